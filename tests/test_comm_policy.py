@@ -123,7 +123,7 @@ def test_values_are_those_of_a_plain_program(
     seed: int,
 ) -> None:
     specs = [ParamSpec(f"p{n}", shape, torch.float32) for n, shape in enumerate(some)]
-    specs = [replace(spec, block=policy.grain(spec)) for spec in specs]
+    specs = [replace(spec, block=policy.block_numel(spec)) for spec in specs]
     [plan] = plan_units([specs], ranks, layout)
     assume(policy.applies_to(plan))
     generator = torch.Generator().manual_seed(seed)

@@ -22,7 +22,7 @@ from fsdp_overlap.layout import (
 from fsdp_overlap.layout.balance import water_level
 from fsdp_overlap.layout.layouts import layout_for
 from fsdp_overlap.layout.planner import Planner
-from fsdp_overlap.tensor.boxes import boxes, pieces
+from fsdp_overlap.tensor.boxes import bounded_boxes, boxes
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -85,9 +85,9 @@ def check_ranges_invert_to_offsets(plan: BucketPlan) -> None:
 
 def check_cuts(plan: BucketPlan, layout: LayoutRule) -> None:
     for spec in plan.specs:
-        grain = layout_for(layout, spec).grain(spec)
+        block_size = layout_for(layout, spec).block_size(spec)
         inner = [stop for _, _, stop in plan.ranges(spec.fqn) if stop < spec.numel]
-        assert all(stop % grain == 0 for stop in inner)
+        assert all(stop % block_size == 0 for stop in inner)
         if (
             layout in (TensorAtomic(), *PADDED)
             and spec.ndim == 2
@@ -248,11 +248,11 @@ def test_stacked_matrices_are_cut_between_matrices_only() -> None:
     assert TensorAtomic().work(experts) == 10 * 6 * 16
 
 
-def test_sand_fills_the_gaps_that_rocks_leave() -> None:
-    rocks = [ParamSpec(f"w{i}", (64, 64), torch.float32) for i in range(3)]
-    sand = ParamSpec("embedding", (100, 64), torch.float32, is_embedding=True)
-    plan = plan_units([[*rocks, sand]], 4, TensorAtomic())[0]
-    assert [plan.owner(rock.fqn) is not None for rock in rocks] == [True] * 3
+def test_divisible_parameters_fill_the_gaps_that_atomic_ones_leave() -> None:
+    matrices = [ParamSpec(f"w{i}", (64, 64), torch.float32) for i in range(3)]
+    embedding = ParamSpec("embedding", (100, 64), torch.float32, is_embedding=True)
+    plan = plan_units([[*matrices, embedding]], 4, TensorAtomic())[0]
+    assert [plan.owner(matrix.fqn) is not None for matrix in matrices] == [True] * 3
     assert max(plan.shard_numels) <= 1.5 * plan.numel / 4
     assert plan.padding == 0
 
@@ -368,14 +368,14 @@ def test_boxes_cover_the_range_in_order(shape: tuple[int, ...], data: st.DataObj
 
 @settings(max_examples=300)
 @given(SHAPES, st.integers(1, 40), st.data())
-def test_pieces_are_small_and_follow_each_other(
+def test_bounded_boxes_are_small_and_follow_each_other(
     shape: tuple[int, ...], most: int, data: st.DataObject
 ) -> None:
     numel = prod(shape)
     start = data.draw(st.integers(0, numel))
     stop = data.draw(st.integers(start, numel))
     position = start
-    for box in pieces(shape, start, stop, most):
+    for box in bounded_boxes(shape, start, stop, most):
         assert box.start == position
         assert 0 < box.numel <= most
         position += box.numel

@@ -23,7 +23,8 @@ from support.twins import impatient
 
 EXACT: dict[str, Any] = {"lr": 0.05, "ns_dtype": torch.float64}
 
-# One team of four ranks, whose group serves the lanes too, or one over two dimensions of a mesh.
+# One owner group of four ranks, whose process group serves the lanes too, or one over two
+# dimensions of a mesh.
 SHAPES = [(4, 1), (2, 2)]
 
 

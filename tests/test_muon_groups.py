@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 from fsdp_overlap import FsdpContext, fully_shard
 from fsdp_overlap.comm.process_groups import group_timeout
 from fsdp_overlap.optim import Muon, muon
-from fsdp_overlap.optim.teams import Teams
+from fsdp_overlap.optim.owner_groups import OwnerGroups
 from support.lagging import BACKEND as LAGGING
 from support.lagging import LaggingGroup
 from support.ranks import run_ranks
@@ -26,15 +26,15 @@ from support.twins import same
 
 
 def on_a_grid(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The group of the team of a matrix that lies over both dimensions of ``mesh``."""
+    """The process group for a matrix that lies over both dimensions of ``mesh``."""
     tiles = distribute_tensor(torch.ones(4, 4), mesh["tp"], [Shard(0)], src_data_rank=None)
     model = nn.ParameterList([nn.Parameter(tiles)])
     fully_shard(model, FsdpContext(mesh["dp"]))
-    teams = Teams()
-    teams.join([(model[0], 1)])
-    team = teams.member(model[0]).team
-    assert team is not None
-    return team.group
+    groups = OwnerGroups()
+    groups.add([(model[0], 1)])
+    owner_group = groups.ownership_of(model[0]).owner_group
+    assert owner_group is not None
+    return owner_group.group
 
 
 def facts_of_the_mesh() -> None:
@@ -54,7 +54,7 @@ def facts_of_the_mesh() -> None:
     assert group_timeout(other, "cpu") == group_timeout(plain.get_group("dp"), "cpu") != minute
 
 
-def test_a_team_of_several_dimensions_has_the_timeout_of_the_mesh() -> None:
+def test_an_owner_group_of_several_dimensions_has_the_timeout_of_the_mesh() -> None:
     run_ranks(facts_of_the_mesh, 4)
 
 
@@ -68,7 +68,7 @@ def options_of_the_mesh() -> None:
     assert group.given is not shards.options
 
 
-def test_a_team_of_several_dimensions_has_the_options_of_the_mesh() -> None:
+def test_an_owner_group_of_several_dimensions_has_the_options_of_the_mesh() -> None:
     run_ranks(options_of_the_mesh, 4, backend=LAGGING)
 
 
@@ -79,15 +79,15 @@ def apart_at_reset() -> None:
     model = nn.ParameterList([nn.Parameter(tiles)])
     ctx = FsdpContext(mesh["dp"])
     fully_shard(model, ctx)
-    teams = Teams()
+    groups = OwnerGroups()
 
     def group() -> LaggingGroup:
-        teams.drop_ended()
-        teams.join([(model[0], 1)])
-        team = teams.member(model[0]).team
-        assert team is not None
-        assert isinstance(team.group, LaggingGroup)
-        return team.group
+        groups.drop_ended()
+        groups.add([(model[0], 1)])
+        owner_group = groups.ownership_of(model[0]).owner_group
+        assert owner_group is not None
+        assert isinstance(owner_group.group, LaggingGroup)
+        return owner_group.group
 
     first = group()
     ctx.reset()
@@ -105,14 +105,14 @@ def test_a_reset_replaces_a_group_on_which_ranks_are_apart() -> None:
     run_ranks(apart_at_reset, 4, backend=LAGGING)
 
 
-# ---- the order of several teams ----
+# ---- the order of several owner groups ----
 
 
 def in_a_ring() -> None:
-    """Four ranks and four teams: each rank is in two, with one neighbour each. If a rank took its
-    teams in another order than the others, each would wait for the next."""
+    """Four ranks and four owner groups: each rank is in two, with one neighbour each. If a rank
+    took its groups in another order than the others, each would wait for the next."""
     rank = dist.get_rank()
-    mine, twins, teams = [], [], []
+    mine, twins, owner_groups = [], [], []
     for first in range(4):
         ranks = sorted((first, (first + 1) % 4))
         group = dist.new_group(ranks)
@@ -120,7 +120,7 @@ def in_a_ring() -> None:
         layer = nn.Linear(6, 8, bias=False).double()
         if rank not in ranks:
             continue
-        teams.append(ranks)
+        owner_groups.append(ranks)
         twins.append(copy.deepcopy(layer))
         mesh = DeviceMesh.from_group(group, "cpu")
         mine.append(fully_shard(layer, FsdpContext(mesh)))
@@ -135,14 +135,14 @@ def in_a_ring() -> None:
         with patch.object(Muon, "_exchanges", autospec=True, side_effect=Muon._exchanges) as begun:
             optimizer.step()
         # One order for all ranks: that of the parameters.
-        assert [call.args[1].ranks for call in begun.call_args_list] == teams
+        assert [call.args[1].ranks for call in begun.call_args_list] == owner_groups
         twin_optimizer.step()
         for layer, twin in zip(mine, twins, strict=True):
             whole: Any = layer.weight
             same(whole.full_tensor(), twin.weight, "weight")
 
 
-def test_teams_that_have_ranks_in_common_exchange_in_one_order() -> None:
+def test_owner_groups_that_have_ranks_in_common_exchange_in_one_order() -> None:
     run_ranks(in_a_ring, 4, timeout=20)
 
 
@@ -150,7 +150,7 @@ def test_teams_that_have_ranks_in_common_exchange_in_one_order() -> None:
 
 
 def split_anew(placement: Placement) -> None:
-    """Each split asks for another team: along one dimension of the mesh, or along both."""
+    """Each split asks for another owner group: along one dimension of the mesh, or along both."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     value = torch.randn(8, 6, generator=torch.Generator().manual_seed(5)).double()
     tiles = distribute_tensor(value, mesh["tp"], [placement], src_data_rank=None)

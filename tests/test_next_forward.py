@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdp_overlap.engine.comm_context import CommContext
 from fsdp_overlap.layout import Flat, LayoutRule, TensorAtomic
-from fsdp_overlap.optim import AdamW, Muon, fused_adamw, orthogonalization
+from fsdp_overlap.optim import AdamW, Muon, adamw, orthogonalization
 from support.ranks import run_ranks
 from support.recorded import GATHER, Entry, Recorded
 from support.twins import Twins
@@ -29,14 +29,14 @@ def under_adamw() -> None:
     recorded = Recorded()
     optimizer = AdamW(recorded.model.parameters(), prefetch_next_forward=True)
     trained(recorded, optimizer)
-    kernel = fused_adamw.fused_adamw_
+    kernel = adamw.fused_adamw_
 
     def noted(*args: Any, **kwargs: Any) -> None:
         kernel(*args, **kwargs)
         recorded.log.append(STEPPED)
 
     recorded.forward().backward()
-    with patch.object(fused_adamw, "fused_adamw_", noted):
+    with patch.object(adamw, "fused_adamw_", noted):
         log = recorded.recorded(optimizer.step)
     gathered = Entry(GATHER, "enqueue", GATHER, "Model")
     assert [each for each in log if each.action != "allocate"] == [STEPPED, gathered, STEPPED]

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from fsdp_overlap.optim import newton_schulz
 from fsdp_overlap.optim.exchange import plan_rounds
 from fsdp_overlap.optim.matrices import (
-    Holding,
+    ShardRange,
     Split,
-    divide,
+    flops_of,
     part_rows,
+    partition_matrices,
     whole_parts,
-    work_of,
 )
 from fsdp_overlap.optim.newton_schulz import COEFFICIENTS, orthogonalize, polynomials
 from fsdp_overlap.optim.orthogonalization import places
@@ -96,7 +96,7 @@ def test_gram_matrices_are_not_trusted_with_coarse_products() -> None:
 
 
 @st.composite
-def held_matrices(draw: st.DrawFn) -> tuple[tuple[int, ...], Split, tuple[Holding, ...]]:
+def held_matrices(draw: st.DrawFn) -> tuple[tuple[int, ...], Split, tuple[ShardRange, ...]]:
     """A parameter in tiles over its rows or columns, each cut into ranges, each of these copied."""
     shape = (
         *draw(st.sampled_from([(), (1,), (3,)])),
@@ -115,7 +115,9 @@ def held_matrices(draw: st.DrawFn) -> tuple[tuple[int, ...], Split, tuple[Holdin
         sizes[dim], offsets[dim] = min(chunk, shape[dim] - start), start
         tile = Tile(tuple(offsets), tuple(sizes))
         ends = sorted(draw(st.lists(st.integers(0, tile.numel), max_size=3)))
-        held += [Holding(tile, a, b) for a, b in zip([0, *ends], [*ends, tile.numel], strict=True)]
+        held += [
+            ShardRange(tile, a, b) for a, b in zip([0, *ends], [*ends, tile.numel], strict=True)
+        ]
     copies = draw(st.integers(1, 3))
     return shape, split, tuple(held * copies)
 
@@ -123,12 +125,12 @@ def held_matrices(draw: st.DrawFn) -> tuple[tuple[int, ...], Split, tuple[Holdin
 @given(held_matrices())
 @settings(max_examples=300)
 def test_every_element_is_in_one_matrix_and_with_all_who_hold_it(
-    held: tuple[tuple[int, ...], Split, tuple[Holding, ...]],
+    held: tuple[tuple[int, ...], Split, tuple[ShardRange, ...]],
 ) -> None:
-    shape, split, holdings = held
+    shape, split, ranges = held
     whole = torch.arange(math.prod(shape)).view(shape)
-    division = divide(shape, split, holdings)
-    local = [h.tile.of(whole).flatten() for h in holdings]
+    partition = partition_matrices(shape, split, ranges)
+    local = [h.tile.of(whole).flatten() for h in ranges]
     parts = part_rows(shape, split)
     expected = sorted(
         tuple(part.flatten().tolist())
@@ -136,18 +138,18 @@ def test_every_element_is_in_one_matrix_and_with_all_who_hold_it(
         for part in matrix.split(parts)
     )
     found = []
-    for rank, stacks in division.whole.items():
-        for stack in stacks:
-            assert holdings[rank].start <= stack.start <= stack.stop <= holdings[rank].stop
-            values = local[rank][stack.start : stack.stop].view(stack.shape)
+    for rank, batches in partition.whole.items():
+        for batch in batches:
+            assert ranges[rank].start <= batch.start <= batch.stop <= ranges[rank].stop
+            values = local[rank][batch.start : batch.stop].view(batch.shape)
             found += [tuple(matrix.flatten().tolist()) for matrix in values]
-    for shared in division.shared:
+    for shared in partition.shared:
         together = torch.full((shared.count * shared.rows, shared.columns), -1)
-        for piece in shared.pieces:
-            for holder in piece.holders:
-                assert holdings[holder].start <= piece.first < piece.last <= holdings[holder].stop
-            for place, first, last in places(together, piece):
-                values = local[piece.holders[0]][piece.first : piece.last][first:last]
+        for chunk in shared.chunks:
+            for holder in chunk.ranks:
+                assert ranges[holder].start <= chunk.first < chunk.last <= ranges[holder].stop
+            for place, first, last in places(together, chunk):
+                values = local[chunk.ranks[0]][chunk.first : chunk.last][first:last]
                 assert (place == -1).all()
                 place.copy_(values.view(place.shape))
         found += [tuple(m.flatten().tolist()) for m in together.view(shared.count, -1)]
@@ -172,7 +174,7 @@ def test_a_tile_that_keeps_whole_matrices_is_whole() -> None:
 def test_owners_of_cut_matrices_are_balanced(
     shapes: list[tuple[int, int]], world_size: int, round_elements: int, random: Any
 ) -> None:
-    divisions = []
+    partitions = []
     for rows, columns in shapes:
         # Whole on one rank, then cut over two.
         size = rows * columns
@@ -181,22 +183,24 @@ def test_owners_of_cut_matrices_are_balanced(
         held = [(0, 0)] * world_size
         held[first : first + 2] = (0, cut), (cut, 2 * size)
         whole = Tile((0, 0, 0), (2, rows, columns))
-        holdings = tuple(Holding(whole, start, stop) for start, stop in held)
-        divisions.append(divide((2, rows, columns), 1, holdings))
-    rounds = plan_rounds(tuple(divisions), world_size, round_elements)
-    placed = [parcel for parcels in rounds for parcel in parcels]
-    assert sorted(parcel.parameter for parcel in placed) == list(range(len(shapes)))
+        ranges = tuple(ShardRange(whole, start, stop) for start, stop in held)
+        partitions.append(partition_matrices((2, rows, columns), 1, ranges))
+    rounds = plan_rounds(tuple(partitions), world_size, round_elements)
+    placed = [assignment for assignments in rounds for assignment in assignments]
+    assert sorted(assignment.parameter for assignment in placed) == list(range(len(shapes)))
     total = [0] * world_size
-    for division in divisions:
-        for rank, stacks in division.whole.items():
-            total[rank] += sum(map(work_of, stacks))
-    for parcel in placed:
-        total[parcel.owner] += work_of(parcel.matrices)
+    for partition in partitions:
+        for rank, batches in partition.whole.items():
+            total[rank] += sum(map(flops_of, batches))
+    for assignment in placed:
+        total[assignment.owner] += flops_of(assignment.matrices)
     # The largest first to the least loaded: nobody who got any is above another by more than one.
-    largest = max(work_of(parcel.matrices) for parcel in placed)
-    for owner in {parcel.owner for parcel in placed}:
+    largest = max(flops_of(assignment.matrices) for assignment in placed)
+    for owner in {assignment.owner for assignment in placed}:
         assert total[owner] - min(total) <= largest
-    for parcels in rounds:
+    for assignments in rounds:
         for owner in range(world_size):
-            share = [parcel.matrices.numel for parcel in parcels if parcel.owner == owner]
+            share = [
+                assignment.matrices.numel for assignment in assignments if assignment.owner == owner
+            ]
             assert len(share) <= 1 or sum(share) <= round_elements

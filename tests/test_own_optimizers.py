@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -20,8 +21,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_overlap import FsdpContext, RaggedDTensor, fully_shard, optim
-from fsdp_overlap.optim import fused_adamw
-from fsdp_overlap.optim.runs import find_runs, flatten
+from fsdp_overlap.optim import adamw
+from fsdp_overlap.optim.spans import find_spans, flatten
 from support.ranks import run_ranks
 from support.twins import Twins, same
 from support.zoo import Model, shard_layers
@@ -135,13 +136,13 @@ def exchange(fused: bool | None) -> None:
             theirs = torch.optim.AdamW(pair[1].parameters(), fused=True)
             ours.load_state_dict(states[1])
             theirs.load_state_dict(states[0])
-    assert len(runs_of(ours)) < len(list(pair[0].parameters()))
+    assert len(spans_of(ours)) < len(list(pair[0].parameters()))
 
 
-def runs_of(optimizer: torch.optim.Optimizer) -> list[tuple[int, int]]:
+def spans_of(optimizer: torch.optim.Optimizer) -> list[tuple[int, int]]:
     states = [s["exp_avg"].to_local() for s in optimizer.state.values()]
     states = [state for state in states if state.numel()]
-    return find_runs([states], [0] * len(states))
+    return find_spans([states], [0] * len(states))
 
 
 @pytest.mark.parametrize("fused", [True, None])
@@ -334,7 +335,7 @@ def let_go() -> None:
             model.zero_grad()
             model(torch.ones(2, 8)).sum().backward()
             optimizer.step()
-        assert len(runs_of(optimizer)) == 4
+        assert len(spans_of(optimizer)) == 4
         states = [its["exp_avg"] for its in optimizer.state.values()]
         gradients = [parameter.grad for parameter in model.parameters()]
         memory = [
@@ -374,16 +375,19 @@ def not_sharded() -> None:
         model.register_parameter("narrow", nn.Parameter(narrow, requires_grad=False))
     ours = optim.AdamW(pair[0].parameters())
     theirs = torch.optim.AdamW(pair[1].parameters(), fused=True)
+    step_counts = Mock(wraps=adamw.StepCounts)
     for step in range(3):
         for model, optimizer in zip(pair, (ours, theirs), strict=True):
             model.zero_grad()
             backward(model, step)
             model.plain.grad = torch.linspace(-1, 1, 12).view(4, 3)
             model.narrow.grad = torch.ones(3, dtype=torch.bfloat16)
-            optimizer.step()
+            with patch.object(adamw, "StepCounts", step_counts):
+                optimizer.step()
         for name in ("plain", "narrow"):
             assert torch.equal(getattr(pair[0], name), getattr(pair[1], name)), name
     assert torch.equal(pair[0].head.weight.to_local(), pair[1].head.weight.to_local())
+    assert step_counts.call_count == 2  # the host reads them once for each dtype
 
 
 def test_other_parameters_are_stepped_too() -> None:
@@ -534,19 +538,19 @@ def test_a_bad_norm_raises_on_every_rank_and_scales_nothing() -> None:
     run_ranks(nonfinite, 2)
 
 
-def test_neighbours_are_runs_and_strangers_are_not() -> None:
+def test_spans_lie_end_to_end_in_one_storage() -> None:
     whole, other = torch.arange(10.0), torch.arange(10.0)
     parts = [whole[0:3], whole[3:4], whole[5:7], whole[7:10], other[0:2]]
-    assert find_runs([parts], [0] * 5) == [(0, 4), (2, 5), (4, 2)]
-    assert find_runs([parts], [0, 1, 1, 1, 1]) == [(0, 3), (1, 1), (2, 5), (4, 2)]
+    assert find_spans([parts], [0] * 5) == [(0, 4), (2, 5), (4, 2)]
+    assert find_spans([parts], [0, 1, 1, 1, 1]) == [(0, 3), (1, 1), (2, 5), (4, 2)]
     apart = [torch.empty(3), torch.empty(1), other[5:7], other[7:10], torch.empty(2)]
-    assert find_runs([parts, apart], [0] * 5)[-2:] == [(2, 5), (4, 2)]
+    assert find_spans([parts, apart], [0] * 5)[-2:] == [(2, 5), (4, 2)]
     assert torch.equal(flatten(parts, [(2, 5)])[0], whole[5:])
-    assert find_runs([[]], []) == []
+    assert find_spans([[]], []) == []
 
 
-def test_a_model_of_many_parameters_is_stepped_in_few_runs() -> None:
-    """450 parameters cost tens of kernels: one run a unit."""
+def test_a_model_of_many_parameters_is_stepped_in_few_spans() -> None:
+    """450 parameters cost tens of kernels: one span a unit."""
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
     try:
         model = nn.Sequential(
@@ -563,14 +567,14 @@ def test_a_model_of_many_parameters_is_stepped_in_few_runs() -> None:
         backward_of.backward()
         optimizer.step()
         assert len(list(model.parameters())) == 448
-        assert len(runs_of(optimizer)) == 32
+        assert len(spans_of(optimizer)) == 32
     finally:
         dist.destroy_process_group()
 
 
 def moments_of_another_dtype(dtype: torch.dtype, moment_dtype: torch.dtype) -> None:
-    """Widened, stepped by torch and rounded again, whatever runs and chunks they are stepped in."""
-    chunk, fused_adamw._CPU_CHUNK = fused_adamw._CPU_CHUNK, 10
+    """Widened, stepped by torch and rounded again, whatever spans and chunks are stepped."""
+    chunk, adamw._CPU_CHUNK = adamw._CPU_CHUNK, 10
     (model,) = models(1, dtype)
     values = torch.linspace(0, 1, 12).view(3, 4).t().to(dtype)
     plain = nn.Parameter(values, requires_grad=False)  # given gradients by hand
@@ -609,9 +613,9 @@ def moments_of_another_dtype(dtype: torch.dtype, moment_dtype: torch.dtype) -> N
             stepped = (parameter.detach(), state["exp_avg"], state["exp_avg_sq"])
             for mine, theirs in zip(stepped, (kept[0], *kept[2:]), strict=True):
                 local = mine.to_local() if isinstance(mine, RaggedDTensor) else mine
-                # Where a run begins decides which elements the kernel steps in vectors.
+                # Where a span begins decides which elements the kernel steps in vectors.
                 torch.testing.assert_close(local, theirs, rtol=1e-2, atol=5e-4)
-    fused_adamw._CPU_CHUNK = chunk
+    adamw._CPU_CHUNK = chunk
 
 
 @pytest.mark.parametrize(

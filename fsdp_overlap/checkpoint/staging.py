@@ -11,7 +11,7 @@ import torch
 
 from fsdp_overlap.comm.streams import has_streams, streams_of
 from fsdp_overlap.engine.param_group import D2HCopy, copy_to_host
-from fsdp_overlap.tensor.chunks import chunks_of
+from fsdp_overlap.tensor.boxes import chunks_of
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
 from fsdp_overlap.tensor.row_tensor import Sharded
 

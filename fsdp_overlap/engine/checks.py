@@ -30,8 +30,8 @@ from fsdp_overlap.engine.param_group import Bucket
 from fsdp_overlap.engine.unit import Unit
 from fsdp_overlap.tensor.carried import SUMMED
 from fsdp_overlap.tensor.extension import inner_tensors, is_subclass, missing_methods
-from fsdp_overlap.tensor.held_gradient import refused_grad_dtype
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
+from fsdp_overlap.tensor.sharded_param import refused_grad_dtype
 
 # ---- What fully_shard() refuses ----
 

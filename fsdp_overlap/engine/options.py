@@ -18,7 +18,7 @@ from fsdp_overlap.layout.wire_plan import (
     BlockSize,
     WirePlan,
     block_in,
-    grain_of,
+    block_numel,
     one_rank,
 )
 from fsdp_overlap.tensor.quantization import LARGEST, POWERS_OF_TWO, scale_dtype_for
@@ -217,10 +217,10 @@ class QuantizedCommPolicy:
         """Return whether the user asked that a matrix travels in full."""
         return spec.ndim > 1 and any(fnmatchcase(spec.fqn, pattern) for pattern in self.keep)
 
-    def grain(self, spec: ParamSpec) -> int:
+    def block_numel(self, spec: ParamSpec) -> int:
         """Return the number of neighbouring elements that no layout may cut."""
         size = self.block_in(spec)
-        return 1 if size is None else grain_of(spec, size)
+        return 1 if size is None else block_numel(spec, size)
 
     def check(self, plan: Plan) -> None:
         """Check that a bucket can travel so.

@@ -78,7 +78,7 @@ def make_unit(
         check_synced(kind, owned)
     if comm_policy is not None:
         for item in owned:
-            item.block = comm_policy.grain(item.spec)
+            item.block = comm_policy.block_numel(item.spec)
             item.is_kept = comm_policy.keeps(item.spec)
     by_mesh = _by_mesh(kind, owned, ctx, mesh, spmd, shard_placement_fn)
     for item in owned:

@@ -1,4 +1,4 @@
-"""The loads of ranks, and which rank gets what so that loads come out even."""
+"""The loads of ranks, and which rank owns what so that loads come out even."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _EVEN = 0.001
 
 @dataclass(frozen=True, eq=False)
 class Item:
-    """A parameter, with the grain, the work and the padding that its layout gives it.
+    """A parameter, with the block size, the work and the padding that its layout gives it.
 
-    ``is_cut`` says whether it may be cut where its layout allows.
+    ``is_atomic``: whether it lies whole on one rank, whatever its block size.
     """
 
     spec: ParamSpec
-    grain: int
+    block_size: int
     work: int
-    padding: float = 0.0
-    is_cut: bool = True
+    max_padding: float = 0.0
+    is_atomic: bool = False
 
     @cached_property
     def numel(self) -> int:
@@ -44,14 +44,14 @@ class Loads:
         self._all_bytes = self._all_work = 0
 
     def copy(self) -> Loads:
-        """A copy that may change independently."""
+        """Return a copy that may change independently."""
         loads = Loads(self.world_size)
         loads._bytes, loads._work = [*self._bytes], [*self._work]
         loads._all_bytes, loads._all_work = self._all_bytes, self._all_work
         return loads
 
     def expect(self, items: Iterable[Item]) -> None:
-        """Counts ``items`` into what the ranks share."""
+        """Count ``items`` into what the ranks share."""
         for item in items:
             self._all_bytes += item.nbytes
             self._all_work += item.work
@@ -78,65 +78,65 @@ class Loads:
         return list(map(max, self.bytes, self.work))
 
     def fraction(self, item: Item) -> tuple[float, float]:
-        """The bytes and the work of ``item``, each as a fraction of a rank's fair share."""
+        """Return the bytes and the work of ``item``, each as a fraction of a rank's fair share."""
         return (
             item.nbytes * self.world_size / max(1, self._all_bytes),
             item.work * self.world_size / max(1, self._all_work),
         )
 
     def weight(self, items: Iterable[Item]) -> float:
-        """The bytes or the work of ``items``, whichever is more, in fair shares of a rank."""
+        """Return the bytes or the work of ``items``, whichever is more, in a rank's fair shares."""
         fractions = [self.fraction(item) for item in items]
         return max(map(sum, zip(*fractions, strict=True)), default=0.0)
 
     def add(self, rank: int, item: Item, part: float = 1.0) -> None:
-        """Gives ``part`` of ``item`` to ``rank``."""
+        """Give ``part`` of ``item`` to ``rank``."""
         self._bytes[rank] += item.nbytes * part
         self._work[rank] += item.work * part
 
     def add_to_all(self, items: Iterable[Item]) -> None:
-        """Gives an equal part of ``items`` to each rank. The items must have no work."""
+        """Give an equal part of ``items`` to each rank. The items must have no work."""
         part = sum(item.nbytes for item in items) / self.world_size
         self._bytes = [held + part for held in self._bytes]
 
     def are_even(self, items: Sequence[Item]) -> bool:
-        """Whether the ranks hold nearly the same bytes, compared with the bytes of ``items``. Then
-        equal parts of ``items`` keep them even."""
+        """Return whether the ranks hold nearly the same bytes, compared with those of ``items``.
+        Then equal parts of ``items`` keep them even."""
         spread = max(self._bytes) - min(self._bytes)
         return spread * self.world_size <= _EVEN * sum(item.nbytes for item in items)
 
 
-def assign(rocks: Sequence[Item], loads: Loads) -> dict[Item, int]:
-    """Gives each of ``rocks`` an owner, and adds it to the owner's load.
+def assign_owners(items: Sequence[Item], loads: Loads) -> dict[Item, int]:
+    """Give each of ``items`` an owner, and add it to the owner's load.
 
-    The largest rock is first. Each goes to the rank with the least load at that moment (Graham,
+    The largest item is first. Each goes to the rank with the least load at that moment (Graham,
     "Bounds on multiprocessing timing anomalies", 1969). Sizes and loads are the larger of the
     fractions of bytes and of work.
     """
-    sizes = [loads.fraction(rock) for rock in rocks]
+    sizes = [loads.fraction(item) for item in items]
     heap = [
         (max(held), rank, *held)
         for rank, held in enumerate(zip(loads.bytes, loads.work, strict=True))
     ]
     heapq.heapify(heap)
     owners = {}
-    for i in sorted(range(len(rocks)), key=lambda i: (-max(sizes[i]), i)):
+    for i in sorted(range(len(items)), key=lambda i: (-max(sizes[i]), i)):
         _, rank, nbytes, work = heap[0]
         nbytes, work = nbytes + sizes[i][0], work + sizes[i][1]
         heapq.heapreplace(heap, (max(nbytes, work), rank, nbytes, work))
-        owners[rocks[i]] = rank
-        loads.add(rank, rocks[i])
+        owners[items[i]] = rank
+        loads.add(rank, items[i])
     return owners
 
 
-def assign_together(rocks: Sequence[Item], loads: Loads) -> dict[Item, int]:
-    """Gives each of ``rocks`` an owner, as :func:`assign` does, among as few neighbouring ranks as
-    can hold them. They are the neighbours with the least load."""
-    sizes = {rock: loads.fraction(rock) for rock in rocks}
-    ordered = sorted(rocks, key=lambda rock: -max(sizes[rock]))
+def assign_to_adjacent_ranks(items: Sequence[Item], loads: Loads) -> dict[Item, int]:
+    """Give each of ``items`` an owner, as :func:`assign_owners` does, among as few adjacent ranks
+    as can hold them: those with the least load."""
+    sizes = {item: loads.fraction(item) for item in items}
+    ordered = sorted(items, key=lambda item: -max(sizes[item]))
     bins: list[tuple[float, float]] = []
-    for rock in ordered:
-        nbytes, work = sizes[rock]
+    for item in ordered:
+        nbytes, work = sizes[item]
         for i, (held_bytes, held_work) in enumerate(bins):
             if held_bytes + nbytes <= 1 and held_work + work <= 1:
                 bins[i] = held_bytes + nbytes, held_work + work
@@ -151,17 +151,17 @@ def assign_together(rocks: Sequence[Item], loads: Loads) -> dict[Item, int]:
     )
     window = list(zip(loads.bytes, loads.work, strict=True))[first : first + width]
     owners = {}
-    for rock in ordered:
-        nbytes, work = sizes[rock]
+    for item in ordered:
+        nbytes, work = sizes[item]
         place = min(range(width), key=lambda i: max(window[i][0] + nbytes, window[i][1] + work))
         window[place] = window[place][0] + nbytes, window[place][1] + work
-        owners[rock] = first + place
-        loads.add(first + place, rock)
+        owners[item] = first + place
+        loads.add(first + place, item)
     return owners
 
 
 def water_level(levels: Sequence[float], amount: float) -> float:
-    """The level to which the lowest of ``levels`` rise together if they share ``amount``."""
+    """Return the level to which the lowest of ``levels`` rise together if they share ``amount``."""
     ordered = sorted(levels)
     below = 0.0
     for count, (low, high) in enumerate(

@@ -12,9 +12,9 @@ from fsdp_overlap.layout.spec import ParamSpec
 _PICTURE_COLUMNS = 64
 
 
-def align(numel: int, unit: int) -> int:
-    """The smallest multiple of ``unit`` that is at least ``numel``."""
-    return -(-numel // unit) * unit
+def align(numel: int, alignment: int) -> int:
+    """Return the smallest multiple of ``alignment`` that is at least ``numel``."""
+    return -(-numel // alignment) * alignment
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,9 @@ class BucketPlan:
     """Where each parameter of a bucket lies in its flat buffer, and which rank holds which range.
 
     All numbers are in elements. Rank ``r`` holds ``[shard_starts[r], shard_starts[r] +
-    shard_numels[r])``. Parameters are in the order of their offsets. ``grains[i]`` is the number of
-    elements between allowed cuts of ``specs[i]``; without ``grains`` it is 1 for all.
+    shard_numels[r])``. Parameters are in the order of their offsets. ``block_sizes[i]`` is the
+    number of elements between allowed cuts of ``specs[i]``; without ``block_sizes`` it is 1 for
+    all.
 
     ``print(plan)`` draws the plan.
 
@@ -35,7 +36,7 @@ class BucketPlan:
     specs: tuple[ParamSpec, ...]
     offsets: tuple[int, ...]
     shard_numels: tuple[int, ...]
-    grains: tuple[int, ...] = ()
+    block_sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         end = 0
@@ -45,14 +46,14 @@ class BucketPlan:
             end = offset + spec.numel
         if end > self.numel:
             raise ValueError(f"the shards hold {self.numel} elements, the parameters end at {end}")
-        if not self.grains:
-            object.__setattr__(self, "grains", (1,) * len(self.specs))
-        for spec, grain in zip(self.specs, self.grains, strict=True):
+        if not self.block_sizes:
+            object.__setattr__(self, "block_sizes", (1,) * len(self.specs))
+        for spec, block_size in zip(self.specs, self.block_sizes, strict=True):
             for _, _, stop in self._ranges[spec.fqn]:
-                if stop % grain and stop != spec.numel:
+                if stop % block_size and stop != spec.numel:
                     raise ValueError(
                         f"{spec.fqn} of shape {spec.shape} is cut at element {stop}, but its "
-                        f"layout allows cuts at multiples of {grain} only"
+                        f"layout allows cuts at multiples of {block_size} only"
                     )
 
     @property
@@ -74,7 +75,7 @@ class BucketPlan:
         return len(set(self.shard_numels)) == 1
 
     def merged(self, world_size: int) -> BucketPlan:
-        """The same flat buffer on fewer ranks. Each holds what several neighbours hold here.
+        """Return the same flat buffer on fewer ranks. Each holds what several neighbours hold here.
 
         Raises:
             ValueError: ``world_size`` does not divide the number of ranks.
@@ -94,8 +95,8 @@ class BucketPlan:
         return self.numel - sum(spec.numel for spec in self.specs)
 
     def ranges(self, fqn: str) -> list[tuple[int, int, int]]:
-        """``(rank, start, stop)`` inside the flattened parameter, for each rank that holds any of
-        it.
+        """Return ``(rank, start, stop)`` inside the flattened parameter, for each rank that holds
+        any of it.
 
         Raises:
             KeyError: the bucket has no parameter of that name.
@@ -103,8 +104,8 @@ class BucketPlan:
         return list(self._ranges[fqn])
 
     def owner(self, fqn: str) -> int | None:
-        """The rank that holds all of a parameter. ``None`` if several ranks hold parts of it, or if
-        it is empty.
+        """Return the rank that holds all of a parameter. ``None`` if several ranks hold parts of
+        it, or if it is empty.
 
         Raises:
             KeyError: the bucket has no parameter of that name.
@@ -132,8 +133,8 @@ class BucketPlan:
         return found
 
     def __str__(self) -> str:
-        """A picture in text. Each rank has a line: a bar as long as its range, and the names of the
-        parameters that lie there."""
+        """Return a picture in text. Each rank has a line: a bar as long as its range, and the names
+        of the parameters that lie there."""
         kind = "equal" if self.is_equal else "ragged"
         lines = [
             f"{len(self.specs)} parameters on {self.world_size} ranks, {self.numel:,} elements in "

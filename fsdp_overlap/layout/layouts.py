@@ -14,14 +14,14 @@ from fsdp_overlap.layout.spec import ParamSpec
 class Layout(Protocol):
     """Says where its parameters may be cut between ranks."""
 
-    def grain(self, spec: ParamSpec) -> int:
-        """The number of elements between allowed cuts, counted from the parameter's first element.
-        It is at least 1. A parameter whose grain is its size or more is never cut."""
+    def block_size(self, spec: ParamSpec) -> int:
+        """Return the number of elements between allowed cuts, counted from the parameter's first
+        element. It is at least 1. A parameter whose block size is its size or more is never cut."""
         ...
 
     def work(self, spec: ParamSpec) -> int:
-        """What the optimizer's step costs the rank that holds the parameter, beyond what every
-        element costs. The planner balances it. 0 if every element costs the same."""
+        """Return what the optimizer's step costs the rank that holds the parameter, beyond what
+        every element costs. The planner balances it. 0 if every element costs the same."""
         ...
 
 
@@ -33,7 +33,7 @@ LayoutRule = Layout | Callable[[str, ParamSpec], Layout]
 class Flat:
     """Ranks hold equal ranges of elements, cut anywhere. For element-wise optimizers."""
 
-    def grain(self, spec: ParamSpec) -> int:
+    def block_size(self, spec: ParamSpec) -> int:
         return 1
 
     def work(self, spec: ParamSpec) -> int:
@@ -56,7 +56,7 @@ class BlockAtomic:
         if type(self.rows) is not int or self.rows < 1:
             raise ValueError(f"BlockAtomic(rows={self.rows!r}): rows must be an int of at least 1")
 
-    def grain(self, spec: ParamSpec) -> int:
+    def block_size(self, spec: ParamSpec) -> int:
         return max(1, self.rows * prod(spec.shape[1:]))
 
     def work(self, spec: ParamSpec) -> int:
@@ -74,7 +74,7 @@ class PerTensor:
     another dimension for a parameter.
     """
 
-    def grain(self, spec: ParamSpec) -> int:
+    def block_size(self, spec: ParamSpec) -> int:
         return max(1, prod(spec.shape[1:]))
 
     def work(self, spec: ParamSpec) -> int:
@@ -110,16 +110,14 @@ class TensorAtomic:
         if type(self.max_padding) not in (int, float) or not self.max_padding >= 0:
             raise ValueError(
                 f"TensorAtomic(max_padding={self.max_padding!r}): max_padding must be a fraction "
-                "of at "
-                "least 0, such "
-                "as 0.25; math.inf makes shards equal at any cost"
+                "of at least 0, such as 0.25; math.inf makes shards equal at any cost"
             )
         if type(self.split) is not tuple or any(type(pattern) is not str for pattern in self.split):
             raise TypeError(
                 f"TensorAtomic(split={self.split!r}): split must be a tuple of names or patterns"
             )
 
-    def grain(self, spec: ParamSpec) -> int:
+    def block_size(self, spec: ParamSpec) -> int:
         return max(1, prod(spec.shape[-2:])) if self._has_matrices(spec) else 1
 
     def work(self, spec: ParamSpec) -> int:
@@ -137,13 +135,13 @@ class TensorAtomic:
 
 
 def layout_for(rule: LayoutRule, spec: ParamSpec) -> Layout:
-    """The layout that ``rule`` gives a parameter.
+    """Return the layout that ``rule`` gives a parameter.
 
     Raises:
         TypeError: ``rule`` gives something that is no layout.
     """
     layout = rule(spec.fqn, spec) if callable(rule) else rule
-    if not hasattr(layout, "grain"):
+    if not hasattr(layout, "block_size"):
         raise TypeError(
             f"the layout of parameter {spec.fqn!r} is {layout!r}; use Flat(), PerTensor(), "
             "BlockAtomic(rows=...) or TensorAtomic()"

@@ -15,8 +15,9 @@ LEAST_SHARD_BYTES = 1 << 20
 
 
 def in_pieces(specs: Sequence[ParamSpec], world_size: int) -> list[ParamSpec]:
-    """``specs``, of which those that are trainable are numbered by pieces of about equal size, in
-    the order in which they are given. They stay as they are if they are too small for two."""
+    """Return ``specs``, of which those that are trainable are numbered by pieces of about equal
+    size, in the order in which they are given. They stay as they are if they are too small for
+    two."""
     movable = [spec for spec in specs if spec.requires_grad and not spec.is_extension]
     total = sum(map(_bytes, movable))
     count = min(MOST_PIECES, total // (LEAST_SHARD_BYTES * world_size))

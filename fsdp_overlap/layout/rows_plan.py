@@ -30,16 +30,16 @@ class RowsPlan:
     world_size: int
 
     def rows(self, spec: ParamSpec) -> int:
-        """How many rows of a parameter a chunk has room for."""
+        """Return how many rows of a parameter a chunk has room for."""
         return -(-spec.shape[spec.cut_dim] // self.world_size)
 
     def held(self, spec: ParamSpec, rank: int) -> tuple[int, int]:
-        """``(first, last)``: ``rank`` has the rows ``[first, last)`` of a parameter."""
+        """Return ``(first, last)``: ``rank`` has the rows ``[first, last)`` of a parameter."""
         size, rows = spec.shape[spec.cut_dim], self.rows(spec)
         return min(rank * rows, size), min((rank + 1) * rows, size)
 
     def chunk_shape(self, spec: ParamSpec, rank: int) -> tuple[int, ...]:
-        """The shape of what ``rank`` has of a parameter."""
+        """Return the shape of what ``rank`` has of a parameter."""
         first, last = self.held(spec, rank)
         return (*spec.shape[: spec.cut_dim], last - first, *spec.shape[spec.cut_dim + 1 :])
 
@@ -106,7 +106,7 @@ class RowsPlan:
         return BucketPlan((), (), self.shard_numels)
 
     def merged(self, world_size: int) -> BucketPlan:
-        """The flat buffer in equal ranges on fewer ranks.
+        """Return the flat buffer in equal ranges on fewer ranks.
 
         Raises:
             ValueError: ``world_size`` does not divide the number of ranks.
@@ -136,7 +136,8 @@ class RowsPlan:
         return "\n".join(lines)
 
     def _places(self, numels: Sequence[int]) -> tuple[int, ...]:
-        """Where each of several things begins that follow each other, and where the last ends."""
+        """Return where each of several things begins that follow each other, and where the last
+        ends."""
         unit, places = self.specs[0].alignment, [0]
         for numel in numels:
             places.append(align(places[-1] + numel, unit))

@@ -21,8 +21,8 @@ BlockSize = tuple[int, int]
 
 
 def block_in(spec: ParamSpec, block: Block) -> BlockSize:
-    """The rows and columns of a block of a parameter, whose last dimension has its columns, and all
-    others its rows. The last block may have fewer rows.
+    """Return the rows and columns of a block of a parameter, whose last dimension has its columns,
+    and all others its rows. The last block may have fewer rows.
 
     Raises:
         ValueError: its columns cannot be divided into such blocks.
@@ -39,8 +39,8 @@ def block_in(spec: ParamSpec, block: Block) -> BlockSize:
     return height, width
 
 
-def grain_of(spec: ParamSpec, size: BlockSize) -> int:
-    """The number of elements between places where a cut divides no block."""
+def block_numel(spec: ParamSpec, size: BlockSize) -> int:
+    """Return the number of elements between places where a cut divides no block."""
     height, width = size
     return width if height == 1 else height * spec.shape[-1]
 
@@ -118,7 +118,7 @@ class WirePlan:
             check_cuts(self.plan, spec, size)
 
     def segment(self, rank: int) -> Segment:
-        """What a rank sends. Starts are counted from that of its shard, scales from 0."""
+        """Return what a rank sends. Starts are counted from that of its shard, scales from 0."""
         places = self._places[rank]
         return Segment(tuple(self._runs_in(places)), tuple(self._kept_in(places)), self.parts[rank])
 
@@ -196,7 +196,7 @@ class WirePlan:
 
 
 def one_rank(plan: RowsPlan, blocks: Sequence[BlockSize | None]) -> BucketPlan:
-    """Where the chunks of any one rank lie in its shard.
+    """Return where the chunks of any one rank lie in its shard.
 
     Raises:
         ValueError: a chunk begins or ends within a block.
@@ -222,17 +222,17 @@ def one_rank(plan: RowsPlan, blocks: Sequence[BlockSize | None]) -> BucketPlan:
 
 
 def check_cuts(plan: BucketPlan, spec: ParamSpec, size: BlockSize | None) -> None:
-    """Checks that ``plan`` cuts a parameter between its blocks.
+    """Check that ``plan`` cuts a parameter between its blocks.
 
     Raises:
         ValueError: it cuts one.
     """
-    grain = 1 if size is None else grain_of(spec, size)
+    step = 1 if size is None else block_numel(spec, size)
     for _, _, stop in plan.ranges(spec.fqn):
-        if stop % grain and stop != spec.numel:
+        if stop % step and stop != spec.numel:
             raise ValueError(
                 f"parameter {spec.fqn!r} of shape {tuple(spec.shape)} is cut at element {stop}, "
-                f"inside of the {grain} elements that share scales: choose a layout that cuts at "
+                f"inside of the {step} elements that share scales: choose a layout that cuts at "
                 "multiples of them, such as BlockAtomic(rows=...), or TensorAtomic(), which cuts "
                 "no matrix but "
                 "embeddings; or name the parameter in keep=(...)"
@@ -240,8 +240,8 @@ def check_cuts(plan: BucketPlan, spec: ParamSpec, size: BlockSize | None) -> Non
 
 
 def _shapes(numel: int, size: BlockSize, columns: int) -> list[tuple[int, int, int, int]]:
-    """How blocks lie in ``numel`` elements of a matrix: those of full height, and those of the
-    last rows."""
+    """Return how blocks lie in ``numel`` elements of a matrix: those of full height, and those of
+    the last rows."""
     height, width = size
     if height == 1:
         return [(numel // width, 1, 1, width)] if numel else []

@@ -1,20 +1,243 @@
-"""torch's AdamW, stepping on the flat ranges behind sharded parameters."""
+"""torch's AdamW, stepping contiguous spans of sharded parameters as one tensor each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import reduce
+from itertools import compress
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
 
-from fsdp_overlap.optim.fused_adamw import FusedAdamW
-from fsdp_overlap.optim.next_forward import NextForward
-from fsdp_overlap.optim.states import restore
+from fsdp_overlap.comm.streams import has_streams
+from fsdp_overlap.optim.post_optim_prefetch import PostOptimPrefetch
+from fsdp_overlap.optim.spans import (
+    edits_of,
+    find_spans,
+    flatten,
+    gradients_of,
+    local_of,
+    locals_of,
+    span_key,
+    with_gradient,
+)
+from fsdp_overlap.optim.states import check_not_captured, pack, restore
+from fsdp_overlap.tensor.extension import is_subclass
+from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor, ShardEdits
+from fsdp_overlap.tensor.row_tensor import RowTensor, Sharded
+from fsdp_overlap.torch_internals import fused_adamw_
+
+State = Mapping[torch.Tensor, dict[str, Any]]
+
+# How many elements are widened at once if gradients or moments have another dtype than their
+# parameters: enough to fill an accelerator, and no more than a CPU's cache holds.
+_ACCELERATOR_CHUNK = 1 << 25
+_CPU_CHUNK = 1 << 20
+
+_kind = attrgetter("device", "dtype")
+
+
+class StepCounts:
+    """The step counts of parameters that are stepped together: 0-dimensional tensors, as in torch's
+    state, but ``views`` of one tensor, so that one op increments them all.
+
+    ``values`` are the counts at construction, the only time that the host reads them. Equal counts
+    stay equal, because all grow together until somebody else writes to one.
+    """
+
+    def __init__(self, steps: Sequence[torch.Tensor], device: torch.device) -> None:
+        self._flat = torch.stack([step.to(device, torch.float32) for step in steps])
+        self.views: Sequence[torch.Tensor] = self._flat.unbind()
+        self.values: list[float] = self._flat.tolist()
+        self.all_equal = len(set(self.values)) == 1
+        self._version = self._flat._version
+
+    def are(self, steps: Sequence[torch.Tensor]) -> bool:
+        """Return whether ``steps`` are these very tensors, and nobody else has written to them."""
+        return all(map(is_, steps, self.views)) and self._version == self._flat._version
+
+    def add(self, number: float | torch.Tensor) -> None:
+        self._flat.add_(number)
+        self._version = self._flat._version
+
+
+class ForeachGroup:
+    """Parameters of one param group that the kernel steps together: all have a gradient, on one
+    device and of one dtype. ``is_first``: whether the next forward needs them first."""
+
+    def __init__(self, is_first: bool, parameters: list[torch.Tensor]) -> None:
+        self.is_first = is_first
+        self.parameters = parameters
+        self.device = local_of(parameters[0]).device
+        self.edits = edits_of(parameters)
+        locals_ = locals_of(parameters)
+        self.is_held = [bool(local.numel()) for local in locals_]
+        """Whether this rank holds elements of each, and below what is held."""
+        self.held = list(compress(parameters, self.is_held))
+        self.locals = list(compress(locals_, self.is_held))
+        self.is_flat = set(map(type, parameters)) <= {RaggedDTensor}
+        self.steps: StepCounts | None = None
+
+    def span_keys(self) -> list[object] | None:
+        """Return a key for each parameter of :attr:`held`. Those with equal keys may be stepped as
+        one. ``None``: all of them."""
+        assert self.steps is not None
+        if self.is_flat and self.steps.all_equal:
+            return None
+        return list(map(span_key, self.held, compress(self.steps.values, self.is_held)))
+
+
+def _foreach_groups(
+    parameters: list[torch.Tensor], locals_: list[torch.Tensor], first: Collection[ShardEdits]
+) -> list[ForeachGroup]:
+    # An op on tensors of a class of its own may run once for each of their parts.
+    kinds = [
+        (
+            isinstance(parameter, Sharded) and parameter.edits in first,
+            _kind(local),
+            type(local) if is_subclass(local) else None,
+        )
+        for parameter, local in zip(parameters, locals_, strict=True)
+    ]
+    return [
+        ForeachGroup(kind[0], list(compress(parameters, map(kind.__eq__, kinds))))
+        for kind in dict.fromkeys(kinds)
+    ]
+
+
+class FusedAdamW:
+    """Steps the parameters of an optimizer's param groups. ``moment_dtype`` is the dtype of the
+    moments. The default is the dtype of each parameter."""
+
+    def __init__(self, moment_dtype: torch.dtype | None = None) -> None:
+        self._moment_dtype = moment_dtype
+        self._groups: dict[int, tuple[list[object], list[torch.Tensor], list[ForeachGroup]]] = {}
+        """The foreach groups of each param group, what they depend on, and the local tensors, so
+        that their ids stay theirs."""
+
+    def load(self, state: State, group: dict[str, Any]) -> None:
+        """Take over the loaded state of ``group``."""
+        started = [parameter for parameter in group["params"] if state.get(parameter)]
+        self._prepare(state, started, _moments(group))
+
+    def foreach_groups(
+        self, index: int, group: dict[str, Any], first: Collection[ShardEdits] = ()
+    ) -> list[ForeachGroup]:
+        """Return the parameters of ``group`` that have a gradient, in groups for :meth:`step`.
+        ``index`` is the position of the group in the optimizer. ``first`` has the edit counters of
+        the units that the next forward needs first."""
+        parameters = with_gradient(group["params"])
+        locals_ = locals_of(parameters)
+        # A sharded parameter that was moved, or cast, has another local tensor. Others may be moved
+        # in place.
+        key: list[object] = [first, *map(id, parameters), *map(id, locals_)]
+        if not set(map(type, parameters)) <= {RaggedDTensor, RowTensor}:
+            key += map(_kind, locals_)
+        known = self._groups.get(index)
+        if known is None or known[0] != key:
+            known = key, locals_, _foreach_groups(parameters, locals_, first)
+            self._groups[index] = known
+        return known[-1]
+
+    def step(
+        self,
+        state: State,
+        foreach_group: ForeachGroup,
+        group: dict[str, Any],
+        grad_scale: torch.Tensor | None = None,
+        found_inf: torch.Tensor | None = None,
+    ) -> None:
+        """Step the parameters of ``foreach_group``, which is of ``group``. A ``GradScaler`` passes
+        ``grad_scale`` and ``found_inf``.
+
+        Raises:
+            RuntimeError: the dtype of a parameter is not floating-point.
+        """
+        moments, device = _moments(group), foreach_group.device
+        parameters, is_held = foreach_group.parameters, foreach_group.is_held
+        states = list(map(state.__getitem__, parameters))
+        if not all(states):
+            self._prepare(state, [p for p in parameters if not state[p]], moments)
+        counts = list(map(itemgetter("step"), states))
+        steps = foreach_group.steps
+        if steps is None or not steps.are(counts):
+            check_not_captured(device)
+            steps = foreach_group.steps = StepCounts(counts, device)
+            for param_state, view in zip(states, steps.views, strict=True):
+                param_state["step"] = view
+        held_states = list(compress(states, is_held))
+        columns = [foreach_group.locals, locals_of(gradients_of(foreach_group.held))]
+        columns += [locals_of(map(itemgetter(name), held_states)) for name in moments]
+        spans = find_spans(columns, foreach_group.span_keys())
+        views = list(compress(steps.views, is_held))
+        steps.add(1)
+        lr = group["lr"]
+        if isinstance(lr, torch.Tensor) and lr.device.type != "cpu":
+            lr = lr.to(device)
+        options = {
+            "amsgrad": group["amsgrad"],
+            "lr": lr,
+            "beta1": float(group["betas"][0]),
+            "beta2": float(group["betas"][1]),
+            "weight_decay": group["weight_decay"],
+            "eps": group["eps"],
+            "maximize": group["maximize"],
+            "grad_scale": grad_scale,
+            "found_inf": found_inf,
+        }
+        if spans:  # this rank may hold nothing of these parameters
+            flat = [flatten(column, spans) for column in columns]
+            _run_kernel(flat, [views[row] for row, _ in spans], options)
+        if found_inf is not None:
+            steps.add(-found_inf)
+        for edits in foreach_group.edits:
+            edits.note_values()
+
+    def _prepare(
+        self, state: State, parameters: list[torch.Tensor], moments: Sequence[str]
+    ) -> None:
+        pack(state, parameters, moments, self._moment_dtype)
+        for parameter in parameters:
+            zero = torch.zeros((), dtype=torch.float32, device=local_of(parameter).device)
+            state[parameter].setdefault("step", zero)
+
+
+def _run_kernel(
+    columns: list[list[torch.Tensor]], counts: list[torch.Tensor], options: dict[str, Any]
+) -> None:
+    """Run the kernel. ``columns`` are parameters, gradients and moments, each with a tensor for
+    each span."""
+    dtypes = {column[0].dtype for column in columns} | {gradient.dtype for gradient in columns[1]}
+    if len(dtypes) == 1:
+        empty: list[list[torch.Tensor]] = [] if options["amsgrad"] else [[]]
+        fused_adamw_(*columns, *empty, counts, **options)  # type: ignore[call-overload]
+        return
+    # The kernel knows one dtype, so a chunk at a time is widened, stepped and rounded again.
+    for *row, count in zip(*columns, counts, strict=True):
+        wide = reduce(torch.promote_types, (tensor.dtype for tensor in row))
+        for chunks in zip(*map(_chunks, row), strict=True):
+            widened = [chunk.to(wide) for chunk in chunks]
+            _run_kernel([[chunk] for chunk in widened], [count], options)
+            for chunk, stepped in zip(chunks, widened, strict=True):
+                if stepped is not chunk:
+                    chunk.copy_(stepped)
+
+
+def _chunks(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    if tensor.dim() != 1:
+        return (tensor,)
+    return tensor.split(_ACCELERATOR_CHUNK if has_streams(tensor.device) else _CPU_CHUNK)
+
+
+def _moments(group: dict[str, Any]) -> tuple[str, ...]:
+    moments = ("exp_avg", "exp_avg_sq")
+    return (*moments, "max_exp_avg_sq") if group["amsgrad"] else moments
 
 
 class AdamW(torch.optim.AdamW):
-    """``torch.optim.AdamW(fused=True)`` with fewer kernels: parameters that are neighbours in
-    memory are stepped as one. Parameters of the same unit and parameter group are neighbours.
+    """``torch.optim.AdamW(fused=True)`` with fewer kernels: parameters that lie end to end in
+    memory, as those of one unit and param group do, are stepped as one.
 
     Results and state dict are the same as torch's, so checkpoints move between the two, both ways.
     Parameters that are not sharded are stepped too.
@@ -82,7 +305,7 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps the parameters that have a gradient.
+        """Step the parameters that have a gradient.
 
         Raises:
             RuntimeError: the dtype of a parameter is not floating-point, or a gradient is sparse.
@@ -92,18 +315,20 @@ class AdamW(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        next_forward = NextForward(self.param_groups if self._prefetch_next_forward else ())
-        lots = [
-            (lot, group)
+        prefetch = PostOptimPrefetch(self.param_groups if self._prefetch_next_forward else ())
+        foreach_groups = [
+            (foreach_group, group)
             for index, group in enumerate(self.param_groups)
-            for lot in self._kernel.lots(index, group, next_forward.edits)
+            for foreach_group in self._kernel.foreach_groups(index, group, prefetch.edits)
         ]
-        for lot, group in lots:
-            if lot.is_first:
-                self._kernel.step(self.state, lot, group, *scaling)
-        next_forward.begin(sum(len(lot.parameters) for lot, _ in lots if lot.is_first))
-        for lot, group in lots:
-            if not lot.is_first:
-                self._kernel.step(self.state, lot, group, *scaling)
-        next_forward.finish()
+        stepped = 0
+        for foreach_group, group in foreach_groups:
+            if foreach_group.is_first:
+                self._kernel.step(self.state, foreach_group, group, *scaling)
+                stepped += len(foreach_group.parameters)
+        prefetch.start(stepped)
+        for foreach_group, group in foreach_groups:
+            if not foreach_group.is_first:
+                self._kernel.step(self.state, foreach_group, group, *scaling)
+        prefetch.finish()
         return loss

@@ -4,33 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import reduce
-from itertools import compress
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp_overlap.optim.runs import (
-    classes_of,
-    find_runs,
+from fsdp_overlap.optim.spans import (
+    find_spans,
     flatten,
-    gradients_of,
     local_of,
     locals_of,
-    numels_of,
-    with_gradient,
 )
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
 from fsdp_overlap.tensor.sums_and_norms import (
-    by_cut,
     combine_norms,
+    group_by_mesh_dims,
     local_norms,
     norms,
 )
 from fsdp_overlap.torch_internals import DTensorSpec
 
 _dtype = attrgetter("dtype")
+_grad = attrgetter("grad")
 
 
 @torch.no_grad()
@@ -40,12 +36,12 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
-    """Scales the gradients down so that their norm, taken as one vector, is at most ``max_norm``.
+    """Scale the gradients down so that their norm, taken as one vector, is at most ``max_norm``.
 
     It does what ``torch.nn.utils.clip_grad_norm_`` does, with one all-reduce of one number for each
-    dimension of each mesh that gradients are cut along, and one kernel for each run of neighbours
-    in memory. Must be called on every rank. Gradients that are not sharded must be the same on
-    every rank.
+    dimension of each mesh along which gradients are sharded, and one kernel for each span that is
+    contiguous in memory. Must be called on every rank. Gradients that are not sharded must be the
+    same on every rank.
 
     Returns:
         The norm before clipping, 0-dimensional. It is the same on every rank.
@@ -56,17 +52,17 @@ def clip_grad_norm_(
     """
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
-    parameters, order = list(parameters), float(norm_type)
-    cuts = _cuts(gradients_of(with_gradient(parameters)))
-    if not cuts:
+    order = float(norm_type)
+    gradients = [gradient for gradient in map(_grad, parameters) if gradient is not None]
+    groups = _grad_groups(gradients)
+    if not groups:
         return torch.tensor(0.0)
-    parts = [_norm(cut, order) for cut in cuts]
+    parts = [_norm(group, order) for group in groups]
     total = parts[0]
     if len(parts) > 1:
-        device = next(p.grad.device for p in parameters if p.grad is not None)
-        together = torch.stack([part.to(device) for part in parts])
+        together = torch.stack([part.to(gradients[0].device) for part in parts])
         total = together.sum() if order == 0 else torch.linalg.vector_norm(together, order)
-    flats = [flat for cut in cuts for flat in cut.flats]
+    flats = [flat for group in groups for flat in group.flats]
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"the gradient norm of order {norm_type} is {total.item()}, not finite, so it cannot "
@@ -78,12 +74,12 @@ def clip_grad_norm_(
         torch._foreach_mul_(
             [flat for flat in flats if flat.device == on_device], scale.to(on_device)
         )
-    return total.to(reduce(torch.promote_types, {cut.dtype for cut in cuts}))
+    return total.to(reduce(torch.promote_types, {group.dtype for group in groups}))
 
 
-class Cut(NamedTuple):
-    """Gradients that are cut among the same ranks, as ``spec`` says. ``None`` stands for plain
-    gradients. ``flats`` is what this rank holds of all ``members``, one tensor for each run.
+class GradGroup(NamedTuple):
+    """Gradients that are sharded over the same ranks, as ``spec`` says. ``None`` stands for plain
+    gradients. ``flats`` is what this rank holds of all ``members``, one tensor for each span.
     ``dtype`` is the widest: of members that this rank holds nothing of too, because ranks must
     agree on it."""
 
@@ -93,42 +89,44 @@ class Cut(NamedTuple):
     dtype: torch.dtype
 
 
-def _cuts(gradients: list[Any]) -> list[Cut]:
+def _grad_groups(gradients: list[Any]) -> list[GradGroup]:
     sharded, plain = gradients, []
-    if not all(issubclass(each, DTensor) for each in classes_of(gradients)):
+    if not all(issubclass(cls, DTensor) for cls in set(map(type, gradients))):
         sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
         plain = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
     found: list[tuple[DTensorSpec | None, list[Any]]] = [
-        (spec, [sharded[index] for index in members]) for spec, members in by_cut(sharded)
+        (spec, [sharded[index] for index in members])
+        for spec, members in group_by_mesh_dims(sharded)
     ]
-    cuts = []
+    groups = []
     for spec, members in [*found, (None, plain)] if plain else found:
         locals_ = locals_of(members)
-        cuts.append(Cut(spec, members, _flat(members, locals_), _widest(locals_)))
-    return cuts
+        groups.append(GradGroup(spec, members, _flat(members, locals_), _widest(locals_)))
+    return groups
 
 
 def _widest(tensors: Iterable[torch.Tensor]) -> torch.dtype:
     return reduce(torch.promote_types, set(map(_dtype, tensors))).to_real()
 
 
-def _norm(cut: Cut, order: float) -> torch.Tensor:
-    """The norm of the gradients of ``cut`` on all ranks."""
+def _norm(group: GradGroup, order: float) -> torch.Tensor:
+    """Return the norm of the gradients of ``group`` on all ranks."""
     if order == 0:  # as in torch, the number of tensors that are not all zero
-        counts = norms if cut.spec is not None else local_norms
-        return torch.linalg.vector_norm(torch.stack(list(counts(cut.members, order))), order)
-    each = local_norms(cut.flats or [local_of(cut.members[0])], order, cut.dtype)
+        counts = norms if group.spec is not None else local_norms
+        return torch.linalg.vector_norm(torch.stack(list(counts(group.members, order))), order)
+    each = local_norms(group.flats or [local_of(group.members[0])], order, group.dtype)
     part = torch.linalg.vector_norm(each, order)
-    return part if cut.spec is None else combine_norms(part, order, cut.spec)
+    return part if group.spec is None else combine_norms(part, order, group.spec)
 
 
 def _flat(gradients: list[torch.Tensor], locals_: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What this rank holds of the gradients. Neighbours in memory are one flat tensor."""
-    held = list(compress(locals_, numels_of(locals_)))
-    marks: list[object] = list(map(_dtype, held))
-    if not classes_of(gradients) <= {RaggedDTensor}:  # whose ranges are flat
+    """Return what this rank holds of the gradients. What lies end to end in memory is one flat
+    tensor."""
+    held = list(filter(torch.Tensor.numel, locals_))
+    keys: list[object] | None = None
+    if not set(map(type, gradients)) <= {RaggedDTensor}:  # whose ranges are flat
         is_sharded = isinstance(gradients[0], DTensor)
-        marks = [
-            local.dtype if is_sharded and local.is_contiguous() else object() for local in held
-        ]
-    return flatten(held, find_runs([held], marks))
+        keys = [local.dtype if is_sharded and local.is_contiguous() else object() for local in held]
+    elif len(set(map(_dtype, held))) > 1:
+        keys = list(map(_dtype, held))
+    return flatten(held, find_spans([held], keys))

@@ -1,8 +1,7 @@
-"""Sends what each rank holds of a matrix to one owner, and the orthogonal matrix back.
+"""Gathers each matrix on one owner rank, and scatters the orthogonal matrix back.
 
-Owners are balanced by work. The matrices travel in rounds, so that one round is on its way while
-the products of another run. Of pieces that several ranks hold copies of, one copy is sent; the
-result goes to all of them.
+Owners are balanced by work. Matrices are exchanged in rounds, so that one round is communicated
+while the products of another run. Replicated chunks are sent once; results go to all replicas.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ import torch.distributed as dist
 
 from fsdp_overlap.comm.collectives import all_to_all
 from fsdp_overlap.comm.lanes import Lane
-from fsdp_overlap.optim.matrices import Division, Piece, Shared, work_of
-from fsdp_overlap.optim.updates import Part, Update, directions, move
+from fsdp_overlap.optim.matrices import MatrixChunk, MatrixPartition, SharedMatrices, flops_of
+from fsdp_overlap.optim.updates import Task, Update, UpdateSlice, momentum_directions, move
 
 # How many elements an owner gets in a round: enough for an efficient message, and few enough for
 # several rounds.
@@ -27,229 +26,216 @@ ROUND_ELEMENTS = 1 << 21
 
 
 @dataclass(frozen=True, eq=False)
-class Parcel:
-    """Matrices that ranks share, and the rank that owns them. ``parameter`` is the number of their
-    parameter. ``copy`` says which copy of each piece is sent to the owner."""
+class OwnerAssignment:
+    """Shared matrices, and the rank that owns them. ``parameter`` is the index of their parameter.
+    ``replica`` says which replica of each chunk is sent to the owner."""
 
     parameter: int
-    matrices: Shared
+    matrices: SharedMatrices
     owner: int
-    copy: int
+    replica: int
 
-    def sender(self, piece: Piece) -> int:
-        return piece.holders[self.copy % len(piece.holders)]
+    def sender(self, chunk: MatrixChunk) -> int:
+        return chunk.ranks[self.replica % len(chunk.ranks)]
 
 
 @lru_cache(maxsize=64)
 def plan_rounds(
-    divisions: tuple[Division, ...], world_size: int, round_elements: int
-) -> tuple[tuple[Parcel, ...], ...]:
-    """Gives all shared matrices owners, and returns the parcels of each round.
+    partitions: tuple[MatrixPartition, ...], world_size: int, round_elements: int
+) -> tuple[tuple[OwnerAssignment, ...], ...]:
+    """Assign all shared matrices to owners, and return the assignments of each round.
 
-    The matrices with the most work are first. Each goes to the rank with the least work, which
+    The matrices with the most work come first. Each goes to the rank with the least work, which
     includes the matrices that the rank holds whole. Among equal ranks, the one that holds most of
     the matrix gets it. Where ranks hold all of it, it goes to one of these.
     """
     loads = [0] * world_size
-    for division in divisions:
-        for rank, stacks in division.whole.items():
-            loads[rank] += sum(map(work_of, stacks))
-    shared = [(number, each) for number, one in enumerate(divisions) for each in one.shared]
-    owned: list[list[Parcel]] = [[] for _ in loads]
-    for number, matrices in sorted(shared, key=lambda item: -work_of(item[1])):
+    for partition in partitions:
+        for rank, batches in partition.whole.items():
+            loads[rank] += sum(map(flops_of, batches))
+    shared = [(index, each) for index, one in enumerate(partitions) for each in one.shared]
+    owned: list[list[OwnerAssignment]] = [[] for _ in loads]
+    for index, matrices in sorted(shared, key=lambda item: -flops_of(item[1])):
         held: dict[int, int] = {}
-        for piece in matrices.pieces:
-            for rank in piece.holders:
-                held[rank] = held.get(rank, 0) + piece.last - piece.first
-        is_whole = len(matrices.pieces) == 1
+        for chunk in matrices.chunks:
+            for rank in chunk.ranks:
+                held[rank] = held.get(rank, 0) + chunk.last - chunk.first
+        is_whole = len(matrices.chunks) == 1
         owner = min(
             held if is_whole else range(world_size),
             key=lambda rank: (loads[rank], -held.get(rank, 0), rank),
         )
-        loads[owner] += work_of(matrices)
-        owned[owner].append(Parcel(number, matrices, owner, divisions[number].copies[owner]))
-    by_owner = [_shares(parcels, round_elements) for parcels in owned]
+        loads[owner] += flops_of(matrices)
+        replica = partitions[index].replicas[owner]
+        owned[owner].append(OwnerAssignment(index, matrices, owner, replica))
+    by_owner = [_in_rounds(assignments, round_elements) for assignments in owned]
     return tuple(
-        tuple(parcel for share in shares for parcel in share)
-        for shares in zip_longest(*by_owner, fillvalue=[])
+        tuple(assignment for part in parts for assignment in part)
+        for parts in zip_longest(*by_owner, fillvalue=[])
     )
 
 
-def _shares(parcels: Sequence[Parcel], round_elements: int) -> list[list[Parcel]]:
-    """The parcels of one owner, by round. A round has no more than ``round_elements`` elements, or
-    a single parcel."""
-    shares: list[list[Parcel]] = []
+def _in_rounds(
+    assignments: Sequence[OwnerAssignment], round_elements: int
+) -> list[list[OwnerAssignment]]:
+    """Return the assignments of one owner, by round. A round has no more than ``round_elements``
+    elements, or a single assignment."""
+    rounds: list[list[OwnerAssignment]] = []
     elements = 0
-    for parcel in parcels:
-        size = parcel.matrices.numel
-        if not shares or elements + size > round_elements:
-            shares.append([])
+    for assignment in assignments:
+        numel = assignment.matrices.numel
+        if not rounds or elements + numel > round_elements:
+            rounds.append([])
             elements = 0
-        shares[-1].append(parcel)
-        elements += size
-    return shares
+        rounds[-1].append(assignment)
+        elements += numel
+    return rounds
 
 
 @dataclass(frozen=True, eq=False)
-class Route:
-    """Pieces in the order in which they lie in one message, and how many elements of them go to, or
-    come from, each rank."""
+class BufferPlan:
+    """Chunks in the order in which they lie in a send or receive buffer, and how many elements go
+    to, or come from, each rank."""
 
     sizes: list[int]
-    pieces: list[tuple[Parcel, Piece]]
+    chunks: list[tuple[OwnerAssignment, MatrixChunk]]
 
     @classmethod
-    def of(cls, pieces: Iterable[tuple[int, Parcel, Piece]], world_size: int) -> Route:
-        """``pieces`` have the other rank before them."""
-        ordered = sorted(pieces, key=lambda each: each[0])
+    def of(
+        cls, chunks: Iterable[tuple[int, OwnerAssignment, MatrixChunk]], world_size: int
+    ) -> BufferPlan:
+        """Order ``chunks`` by the other rank, which comes first in each."""
+        ordered = sorted(chunks, key=lambda item: item[0])
         sizes = [0] * world_size
-        for rank, _, piece in ordered:
-            sizes[rank] += piece.last - piece.first
-        return cls(sizes, [(parcel, piece) for _, parcel, piece in ordered])
+        for rank, _, chunk in ordered:
+            sizes[rank] += chunk.last - chunk.first
+        return cls(sizes, [(assignment, chunk) for _, assignment, chunk in ordered])
 
 
-class Routes(NamedTuple):
-    """What one rank sends and receives in a round: pieces that go to owners, pieces that come to
-    it, results that it sends back, and results that return to it."""
+class GatherScatterPlan(NamedTuple):
+    """What one rank sends to owners and receives as an owner, and the results that it sends back
+    and gets back."""
 
-    going: Route
-    coming: Route
-    results: Route
-    returning: Route
+    gather_send: BufferPlan
+    gather_recv: BufferPlan
+    scatter_send: BufferPlan
+    scatter_recv: BufferPlan
 
 
 @lru_cache(maxsize=256)
-def routes(parcels: tuple[Parcel, ...], rank: int, world_size: int) -> Routes:
-    """The routes of ``rank``. They are the same in every step."""
-    going, coming, results, returning = [], [], [], []
-    for parcel in parcels:
-        for piece in parcel.matrices.pieces:
-            sender = parcel.sender(piece)
-            if parcel.owner not in piece.holders:
-                if parcel.owner == rank:
-                    coming.append((sender, parcel, piece))
+def gather_scatter_plan(
+    assignments: tuple[OwnerAssignment, ...], rank: int, world_size: int
+) -> GatherScatterPlan:
+    """Return the plan of ``rank`` for a round. It is the same in every step."""
+    gather_send, gather_recv, scatter_send, scatter_recv = [], [], [], []
+    for assignment in assignments:
+        owner = assignment.owner
+        for chunk in assignment.matrices.chunks:
+            sender = assignment.sender(chunk)
+            if owner not in chunk.ranks:
+                if owner == rank:
+                    gather_recv.append((sender, assignment, chunk))
                 elif sender == rank:
-                    going.append((parcel.owner, parcel, piece))
-            if parcel.owner == rank:
-                others = (holder for holder in piece.holders if holder != rank)
-                results += [(holder, parcel, piece) for holder in others]
-            elif rank in piece.holders:
-                returning.append((parcel.owner, parcel, piece))
-    return Routes(*(Route.of(each, world_size) for each in (going, coming, results, returning)))
+                    gather_send.append((owner, assignment, chunk))
+            if owner == rank:
+                others = (holder for holder in chunk.ranks if holder != rank)
+                scatter_send += [(holder, assignment, chunk) for holder in others]
+            elif rank in chunk.ranks:
+                scatter_recv.append((owner, assignment, chunk))
+    plans = gather_send, gather_recv, scatter_send, scatter_recv
+    return GatherScatterPlan(*(BufferPlan.of(chunks, world_size) for chunks in plans))
 
 
-class Travelling(NamedTuple):
-    """A piece that this rank sends or receives, and its place in the buffer of a shipment."""
+class MessageBuffer:
+    """The memory of one send or receive, and the chunks in it, each with its view."""
 
-    parcel: Parcel
-    piece: Piece
-    view: torch.Tensor
-
-
-class Shipment:
-    """The memory of one message."""
-
-    def __init__(self, route: Route, dtype: torch.dtype, device: torch.device) -> None:
-        self.sizes = route.sizes
-        self.buffer = torch.empty(sum(self.sizes), dtype=dtype, device=device)
-        views = self.buffer.split([piece.last - piece.first for _, piece in route.pieces])
-        self.pieces = [
-            Travelling(*one, view) for one, view in zip(route.pieces, views, strict=True)
-        ]
-
-
-class Owned(NamedTuple):
-    """Matrices that this rank orthogonalizes for its team: the pieces that came for them, those
-    that it holds itself, and where the results go that others wait for."""
-
-    parcel: Parcel
-    update: Update
-    received: list[Travelling]
-    own: list[tuple[Part, Piece]]
-    sent_back: list[Travelling]
+    def __init__(self, plan: BufferPlan, dtype: torch.dtype, device: torch.device) -> None:
+        self.sizes = plan.sizes
+        self.flat = torch.empty(sum(self.sizes), dtype=dtype, device=device)
+        views = self.flat.split([chunk.last - chunk.first for _, chunk in plan.chunks])
+        self.chunks = [(*key, view) for key, view in zip(plan.chunks, views, strict=True)]
 
 
 class Exchange:
-    """One round on one rank. Call, in this order, :meth:`send`, :meth:`receive`, :meth:`send_back`
-    and :meth:`finish`. Collective over ``group``. Matrices travel in ``dtype``, between ranks'
-    memory on ``device``."""
+    """One round on one rank. Call, in this order, :meth:`start_gather`, :meth:`finish_gather`,
+    :meth:`start_scatter` and :meth:`finish_scatter`. Collective over ``group``. Matrices are sent
+    in ``dtype``, between ranks' memory on ``device``."""
 
     def __init__(
         self,
-        parcels: tuple[Parcel, ...],
+        assignments: tuple[OwnerAssignment, ...],
         updates: Sequence[Update],
         group: dist.ProcessGroup,
         lane: Lane,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        rank = group.rank()
-        self._owned = [parcel for parcel in parcels if parcel.owner == rank]
-        self._routes = routes(parcels, rank, group.size())
-        self._rank = rank
+        self._rank = group.rank()
+        self._owned = [each for each in assignments if each.owner == self._rank]
+        self._plan = gather_scatter_plan(assignments, self._rank, group.size())
         self._updates = updates
         self._group = group
         self._lane = lane
-        self.dtype = dtype
-        self.device = device
-        self._sent: Shipment | None = None
+        self._dtype = dtype
+        self._device = device
+        self._sent: MessageBuffer | None = None
         """What the lane reads."""
 
-    def send(self) -> None:
-        """Sends to the owners what they lack."""
-        going = self._shipment(self._routes.going)
-        self._coming = self._shipment(self._routes.coming)
-        if parts := [self._part(parcel, piece) for parcel, piece, _ in going.pieces]:
-            torch._foreach_copy_([each.view for each in going.pieces], directions(parts))
-        self._enqueue(self._coming, going)
+    def start_gather(self) -> None:
+        """Send to the owners the chunks that they lack."""
+        send, self._recv = (
+            self._buffer(self._plan.gather_send),
+            self._buffer(self._plan.gather_recv),
+        )
+        if slices := [self._slice(assignment, chunk) for assignment, chunk, _ in send.chunks]:
+            views = [view for *_, view in send.chunks]
+            torch._foreach_copy_(views, momentum_directions(slices))
+        self._enqueue(self._recv, send)
 
-    def receive(self) -> list[Owned]:
-        """Waits for the matrices that this rank owns. Results must be copied to where they say
-        before :meth:`send_back`."""
+    def finish_gather(self) -> list[Task]:
+        """Wait for the matrices that this rank owns. Their results must be in the tasks' tensors
+        before :meth:`start_scatter`."""
         self._ticket.wait()
-        self._results = self._shipment(self._routes.results)
-        owned = {
-            parcel: Owned(parcel, self._updates[parcel.parameter], [], [], [])
-            for parcel in self._owned
-        }
-        for each in self._coming.pieces:
-            owned[each.parcel].received.append(each)
-        for each in self._results.pieces:
-            owned[each.parcel].sent_back.append(each)
-        for parcel, one in owned.items():
-            for piece in parcel.matrices.pieces:
-                if self._rank in piece.holders:
-                    one.own.append((self._part(parcel, piece), piece))
-        return list(owned.values())
+        self._results = self._buffer(self._plan.scatter_send)
+        tasks = {}
+        for assignment in self._owned:
+            update = self._updates[assignment.parameter]
+            tasks[assignment] = task = Task(assignment.matrices, update.settings)
+            for chunk in assignment.matrices.chunks:
+                if self._rank in chunk.ranks:
+                    task.own.append((self._slice(assignment, chunk), chunk))
+        for assignment, chunk, view in self._recv.chunks:
+            tasks[assignment].received.append((view, chunk))
+        for assignment, chunk, view in self._results.chunks:
+            tasks[assignment].results.append((view, chunk))
+        return list(tasks.values())
 
-    def send_back(self) -> None:
-        """Sends the results to all that hold a piece."""
-        self._coming = self._shipment(self._routes.returning)
-        self._enqueue(self._coming, self._results)
+    def start_scatter(self) -> None:
+        """Send the results to all that hold a chunk."""
+        self._recv = self._buffer(self._plan.scatter_recv)
+        self._enqueue(self._recv, self._results)
 
-    def finish(self) -> None:
-        """Waits for what the owners send back, and moves this rank's parameters."""
+    def finish_scatter(self) -> None:
+        """Wait for what the owners send back, and move this rank's parameters."""
         self._ticket.wait()
-        pieces = self._coming.pieces
+        chunks = self._recv.chunks
         move(
-            [self._part(each.parcel, each.piece) for each in pieces],
-            [each.view for each in pieces],
+            [self._slice(assignment, chunk) for assignment, chunk, _ in chunks],
+            [view for *_, view in chunks],
         )
 
-    def _part(self, parcel: Parcel, piece: Piece) -> Part:
-        update = self._updates[parcel.parameter]
-        return Part(update, parcel.matrices, piece.first, piece.last)
+    def _slice(self, assignment: OwnerAssignment, chunk: MatrixChunk) -> UpdateSlice:
+        update = self._updates[assignment.parameter]
+        return UpdateSlice(update, assignment.matrices, chunk.first, chunk.last)
 
-    def _shipment(self, route: Route) -> Shipment:
-        return Shipment(route, self.dtype, self.device)
+    def _buffer(self, plan: BufferPlan) -> MessageBuffer:
+        return MessageBuffer(plan, self._dtype, self._device)
 
-    def _enqueue(self, target: Shipment, source: Shipment) -> None:
+    def _enqueue(self, target: MessageBuffer, source: MessageBuffer) -> None:
         self._sent = source  # its memory is not given to others until the lane has read it
         self._lane.after_compute()
         self._ticket = self._lane.enqueue(
             "all_to_all",
             "Muon",
-            lambda: all_to_all(
-                target.buffer, source.buffer, target.sizes, source.sizes, self._group
-            ),
+            lambda: all_to_all(target.flat, source.flat, target.sizes, source.sizes, self._group),
         )

@@ -20,8 +20,8 @@ T = TypeVar("T")
 def parameter_groups(
     model: nn.Module, algorithms: Mapping[str, str], split: Mapping[str, Split]
 ) -> list[dict[str, Any]]:
-    """One group of parameters for each algorithm and split that occurs in ``model``. Muon's groups
-    are first.
+    """Return one group of parameters for each algorithm and split that occurs in ``model``. Muon's
+    groups are first.
 
     Raises:
         ValueError: a pattern matches no parameter, an algorithm is unknown, or ``split`` names a
@@ -47,9 +47,9 @@ def parameter_groups(
 
 
 def _default_algorithms(model: nn.Module) -> dict[str, str]:
-    """The algorithm for each parameter name. Muon takes matrices and stacks of matrices, but no
-    embeddings, no convolutions and not the output head. The head is the last matrix, if it has the
-    shape of the largest embedding."""
+    """Return the algorithm for each parameter name. Muon takes matrices and stacks of matrices, but
+    no embeddings, no convolutions and not the output head. The head is the last matrix, if it has
+    the shape of the largest embedding."""
     embeddings = set()
     others = set()
     for module in model.modules():
@@ -71,14 +71,15 @@ def _default_algorithms(model: nn.Module) -> dict[str, str]:
 
 
 def _is_matrix(parameter: nn.Parameter) -> bool:
-    """Whether it is a matrix or a stack of several. A stack of one is something else, for example
-    learned positions ``[1, n, d]``."""
+    """Return whether it is a matrix or a stack of several. A stack of one is something else, for
+    example learned positions ``[1, n, d]``."""
     is_stack = parameter.dim() > 2 and prod(parameter.shape[:-2]) > 1
     return (parameter.dim() == 2 or is_stack) and parameter.is_floating_point()
 
 
 def _by_name(names: Mapping[str, Any], patterns: Mapping[str, T], what: str) -> dict[str, T]:
-    """The value of each name that a pattern matches. If several match, the last one counts."""
+    """Return the value of each name that a pattern matches. If several match, the last one
+    counts."""
     found = {}
     for pattern, value in patterns.items():
         matching = [name for name in names if fnmatchcase(name, pattern)]

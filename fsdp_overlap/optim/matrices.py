@@ -1,4 +1,4 @@
-"""The matrices that a parameter is made of, and which ranks hold them."""
+"""The matrices of a parameter, and which ranks hold them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Split = int | tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Holding:
-    """Elements ``[start, stop)`` of a flattened tile: what one rank holds of a parameter."""
+class ShardRange:
+    """What one rank holds of a parameter: elements ``[start, stop)`` of a flattened tile."""
 
     tile: Tile
     start: int
@@ -25,8 +25,8 @@ class Holding:
 
 
 @dataclass(frozen=True)
-class Stack:
-    """Matrices ``[count, rows, columns]``. They follow each other in a flattened tile, from element
+class MatrixBatch:
+    """Matrices ``[count, rows, columns]`` that follow each other in a flattened tile, from element
     ``start`` on."""
 
     start: int
@@ -46,27 +46,23 @@ class Stack:
     def shape(self) -> tuple[int, int, int]:
         return self.count, self.rows, self.columns
 
-    def split(self, elements: int) -> Iterator[Stack]:
-        """Stacks of at most ``elements`` elements each, but of at least one matrix."""
-        return self.in_counts(max(1, elements // (self.rows * self.columns)))
-
-    def in_counts(self, count: int) -> Iterator[Stack]:
-        """Stacks of ``count`` matrices each. The last one may have fewer."""
+    def split(self, count: int) -> Iterator[MatrixBatch]:
+        """Yield batches of ``count`` matrices each. The last one may have fewer."""
         for first in range(0, self.count, count):
             start = self.start + first * self.rows * self.columns
-            yield Stack(start, min(count, self.count - first), self.rows, self.columns)
+            yield MatrixBatch(start, min(count, self.count - first), self.rows, self.columns)
 
 
 @dataclass(frozen=True)
-class Piece:
+class MatrixChunk:
     """Elements ``[first, last)`` of a flattened tile, of a matrix that several ranks share.
 
-    Each of ``holders`` has all of them. The tile's part of the matrix begins at element ``start``
+    Each of ``ranks`` holds all of them. The tile's part of the matrix begins at element ``start``
     of the flattened tile, has ``columns`` columns, and lies in the matrix at ``row`` and
     ``column``.
     """
 
-    holders: tuple[int, ...]
+    ranks: tuple[int, ...]
     first: int
     last: int
     start: int
@@ -76,38 +72,39 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedMatrices:
     """Matrices ``[count, rows, columns]`` that one rank orthogonalizes for several: one matrix in
-    pieces, or a stack of which each holder has a copy."""
+    chunks, or a batch that each of several ranks holds."""
 
     count: int
     rows: int
     columns: int
-    pieces: tuple[Piece, ...]
+    chunks: tuple[MatrixChunk, ...]
 
     @property
     def numel(self) -> int:
         return self.count * self.rows * self.columns
 
 
-def work_of(matrices: Stack | Shared) -> int:
-    """What a Newton-Schulz iteration costs, up to a factor."""
+def flops_of(matrices: MatrixBatch | SharedMatrices) -> int:
+    """Return what a Newton-Schulz iteration costs, up to a factor."""
     shorter, longer = sorted((matrices.rows, matrices.columns))
     return matrices.count * longer * shorter**2
 
 
 @dataclass(frozen=True, eq=False)
-class Division:
+class MatrixPartition:
     """The matrices of a parameter. ``whole[rank]`` are those that this rank alone holds, and holds
-    all of. ``shared`` are all others. Ranks that hold the same are numbered: ``copies[rank]``."""
+    all of. ``shared`` are all others. Ranks that hold the same are numbered: ``replicas[rank]``."""
 
-    whole: dict[int, tuple[Stack, ...]]
-    shared: tuple[Shared, ...]
-    copies: tuple[int, ...]
+    whole: dict[int, tuple[MatrixBatch, ...]]
+    shared: tuple[SharedMatrices, ...]
+    replicas: tuple[int, ...]
 
 
 def part_rows(shape: Sequence[int], split: Split) -> tuple[int, ...]:
-    """The rows of each part that a matrix is split into. ``shape`` is the shape of its parameter.
+    """Return the rows of each part that a matrix is split into. ``shape`` is that of its
+    parameter.
 
     Raises:
         ValueError: ``split`` does not fit the number of rows.
@@ -129,7 +126,7 @@ def part_rows(shape: Sequence[int], split: Split) -> tuple[int, ...]:
 
 
 def whole_parts(shape: Sequence[int], split: Split, tile: Tile) -> tuple[int, ...] | None:
-    """The rows of each part that ``tile`` has of a matrix; ``None`` if it cuts one."""
+    """Return the rows of each part that ``tile`` has of a matrix. ``None`` if it cuts one."""
     if not tile.numel:
         return ()
     parts = part_rows(shape, split)
@@ -141,30 +138,32 @@ def whole_parts(shape: Sequence[int], split: Split, tile: Tile) -> tuple[int, ..
 
 
 @cache
-def divide(shape: tuple[int, ...], split: Split, holdings: tuple[Holding, ...]) -> Division:
-    """The matrices of a parameter of ``shape``, which are its last two dimensions, and the ranks
-    that hold them. ``holdings`` has an entry for each rank. The same arguments give the same
+def partition_matrices(
+    shape: tuple[int, ...], split: Split, ranges: tuple[ShardRange, ...]
+) -> MatrixPartition:
+    """Return which ranks hold which matrices of a parameter of ``shape``. The matrices are its last
+    two dimensions, and ``ranges`` has what each rank holds. The same arguments give the same
     object, so plans can be cached by it."""
-    by_part: dict[Holding, list[int]] = {}
-    for rank, holding in enumerate(holdings):
-        by_part.setdefault(holding, []).append(rank)
-    copies = tuple(by_part[holding].index(rank) for rank, holding in enumerate(holdings))
-    held = {part: tuple(ranks) for part, ranks in by_part.items() if part.start < part.stop}
-    tiles = list(dict.fromkeys(part.tile for part in held))
+    ranks_of: dict[ShardRange, list[int]] = {}
+    for rank, shard in enumerate(ranges):
+        ranks_of.setdefault(shard, []).append(rank)
+    replicas = tuple(ranks_of[shard].index(rank) for rank, shard in enumerate(ranges))
+    held = {shard: tuple(ranks) for shard, ranks in ranks_of.items() if shard.start < shard.stop}
+    tiles = list(dict.fromkeys(shard.tile for shard in held))
     if not tiles:
-        return Division({}, (), copies)
+        return MatrixPartition({}, (), replicas)
     if len(tiles) == 1 and (parts := whole_parts(shape, split, tiles[0])) is not None:
-        return _divide_tile(tiles[0].shape, parts, held, copies)
-    return Division({}, tuple(_put_together(shape, split, tiles, held)), copies)
+        return _partition_tile(tiles[0].shape, parts, held, replicas)
+    return MatrixPartition({}, tuple(_across_tiles(shape, split, tiles, held)), replicas)
 
 
-def _divide_tile(
+def _partition_tile(
     shape: tuple[int, ...],
     parts: tuple[int, ...],
-    held: dict[Holding, tuple[int, ...]],
-    copies: tuple[int, ...],
-) -> Division:
-    """Divides a tile of whole matrices, each of which has ``parts``."""
+    held: dict[ShardRange, tuple[int, ...]],
+    replicas: tuple[int, ...],
+) -> MatrixPartition:
+    """Partition a tile of whole matrices, each of which has ``parts``."""
     *_, rows, columns = shape
     starts = [rows_before * columns for rows_before in accumulate(parts, initial=0)]
     matrix = rows * columns
@@ -177,73 +176,63 @@ def _divide_tile(
         whole, rest = divmod(element, matrix)
         return whole * len(parts) + bisect_right(starts, rest) - 1
 
-    def stacks(first: int, last: int) -> tuple[Stack, ...]:
+    def batches(first: int, last: int) -> Iterator[MatrixBatch]:
         if len(set(parts)) == 1 and last > first:
-            return (Stack(start_of(first), last - first, parts[0], columns),)
-        found = []
+            yield MatrixBatch(start_of(first), last - first, parts[0], columns)
+            return
         for height, run in groupby(range(first, last), lambda index: parts[index % len(parts)]):
             indices = list(run)
-            found.append(Stack(start_of(indices[0]), len(indices), height, columns))
-        return tuple(found)
+            yield MatrixBatch(start_of(indices[0]), len(indices), height, columns)
 
-    whole: dict[int, tuple[Stack, ...]] = {}
-    shared: list[Shared] = []
+    whole: dict[int, tuple[MatrixBatch, ...]] = {}
+    shared: list[SharedMatrices] = []
     cut = set()
-    for part, holders in held.items():
-        first, last = index_at(part.start), index_at(part.stop)
-        if start_of(first) < part.start:
+    for shard, ranks in held.items():
+        first, last = index_at(shard.start), index_at(shard.stop)
+        if start_of(first) < shard.start:
             cut.add(first)
             first += 1
-        if part.stop < prod(shape) and start_of(last) < part.stop:
+        if shard.stop < prod(shape) and start_of(last) < shard.stop:
             cut.add(last)
-        if len(holders) == 1:
-            whole[holders[0]] = stacks(first, last)
+        if len(ranks) == 1:
+            whole[ranks[0]] = tuple(batches(first, last))
             continue
-        for stack in stacks(first, last):  # for each holder a part of it
-            for each in stack.in_counts(-(-stack.count // len(holders))):
-                piece = Piece(holders, each.start, each.stop, each.start, columns)
-                shared.append(Shared(*each.shape, (piece,)))
+        for batch in batches(first, last):  # each of the ranks orthogonalizes a part of it
+            for part in batch.split(-(-batch.count // len(ranks))):
+                chunk = MatrixChunk(ranks, part.start, part.stop, part.start, columns)
+                shared.append(SharedMatrices(*part.shape, (chunk,)))
     for index in sorted(cut):
         start, height = start_of(index), parts[index % len(parts)]
         stop = start + height * columns
-        pieces = tuple(
-            Piece(holders, max(part.start, start), min(part.stop, stop), start, columns)
-            for part, holders in held.items()
-            if part.start < stop and start < part.stop
+        chunks = tuple(
+            MatrixChunk(ranks, max(shard.start, start), min(shard.stop, stop), start, columns)
+            for shard, ranks in held.items()
+            if shard.start < stop and start < shard.stop
         )
-        shared.append(Shared(1, height, columns, pieces))
-    return Division(whole, tuple(shared), copies)
+        shared.append(SharedMatrices(1, height, columns, chunks))
+    return MatrixPartition(whole, tuple(shared), replicas)
 
 
-def _put_together(
+def _across_tiles(
     shape: tuple[int, ...],
     split: Split,
     tiles: Sequence[Tile],
-    held: dict[Holding, tuple[int, ...]],
-) -> Iterator[Shared]:
-    """Puts matrices together from tiles that cut them. All tiles have the same matrices."""
+    held: dict[ShardRange, tuple[int, ...]],
+) -> Iterator[SharedMatrices]:
+    """Yield the matrices that tiles cut. All tiles have parts of the same matrices."""
     starts = [*accumulate(part_rows(shape, split), initial=0)]
-    holdings = {tile: [part for part in held if part.tile == tile] for tile in tiles}
     for index in range(prod(tiles[0].shape[:-2])):
         for top, bottom in pairwise(starts):
-            pieces = []
+            chunks = []
             for tile in tiles:
                 above, columns = tile.offsets[-2], tile.shape[-1]
                 first_row = max(top, above)
                 last_row = max(first_row, min(bottom, above + tile.shape[-2]))
                 start = (index * tile.shape[-2] + first_row - above) * columns
                 stop = start + (last_row - first_row) * columns
-                pieces += [
-                    Piece(
-                        held[part],
-                        max(part.start, start),
-                        min(part.stop, stop),
-                        start,
-                        columns,
-                        first_row - top,
-                        tile.offsets[-1],
-                    )
-                    for part in holdings[tile]
-                    if max(part.start, start) < min(part.stop, stop)
-                ]
-            yield Shared(1, bottom - top, shape[-1], tuple(pieces))
+                for shard, ranks in held.items():
+                    first, last = max(shard.start, start), min(shard.stop, stop)
+                    if shard.tile == tile and first < last:
+                        place = first_row - top, tile.offsets[-1]
+                        chunks.append(MatrixChunk(ranks, first, last, start, columns, *place))
+            yield SharedMatrices(1, bottom - top, shape[-1], tuple(chunks))

@@ -11,17 +11,16 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.comm.lanes import Lane, make_lane
 from fsdp_overlap.optim import exchange
-from fsdp_overlap.optim.adamw import AdamW
+from fsdp_overlap.optim.adamw import AdamW, FusedAdamW
 from fsdp_overlap.optim.exchange import Exchange, plan_rounds
-from fsdp_overlap.optim.fused_adamw import FusedAdamW
 from fsdp_overlap.optim.groups import ALGORITHMS, parameter_groups
 from fsdp_overlap.optim.matrices import Split, part_rows
 from fsdp_overlap.optim.newton_schulz import COEFFICIENTS, Polynomial, polynomials
-from fsdp_overlap.optim.next_forward import NextForward
-from fsdp_overlap.optim.orthogonalization import Products, Task, run, run_rounds, tasks_of
-from fsdp_overlap.optim.runs import local_of
+from fsdp_overlap.optim.orthogonalization import MatmulOptions, Task, run, run_rounds, tasks_of
+from fsdp_overlap.optim.owner_groups import OwnerGroup, OwnerGroups
+from fsdp_overlap.optim.post_optim_prefetch import PostOptimPrefetch
+from fsdp_overlap.optim.spans import local_of
 from fsdp_overlap.optim.states import pack, restore
-from fsdp_overlap.optim.teams import Team, Teams
 from fsdp_overlap.optim.updates import Settings, Update
 from fsdp_overlap.tensor.extension import is_subclass
 from fsdp_overlap.tensor.operands import note_edits
@@ -120,10 +119,10 @@ class Muon(torch.optim.Optimizer):
         )
 
     def _forget(self) -> None:
-        """Drops everything but the user's options and the state."""
+        """Drop everything but the user's options and the state."""
         self._adamw = FusedAdamW(self._moment_dtype)
         self._lanes: dict[torch.device, Lane] = {}
-        self._teams = Teams()
+        self._owner_groups = OwnerGroups()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if param_group.get("algorithm") == "adamw":
@@ -145,7 +144,7 @@ class Muon(torch.optim.Optimizer):
         return super().__getstate__() | {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state dict of this class. One of torch's Muon or AdamW can be loaded too, if the
+        """Load a state dict of this class. One of torch's Muon or AdamW can be loaded too, if the
         same algorithm steps each group here.
 
         Raises:
@@ -178,7 +177,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps the parameters that have a gradient.
+        """Step the parameters that have a gradient.
 
         If several ranks hold parts of a matrix, this must be called on every rank of its mesh, and
         the same parameters must have gradients on all of them, as backward leaves them.
@@ -190,31 +189,31 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._teams.drop_ended()
+        self._owner_groups.drop_ended()
         updates = [
             update
             for group in self.param_groups
             if group["algorithm"] == "muon"
             for update in self._updates(group)
         ]
-        next_forward = NextForward(self.param_groups if self._prefetch_next_forward else ())
+        prefetch = PostOptimPrefetch(self.param_groups if self._prefetch_next_forward else ())
         stepped = 0
         for index, group in enumerate(self.param_groups):
             if group["algorithm"] == "adamw":
-                for lot in self._adamw.lots(index, group, next_forward.edits):
-                    self._adamw.step(self.state, lot, group)
-                    stepped += len(lot.parameters) if lot.is_first else 0
-        first = [update for update in updates if next_forward.needs(update.parameter)]
-        rest = [update for update in updates if not next_forward.needs(update.parameter)]
-        if any(update.member.division.shared for update in updates):
+                for foreach_group in self._adamw.foreach_groups(index, group, prefetch.edits):
+                    self._adamw.step(self.state, foreach_group, group)
+                    stepped += len(foreach_group.parameters) if foreach_group.is_first else 0
+        first = [update for update in updates if prefetch.needs(update.parameter)]
+        rest = [update for update in updates if not prefetch.needs(update.parameter)]
+        if any(update.ownership.partition.shared for update in updates):
             # What ranks share they exchange together, in as few rounds as can be.
             self._step_matrices(updates)
             rest = []
         else:
             self._step_matrices(first)
-        next_forward.begin(stepped + len(first))
+        prefetch.start(stepped + len(first))
         self._step_matrices(rest)
-        next_forward.finish()
+        prefetch.finish()
         return loss
 
     def _step_matrices(self, updates: list[Update]) -> None:
@@ -229,57 +228,59 @@ class Muon(torch.optim.Optimizer):
         fresh = [parameter for parameter in parameters if not self.state[parameter]]
         pack(self.state, fresh, ["momentum_buffer"])
         split, settings = group["split"], Settings.of(group)
-        self._teams.join((parameter, split) for parameter in parameters)
+        self._owner_groups.add((parameter, split) for parameter in parameters)
         return [
             Update(
                 parameter,
                 self.state[parameter]["momentum_buffer"],
                 settings,
-                self._teams.member(parameter),
+                self._owner_groups.ownership_of(parameter),
             )
             for parameter in parameters
         ]
 
     def _orthogonalize(self, device: torch.device, updates: list[Update]) -> None:
-        """Moves parameters along their orthogonalized momentum, which is computed on ``device``."""
-        products = Products(device, self.ns_dtype)
+        """Move parameters along their orthogonalized momentum, which is computed on ``device``."""
+        options = MatmulOptions(device, self.ns_dtype)
         whole: Iterable[Task] = (
             task
             for update in updates
             for task in tasks_of(
-                update, update.member.division.whole.get(update.member.rank, ()), products
+                update, update.ownership.partition.whole.get(update.ownership.rank, ()), options
             )
         )
-        teams = dict.fromkeys(u.member.team for u in updates if u.member.division.shared)
-        if not teams:
-            run(whole, products)
-        # Team after team: ranks of one may not be in the next, and all must keep one order. What is
-        # whole runs under the first exchange.
+        ownerships = [update.ownership for update in updates]
+        groups = dict.fromkeys(each.owner_group for each in ownerships if each.partition.shared)
+        if not groups:
+            run(whole, options)
+        # Group after group: ranks of one may not be in the next, and all must keep one order. What
+        # is whole runs under the first exchange.
         try:
-            for team in teams:
-                assert team is not None  # a rank alone shares nothing
-                run_rounds(whole, self._exchanges(team, device, updates), products)
+            for group in groups:
+                assert group is not None  # a rank alone shares nothing
+                run_rounds(whole, self._exchanges(group, updates, options), options)
                 whole = ()
         except BaseException as error:
-            self._teams.give_up(error)
+            self._owner_groups.abort(error)
             raise
 
     def _exchanges(
-        self, team: Team, device: torch.device, updates: list[Update]
+        self, owner_group: OwnerGroup, updates: list[Update], options: MatmulOptions
     ) -> Iterator[Exchange]:
-        """The rounds of a team whose ranks share matrices."""
-        members = [update for update in updates if update.member.team is team]
-        divisions = tuple(update.member.division for update in members)
+        """Yield the rounds of an owner group."""
+        members = [each for each in updates if each.ownership.owner_group is owner_group]
+        partitions = tuple(update.ownership.partition for update in members)
+        device, dtype = options.device, options.dtype
         if device not in self._lanes:
             self._lanes[device] = make_lane(device)
-        self._teams.begin_step(team)
-        dtype, group = self.ns_dtype, team.group
-        for parcels in plan_rounds(divisions, group.size(), exchange.ROUND_ELEMENTS):
-            yield Exchange(parcels, members, group, self._lanes[device], dtype, device)
+        self._owner_groups.begin_step(owner_group)
+        group = owner_group.group
+        for assignments in plan_rounds(partitions, group.size(), exchange.ROUND_ELEMENTS):
+            yield Exchange(assignments, members, group, self._lanes[device], dtype, device)
 
 
 def _advance(settings: Settings, updates: list[Update]) -> None:
-    """Updates the momentum with the gradients, and decays the weights."""
+    """Update the momentum with the gradients, and decay the weights."""
     if updates:
         torch._foreach_lerp_(
             [update.buffer for update in updates],

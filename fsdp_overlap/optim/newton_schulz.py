@@ -42,8 +42,8 @@ _LARGEST_ERROR = 0.02
 def polynomials(
     coefficients: str | Sequence[float] | Sequence[Polynomial], steps: int
 ) -> list[Polynomial]:
-    """The polynomial of each step. ``coefficients`` is the name of a preset, one polynomial for all
-    steps, or a list of polynomials, one for each step. The last of a list repeats.
+    """Return the polynomial of each step. ``coefficients`` is the name of a preset, one polynomial
+    for all steps, or a list of polynomials, one for each step. The last of a list repeats.
 
     Raises:
         ValueError: ``coefficients`` is none of these, or ``steps`` is not positive.
@@ -68,7 +68,7 @@ def polynomials(
 def orthogonalize(
     matrices: torch.Tensor, steps: Sequence[Polynomial], eps: float = 1e-7
 ) -> torch.Tensor:
-    """Returns ``U V^T`` for each matrix ``U S V^T``, as nearly as ``steps`` come to it.
+    """Return ``U V^T`` for each matrix ``U S V^T``, as nearly as ``steps`` come to it.
 
     ``matrices`` has shape ``[count, m, n]`` and is overwritten. Products have its dtype. The cost
     is lowest if ``m <= n``. Before the first step, each matrix is divided by its norm, or by
@@ -84,14 +84,14 @@ def orthogonalize(
 
 
 def _rounding(x: torch.Tensor) -> float:
-    """The relative error with which a product rounds its factors."""
+    """Return the relative error with which a product rounds its factors."""
     backend = torch.backends.cuda if x.is_cuda else torch.backends.mkldnn
     is_coarse = x.dtype == torch.float32 and backend.matmul.fp32_precision in ("tf32", "bf16")
     return torch.finfo(torch.bfloat16 if is_coarse else x.dtype).eps / 2
 
 
 def _segments(steps: Sequence[Polynomial], most: float) -> Iterator[Sequence[Polynomial]]:
-    """Divides ``steps`` into segments. All steps of a segment work on one Gram matrix.
+    """Divide ``steps`` into segments. All steps of a segment work on one Gram matrix.
 
     Rounding errors of the Gram matrix matter for singular values whose squares are as small as the
     errors. Each step multiplies the errors by ``a**2``. A segment ends before they have grown by
@@ -107,7 +107,8 @@ def _segments(steps: Sequence[Polynomial], most: float) -> Iterator[Sequence[Pol
 
 
 def _advance(x: torch.Tensor, steps: Sequence[Polynomial]) -> torch.Tensor:
-    """``x`` after ``steps``, each of which multiplies it by a polynomial of its Gram matrix."""
+    """Return ``x`` after ``steps``, each of which multiplies it by a polynomial of its Gram
+    matrix."""
     gram = torch.bmm(x, x.mT)
     factor = x
     for index, (a, b, c) in enumerate(steps):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fsdp_overlap.comm.streams import is_capturing
-from fsdp_overlap.optim.runs import find_runs, local_of, locals_of, marks_of
+from fsdp_overlap.optim.spans import find_spans, local_of, locals_of, span_key
 from fsdp_overlap.tensor.operands import local_operand
 from fsdp_overlap.tensor.row_tensor import RowTensor, Sharded
 
@@ -20,14 +20,14 @@ def pack(
     names: Sequence[str],
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Makes the states ``names`` neighbours in memory if their parameters are neighbours.
+    """Make the states ``names`` lie end to end in memory where their parameters do.
 
     States that exist keep their values, and new ones are zero. All have ``dtype``, or else the
     dtype of their parameter.
 
     Raises:
-        RuntimeError: the dtype of a parameter is not floating-point, or a state lies over the ranks
-            in another way than its parameter.
+        RuntimeError: the dtype of a parameter is not floating-point, or a state is laid out over
+            the ranks in another way than its parameter.
     """
     for parameter in parameters:
         if not local_of(parameter).is_floating_point():
@@ -37,28 +37,30 @@ def pack(
         check_not_captured(local_of(parameter).device)
     held = [parameter for parameter in parameters if local_of(parameter).numel()]
     locals_ = locals_of(held)
-    marks = marks_of(held, (local.dtype for local in locals_))
-    runs = {id(held[first]): numel for first, numel in find_runs([locals_], marks)}
+    keys = list(map(span_key, held, [local.dtype for local in locals_]))
+    spans = {id(held[first]): numel for first, numel in find_spans([locals_], keys)}
     flats: list[torch.Tensor] = []
     start = 0
     for parameter in parameters:
         local = local_of(parameter)
-        its = state[parameter]
+        param_state = state[parameter]
         if not isinstance(parameter, Sharded):
             for name in names:
                 zeros = torch.zeros_like(parameter, dtype=dtype)
-                its[name] = zeros.copy_(its[name]) if name in its else zeros
+                if name in param_state:
+                    zeros.copy_(param_state[name])
+                param_state[name] = zeros
             continue
-        if id(parameter) in runs:
-            flats = [local.new_zeros(runs[id(parameter)], dtype=dtype) for _ in names]
+        if id(parameter) in spans:
+            flats = [local.new_zeros(spans[id(parameter)], dtype=dtype) for _ in names]
             start = 0
         for index, name in enumerate(names):
             part = local.new_zeros(0, dtype=dtype)
             if local.numel():
                 part = flats[index][start : start + local.numel()]
-            if name in its:
-                part.copy_(_own_part(its[name], parameter).view(-1))
-            its[name] = parameter.wrap_like(part)
+            if name in param_state:
+                part.copy_(_own_part(param_state[name], parameter).view(-1))
+            param_state[name] = parameter.wrap_like(part)
         start += local.numel()
 
 
@@ -77,7 +79,7 @@ def check_not_captured(device: torch.device) -> None:
 
 @torch.no_grad()
 def restore(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Copies values from ``state_dict`` into the states whose dtype differs from their parameter's.
+    """Copy values from ``state_dict`` into the states whose dtype differs from their parameter's.
     Call it after torch's ``load_state_dict``, which rounds them to the parameter's dtype."""
     saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
     own = chain.from_iterable(group["params"] for group in optimizer.param_groups)
@@ -92,7 +94,7 @@ def restore(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> 
 
 
 def _own_part(value: torch.Tensor, parameter: Sharded) -> torch.Tensor:
-    """What this rank has of a loaded ``value``, which may be whole."""
+    """Return what this rank has of a loaded ``value``, which may be whole."""
     if isinstance(parameter, RowTensor):
         return parameter.own_part(value)
     found: torch.Tensor = local_operand("load_state_dict", value, parameter)

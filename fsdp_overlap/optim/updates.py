@@ -1,18 +1,18 @@
-"""What Muon is to do to one parameter."""
+"""How Muon moves one parameter."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import sqrt
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from fsdp_overlap.optim.matrices import Shared, Stack
+from fsdp_overlap.optim.matrices import MatrixBatch, MatrixChunk, SharedMatrices
 from fsdp_overlap.optim.newton_schulz import Polynomial, polynomials
-from fsdp_overlap.optim.runs import local_of
-from fsdp_overlap.optim.teams import Member
+from fsdp_overlap.optim.owner_groups import Ownership
+from fsdp_overlap.optim.spans import local_of
 from fsdp_overlap.tensor.placement import is_on_mesh
 from fsdp_overlap.tensor.row_tensor import Sharded
 
@@ -58,13 +58,12 @@ class Settings:
 
     @property
     def decay(self) -> float | torch.Tensor:
-        """What weights are multiplied by."""
+        """The factor of weight decay."""
         lr = self.lr.value if isinstance(self.lr, DeviceRate) else self.lr
         return 1 - lr * self.weight_decay
 
-    def scale(self, matrices: Stack | Shared) -> float:
-        """What the learning rate is multiplied by for matrices of this shape, as in torch's
-        Muon."""
+    def scale(self, matrices: MatrixBatch | SharedMatrices) -> float:
+        """Return the factor of the learning rate for matrices of this shape, as in torch's Muon."""
         if self.matches_adamw:
             return 0.2 * sqrt(max(matrices.rows, matrices.columns))
         return sqrt(max(1, matrices.rows / matrices.columns))
@@ -74,7 +73,7 @@ class Update:
     """A parameter that moves along its orthogonalized momentum.
 
     ``local``, ``gradient`` and ``buffer`` (the momentum) are what this rank holds, flat. Matrices
-    are orthogonalized on ``device``, by the ranks of ``member.group``.
+    are orthogonalized on ``device``, by the ranks of ``ownership.owner_group``.
     """
 
     def __init__(
@@ -82,12 +81,12 @@ class Update:
         parameter: torch.Tensor,
         buffer: torch.Tensor,
         settings: Settings,
-        member: Member,
+        ownership: Ownership,
     ) -> None:
         assert parameter.grad is not None
         self.parameter = parameter
         self.settings = settings
-        self.member = member
+        self.ownership = ownership
         self.local = local_of(parameter).detach().view(-1)
         self.buffer = local_of(buffer).view(-1)
         self.gradient = local_of(parameter.grad).reshape(-1).to(self.buffer.dtype)
@@ -97,57 +96,75 @@ class Update:
             self.device = torch.device(parameter.device_mesh.device_type)
 
 
-class Part(NamedTuple):
-    """Elements ``[first, last)`` of the tile that ``update`` has a range of. This rank holds them,
+class UpdateSlice(NamedTuple):
+    """Elements ``[first, last)`` of the tile of which ``update`` has a range. This rank holds them,
     and they belong to ``matrices``."""
 
     update: Update
-    matrices: Stack | Shared
+    matrices: MatrixBatch | SharedMatrices
     first: int
     last: int
 
-    def of(self, local: torch.Tensor) -> torch.Tensor:
-        """These elements of ``local``, which is what this rank holds."""
-        start = self.update.member.start
+    def view_of(self, local: torch.Tensor) -> torch.Tensor:
+        """Return these elements of ``local``, which is what this rank holds."""
+        start = self.update.ownership.start
         return local[self.first - start : self.last - start]
 
 
-def directions(parts: Sequence[Part]) -> list[torch.Tensor]:
-    """The direction in which each part moves, before it is orthogonalized: flat, in the dtype of
-    its momentum."""
-    found = [part.of(part.update.buffer) for part in parts]
-    for settings, indices in _alike(parts, lambda part: part.update.settings):
+@dataclass(frozen=True, eq=False)
+class Task:
+    """Matrices to orthogonalize. Each chunk of them is one that this rank holds (``own``), and one
+    that came from another rank (``received``) or for which another rank waits (``results``)."""
+
+    matrices: MatrixBatch | SharedMatrices
+    settings: Settings
+    own: list[tuple[UpdateSlice, MatrixChunk]] = field(default_factory=list)
+    received: list[tuple[torch.Tensor, MatrixChunk]] = field(default_factory=list)
+    results: list[tuple[torch.Tensor, MatrixChunk]] = field(default_factory=list)
+
+    @property
+    def is_tall(self) -> bool:
+        return self.matrices.rows > self.matrices.columns
+
+
+def momentum_directions(slices: Sequence[UpdateSlice]) -> list[torch.Tensor]:
+    """Return the direction of each slice before it is orthogonalized: flat, in the dtype of its
+    momentum."""
+    directions = [part.view_of(part.update.buffer) for part in slices]
+    for settings, indices in _grouped(slices, lambda part: part.update.settings):
         if settings.nesterov:
             lerped = torch._foreach_lerp(
-                [parts[i].of(parts[i].update.gradient) for i in indices],
-                [found[i] for i in indices],
+                [slices[i].view_of(slices[i].update.gradient) for i in indices],
+                [directions[i] for i in indices],
                 settings.momentum,
             )
             for i, direction in zip(indices, lerped, strict=True):
-                found[i] = direction
-    return found
+                directions[i] = direction
+    return directions
 
 
-def move(parts: Sequence[Part], values: Sequence[torch.Tensor]) -> None:
-    """Moves each part along its ``values``: the elements of its orthogonal matrices, flat."""
+def move(slices: Sequence[UpdateSlice], values: Sequence[torch.Tensor]) -> None:
+    """Move each slice along its ``values``: the elements of its orthogonal matrices, flat."""
 
-    def step(part: Part) -> tuple[float | DeviceRate, float, torch.dtype, torch.device]:
+    def step(part: UpdateSlice) -> tuple[float | DeviceRate, float, torch.dtype, torch.device]:
         local, settings = part.update.local, part.update.settings
         return settings.lr, settings.scale(part.matrices), local.dtype, local.device
 
-    for (lr, scale, dtype, device), indices in _alike(parts, step):
+    for (lr, scale, dtype, device), indices in _grouped(slices, step):
         moved = [values[i].to(device, dtype) for i in indices]
         if isinstance(lr, DeviceRate):
             moved = list(torch._foreach_mul(moved, lr.value))
             lr = 1.0
         torch._foreach_add_(
-            [parts[i].of(parts[i].update.local) for i in indices], moved, alpha=-(scale * lr)
+            [slices[i].view_of(slices[i].update.local) for i in indices], moved, alpha=-(scale * lr)
         )
 
 
-def _alike(parts: Sequence[Part], kind: Callable[[Part], T]) -> Iterator[tuple[T, list[int]]]:
-    """The numbers of the parts of each kind."""
-    found: dict[T, list[int]] = {}
-    for number, part in enumerate(parts):
-        found.setdefault(kind(part), []).append(number)
-    yield from found.items()
+def _grouped(
+    slices: Sequence[UpdateSlice], key: Callable[[UpdateSlice], T]
+) -> Iterator[tuple[T, list[int]]]:
+    """Yield the indices of the slices of each key."""
+    groups: dict[T, list[int]] = {}
+    for index, part in enumerate(slices):
+        groups.setdefault(key(part), []).append(index)
+    yield from groups.items()

@@ -1,4 +1,4 @@
-"""Cuts a contiguous range of a flattened tensor into N-dimensional boxes."""
+"""Cuts a contiguous range of a flattened tensor into N-dimensional boxes, as checkpoints do."""
 
 from __future__ import annotations
 
@@ -7,6 +7,16 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 from operator import add
+
+import torch
+
+from fsdp_overlap.tensor.placement import local_range, range_dim, tile_of
+from fsdp_overlap.torch_internals import DTensorSpec
+
+# A chunk has at most a rank's share of the tile, but this limit lies between these two sizes. A
+# writer copies a chunk from a GPU before it writes it, and torch's reader holds two chunks. So the
+# size of a chunk bounds the memory that saving and loading take.
+_BYTES_OF_A_CHUNK = (8 << 20, 32 << 20)
 
 
 @dataclass(frozen=True)
@@ -26,13 +36,13 @@ class Box:
         return prod(self.sizes)
 
     def moved(self, offsets: tuple[int, ...]) -> Box:
-        """The same box, with its offsets counted in a larger tensor in which this tensor begins at
-        ``offsets``."""
+        """Return the same box, with its offsets counted in a larger tensor in which this tensor
+        begins at ``offsets``."""
         return replace(self, offsets=tuple(map(add, self.offsets, offsets)))
 
 
 def boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
-    """The fewest boxes that cover elements ``[start, stop)`` of a flattened tensor of ``shape``.
+    """Return the fewest boxes that cover elements ``[start, stop)`` of a flattened tensor.
 
     A range that begins and ends inside rows is the tail of a row, whole rows, and the head of a
     row: at most three boxes for a matrix, and ``2 * ndim - 1`` in general.
@@ -40,13 +50,13 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     return list(_boxes(shape, start, stop, (), 0))
 
 
-def pieces(shape: tuple[int, ...], start: int, stop: int, most: int) -> list[Box]:
-    """Boxes that cover the same range as :func:`boxes`, of at most ``most`` elements each.
+def bounded_boxes(shape: tuple[int, ...], start: int, stop: int, max_numel: int) -> list[Box]:
+    """Return boxes that cover the same range as :func:`boxes`, of at most ``max_numel`` elements.
 
-    The range is cut between rows, unless a row has more than ``most`` elements.
+    The range is cut between rows, unless a row has more than ``max_numel`` elements.
     """
     row = prod(shape[1:])
-    step = max(1, most // max(1, row)) * row if row <= most else most
+    step = max(1, max_numel // max(1, row)) * row if row <= max_numel else max_numel
     cuts = [start, *range((start // step + 1) * step, stop, step), stop] if step else [start, stop]
     return [box for first, last in pairwise(cuts) for box in boxes(shape, first, last)]
 
@@ -79,3 +89,31 @@ def _boxes(
         sizes = (*(1,) * len(outer), last - first, *shape[1:])
         yield Box(offsets, sizes, base + first * row)
     yield from _boxes(shape[1:], 0, stop - last * row, (*outer, last), base + last * row)
+
+
+def chunks_of(spec: DTensorSpec) -> list[Box]:
+    """Return boxes of a bounded size that cover what this rank holds. Their ``offsets`` count in
+    the whole tensor, their ``start`` in the rank's tile."""
+    meta = spec.tensor_meta
+    assert meta is not None
+    if not meta.shape.numel():  # without an empty chunk a load would miss the key
+        return [Box((0,) * len(meta.shape), tuple(meta.shape), 0)]
+    least, most = (n // meta.dtype.itemsize for n in _BYTES_OF_A_CHUNK)
+    tile = tile_of(spec)
+    share = tile.numel // spec.mesh.size(range_dim(spec))
+    own = bounded_boxes(tile.shape, *local_range(spec), min(max(share, least), most))
+    return [box.moved(tile.offsets) for box in own]
+
+
+def with_own_storage(values: torch.Tensor) -> torch.Tensor:
+    """Return a view of ``values``, which are contiguous, that fills a storage of its own.
+
+    Writers copy a tensor that fills only a part of its storage, and keep all such copies until the
+    file is done.
+    """
+    if values.device.type != "cpu":  # writers copy it to the host anyway
+        return values
+    start = values.storage_offset() * values.element_size()
+    part = values.untyped_storage()[start : start + values.nbytes]
+    whole = torch.empty(0, dtype=values.dtype)
+    return whole.set_(part, 0, values.size(), values.stride())

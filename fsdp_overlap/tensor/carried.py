@@ -16,13 +16,13 @@ SUMMED = frozenset((*_FLOATS, torch.complex32, torch.complex64, torch.complex128
 
 
 def as_carried(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous ``tensor`` in a form that backends carry unchanged: the tensor itself, or a view
-    of its bytes."""
+    """Return a contiguous ``tensor`` in a form that backends carry unchanged: the tensor itself, or
+    a view of its bytes."""
     return tensor if tensor.dtype in CARRIED else tensor.view(-1).view(torch.uint8)
 
 
 def carried_ranges(full: torch.Tensor, numels: Sequence[int]) -> Sequence[torch.Tensor]:
-    """Splits ``full``, which is flat, into ranges of ``numels`` elements, each
+    """Split ``full``, which is flat, into ranges of ``numels`` elements, each
     :func:`as_carried`."""
     ranges = full.split(list(numels))
     if full.dtype in CARRIED:

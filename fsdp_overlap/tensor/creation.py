@@ -28,7 +28,7 @@ def distribute_tensor(
     *,
     src_data_rank: int | None = 0,
 ) -> RaggedDTensor:
-    """Shards a whole tensor. Must be called on every rank of the mesh.
+    """Shard a whole tensor. Must be called on every rank of the mesh.
 
     Args:
         tensor: a plain, whole tensor of the same shape on every rank, or a DTensor.
@@ -132,7 +132,7 @@ def redistribute(
 
 
 def with_range_shards(torchs: Callable[..., DTensor]) -> Callable[..., DTensor]:
-    """Makes torch's ``distribute_tensor`` take our placements as well."""
+    """Make torch's ``distribute_tensor`` take our placements as well."""
 
     @wraps(torchs)
     def distribute(

@@ -28,17 +28,17 @@ RELEASES = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
 
 def is_subclass(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is of a class of its own."""
+    """Return whether ``tensor`` is of a class of its own."""
     return type(tensor) not in (torch.Tensor, nn.Parameter)
 
 
 def missing_methods(tensor: torch.Tensor) -> list[str]:
-    """Which of the two methods ``tensor`` does not have."""
+    """Return which of the two methods ``tensor`` does not have."""
     return [name for name in (PRE, POST) if not hasattr(tensor, name)]
 
 
 def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The plain tensors that ``tensor`` consists of. None if its class does not tell."""
+    """Return the plain tensors that ``tensor`` consists of. None if its class does not tell."""
     if not is_subclass(tensor):
         return [tensor]
     if isinstance(tensor, DTensor):  # its flattening names its mesh, too
@@ -61,7 +61,7 @@ class GatheredTensors(Buffer):
         self.allocated = False
 
     def add(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Takes in what holds the next parameter. Some may share their memory."""
+        """Take in what holds the next parameter. Some may share their memory."""
         held = []
         for tensor in tensors:
             if tensor.untyped_storage().nbytes() and not self.holds(tensor):
@@ -70,12 +70,12 @@ class GatheredTensors(Buffer):
         self._of_each.append(held)
 
     def digests(self) -> torch.Tensor:
-        """One number for each parameter, which tells edits of what it holds."""
+        """Return one number for each parameter, which tells edits of what it holds."""
         zero = torch.zeros((), dtype=torch.int64, device=self.flat.device)
         return torch.stack([reduce(add, map(_digest, each), zero) for each in self._of_each])
 
     def index_of(self, tensor: torch.Tensor) -> int | None:
-        """The number of the parameter that ``tensor`` holds a part of."""
+        """Return the number of the parameter that ``tensor`` holds a part of."""
         mine = tensor.untyped_storage()._cdata
         for index, each in enumerate(self._of_each):
             if any(held.untyped_storage()._cdata == mine for held in each):
@@ -83,7 +83,7 @@ class GatheredTensors(Buffer):
         return None
 
     def give_back(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """Does nothing: whether a tensor of another class has other memory is not known."""
+        """Do nothing: whether a tensor of another class has other memory is not known."""
         return []
 
 
@@ -122,7 +122,7 @@ class Extension:
         """Whether the first method is told of more than the mesh."""
 
     def check(self) -> None:
-        """Checks that the local tensor has both methods, which it may have got after it was made.
+        """Check that the local tensor has both methods, which it may have got after it was made.
 
         Raises:
             TypeError: it has not, or they take something else.
@@ -142,7 +142,7 @@ class Extension:
         self._is_told = len(takes.parameters) == 5
 
     def inputs(self) -> list[torch.Tensor]:
-        """What this rank sends."""
+        """Return what this rank sends."""
         local, around = self._sharded._local_tensor, self._around
         if local.device != around.device:
             local = local.to(around.device, non_blocking=True)
@@ -156,9 +156,9 @@ class Extension:
     def make(
         self, outputs: Sequence[torch.Tensor], sizes: Sequence[torch.Size]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The unsharded tensor of what all ranks have sent, and whose storages it needs while it is
-        used. ``outputs`` are flat, and are written by each later gather. ``sizes`` are those of
-        what this rank sends."""
+        """Return the unsharded tensor of what all ranks have sent, and whose storages it needs
+        while it is used. ``outputs`` are flat, and are written by each later gather. ``sizes`` are
+        those of what this rank sends."""
         local, around = self._sharded._local_tensor, self._around
         shaped = tuple(
             output.data.view(-1, *size[1:])  # .data: writing them counts as no edit
@@ -182,7 +182,7 @@ class Extension:
         self.release_early()
 
     def fill(self) -> None:
-        """Fills the unsharded parameter of what all ranks have sent.
+        """Fill the unsharded parameter of what all ranks have sent.
 
         Raises:
             TypeError: the extension made another tensor instead.
@@ -199,8 +199,8 @@ class Extension:
             self._check_is_filled(parameter, given[0] if isinstance(given, tuple) else given)
 
     def _check_is_filled(self, parameter: nn.Parameter, given: Any) -> None:
-        """Checks that what the extension gave back has no memory of its own. An extension may
-        ignore ``out=`` only if the unsharded parameter lies in what is gathered.
+        """Check that what the extension gave back has no memory of its own. An extension may ignore
+        ``out=`` only if the unsharded parameter lies in what is gathered.
 
         Raises:
             TypeError: it has, so nobody filled ``parameter``.
@@ -216,19 +216,19 @@ class Extension:
             )
 
     def _without_padding(self, output: torch.Tensor, sent: torch.Size) -> torch.Tensor:
-        """The rows of ``output`` that belong to the parameter, if it has rows of that. ``sent`` is
-        the size of what each rank sent. An extension can copy them into the parameter then, while
-        FSDP2 hands it the padding, too."""
+        """Return the rows of ``output`` that belong to the parameter, if it has rows of that.
+        ``sent`` is the size of what each rank sent. An extension can copy them into the parameter
+        then, while FSDP2 hands it the padding, too."""
         rows, ranks = self._around.size[0], self._around.mesh.size()
         padded = torch.Size((-(-rows // ranks), *self._around.size[1:]))
         return output[:rows] if sent == padded else output
 
     def allocate_early(self) -> None:
-        """Gives memory to what is needed only while the parameter is filled."""
+        """Give memory to what is needed only while the parameter is filled."""
         for storage, nbytes in self._early:
             storage.resize_(nbytes)
 
     def release_early(self) -> None:
-        """Frees what :meth:`allocate_early` gave memory."""
+        """Free what :meth:`allocate_early` gave memory."""
         for storage, _ in self._early:
             storage.resize_(0)

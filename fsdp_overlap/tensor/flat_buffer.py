@@ -18,7 +18,7 @@ class Memory(Protocol):
     """Where buffers can take their memory."""
 
     def use(self) -> AbstractContextManager[None]:
-        """What this thread allocates within comes from there."""
+        """Return a context in which this thread allocates there."""
         ...
 
 
@@ -47,7 +47,7 @@ class Buffer:
         self._refuses = False
 
     def _add(self, tensor: torch.Tensor) -> None:
-        """Adds the storage of ``tensor``."""
+        """Add the storage of ``tensor``."""
         storage = tensor.untyped_storage()
         self._storages.append((storage, storage.nbytes()))
         self._tensors.append(tensor)
@@ -60,7 +60,7 @@ class Buffer:
         return sum(nbytes for _, nbytes in self._storages)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` lies in this buffer's storages."""
+        """Return whether ``tensor`` lies in this buffer's storages."""
         mine = tensor.untyped_storage()._cdata
         for storage, _ in self._storages:  # noqa: SIM110, asked often, and any() makes a generator
             if storage._cdata == mine:
@@ -68,7 +68,7 @@ class Buffer:
         return False
 
     def allocate(self) -> None:
-        """Gives the buffer storage on the current stream; its contents are undefined."""
+        """Give the buffer storage on the current stream; its contents are undefined."""
         if self._refuses:
             self._allow()
         if self.memory is None:
@@ -90,7 +90,7 @@ class Buffer:
             tensor.record_stream(stream)
 
     def free(self) -> None:
-        """Gives the storage back to the current stream's allocator."""
+        """Give the storage back to the current stream's allocator."""
         if self.keeps_storage or not self.allocated:
             return
         for storage, _ in self._storages:
@@ -142,12 +142,12 @@ class FlatBuffer(Buffer):
         self.free()
 
     def nbytes_of_others(self, rank: int) -> int:
-        """The bytes that ranks other than ``rank`` hold. So many travel to it in an all-gather, and
-        from it in a reduce-scatter."""
+        """Return the bytes that ranks other than ``rank`` hold. So many travel to it in an
+        all-gather, and from it in a reduce-scatter."""
         return (self.plan.numel - self.plan.shard_numels[rank]) * self.flat.element_size()
 
     def digests(self) -> torch.Tensor:
-        """One number for each view, which tells edits of what it holds."""
+        """Return one number for each view, which tells edits of what it holds."""
         places = zip(self.plan.specs, self.plan.offsets, strict=True)
         padded = [(at, at + align(spec.numel, spec.alignment)) for spec, at in places]
         return torch.stack(
@@ -155,7 +155,7 @@ class FlatBuffer(Buffer):
         )
 
     def index_of(self, tensor: torch.Tensor) -> int | None:
-        """The number of the view that ``tensor``, which lies in this buffer, begins in."""
+        """Return the number of the view that ``tensor``, which lies in this buffer, begins in."""
         start = int(tensor.storage_offset())
         for index, (spec, offset) in enumerate(
             zip(self.plan.specs, self.plan.offsets, strict=True)
@@ -165,7 +165,7 @@ class FlatBuffer(Buffer):
         return None
 
     def give_back(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """Gives those of ``tensors`` that have other memory than the view of the same number that
+        """Give those of ``tensors`` that have other memory than the view of the same number that
         memory back. Returns their numbers."""
         moved = []
         for index, (tensor, view) in enumerate(zip(tensors, self.views, strict=True)):

@@ -46,7 +46,7 @@ class _NoGradient(torch.autograd.Function):
 
 
 def raise_in_backward(name: str, result: Any, operands: Iterable[Any]) -> Any:
-    """Returns ``result``, a new tensor. It requires grad if one of ``operands`` does, and then
+    """Return ``result``, a new tensor. It requires grad if one of ``operands`` does, and then
     backward raises where it comes to it."""
     source = _source(operands)
     if source is None or not _is_differentiable(result):
@@ -55,7 +55,7 @@ def raise_in_backward(name: str, result: Any, operands: Iterable[Any]) -> Any:
 
 
 def edit_raises_in_backward(name: str, edited: torch.Tensor, operands: Iterable[Any]) -> None:
-    """As :func:`raise_in_backward`, for a tensor that was edited in place."""
+    """Do :func:`raise_in_backward` for a tensor that was edited in place."""
     source = _source(operands)
     if source is None or requires_grad(edited) or not _is_differentiable(edited):
         return  # what requires grad already raises, or autograd knows how it came about
@@ -63,7 +63,7 @@ def edit_raises_in_backward(name: str, edited: torch.Tensor, operands: Iterable[
 
 
 def check_edit(name: str, target: torch.Tensor) -> None:
-    """Refuses to edit a parameter in place, or a view of it, as autograd does.
+    """Refuse to edit a parameter in place, or a view of it, as autograd does.
 
     Raises:
         RuntimeError: gradients are recorded and ``target`` is a leaf that requires grad, or a view
@@ -84,7 +84,7 @@ def check_edit(name: str, target: torch.Tensor) -> None:
 
 
 def needs_gradient(operands: Iterable[Any]) -> bool:
-    """Whether autograd would record an op on ``operands``."""
+    """Return whether autograd would record an op on ``operands``."""
     return _source(operands) is not None
 
 
@@ -94,7 +94,7 @@ def requires_grad(tensor: torch.Tensor) -> bool:
 
 
 def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
-    """The tensors among ``values``, and those in lists among ``values``."""
+    """Return the tensors among ``values``, and those in lists among ``values``."""
     found: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -105,7 +105,7 @@ def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def _source(operands: Iterable[Any]) -> torch.Tensor | None:
-    """The first of ``operands`` that a gradient would have to flow to."""
+    """Return the first of ``operands`` that a gradient would have to flow to."""
     if not torch.is_grad_enabled():
         return None
     with DisableTorchFunctionSubclass():

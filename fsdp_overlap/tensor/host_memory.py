@@ -15,7 +15,7 @@ LARGE_BYTES = 32 * 1024 * 1024
 
 @cache
 def _madvise() -> Any:
-    """The C library's function, or ``None`` where there is no such advice."""
+    """Return the C library's function, or ``None`` where there is no such advice."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return None
     function = ctypes.CDLL(None).madvise
@@ -24,7 +24,7 @@ def _madvise() -> Any:
 
 
 def use_huge_pages(address: int, nbytes: int) -> None:
-    """Asks the system to make the memory there of huge pages. The system may decline."""
+    """Ask the system to make the memory there of huge pages. The system may decline."""
     if (madvise := _madvise()) is not None:
         start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
         madvise(start, address + nbytes - start, mmap.MADV_HUGEPAGE)
@@ -82,7 +82,7 @@ def _resident() -> int:
 
 @cache
 def _malloc_trim() -> Any:
-    """The C library's function, or ``None`` if it has none."""
+    """Return the C library's function, or ``None`` if it has none."""
     return getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 

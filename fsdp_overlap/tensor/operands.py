@@ -1,8 +1,8 @@
-"""Finds the part of each operand of an op that meets the range of a sharded tensor."""
+"""The operands of an op, and the part of each that meets the range of a sharded tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import prod
 from operator import attrgetter
 from typing import Any
@@ -19,8 +19,8 @@ from fsdp_overlap.torch_internals import DTensorSpec
 
 
 def largest_sharded(name: str, values: Iterable[Any]) -> RaggedDTensor:
-    """The first of the largest sharded tensors among ``values``. The result of the op takes its
-    layout."""
+    """Return the first of the largest sharded tensors among ``values``. The result of the op takes
+    its layout."""
     found = [value for value in values if isinstance(value, RaggedDTensor)]
     if not found:
         raise_unsupported(name)
@@ -32,10 +32,10 @@ def _numel(tensor: RaggedDTensor) -> int:
 
 
 def local_operand(name: str, value: Any, model: DTensor) -> Any:
-    """The part of ``value`` that meets the local range of ``model``.
+    """Return the part of ``value`` that meets the local range of ``model``.
 
-    A DTensor that lies as ``model`` does gives its local range. A sharded tensor that lies
-    otherwise is gathered, which is collective. A plain tensor stands for a whole one: it is
+    A DTensor of ``model``'s layout gives its local range. A sharded tensor of another layout is
+    gathered, which is collective. A plain tensor stands for a whole one: it is
     broadcast to ``model``'s shape, and gives the same range. Lists are taken item by item. Anything
     else is returned as it is.
 
@@ -53,9 +53,19 @@ def local_operand(name: str, value: Any, model: DTensor) -> Any:
     return value
 
 
+def call_with(
+    change: Callable[[Any], Any],
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call ``func`` with ``change(value)`` in place of each argument."""
+    return func(*map(change, args), **{name: change(value) for name, value in kwargs.items()})
+
+
 def whole_operand(value: Any) -> Any:
-    """``value``, with each sharded tensor replaced by its ``full_tensor()``. Collective over their
-    mesh."""
+    """Return ``value``, with each sharded tensor replaced by its ``full_tensor()``. Collective over
+    their mesh."""
     if isinstance(value, RaggedDTensor):
         return value.full_tensor()
     if isinstance(value, (list, tuple)):
@@ -64,15 +74,15 @@ def whole_operand(value: Any) -> Any:
 
 
 def replicated(value: torch.Tensor) -> torch.Tensor:
-    """The plain tensor of a DTensor that every rank holds whole. Any other tensor is returned as it
-    is."""
+    """Return the plain tensor of a DTensor that every rank holds whole. Any other tensor is
+    returned as it is."""
     if isinstance(value, DTensor) and all(p.is_replicate() for p in value.placements):
         return value._local_tensor
     return value
 
 
 def range_of(name: str, whole: torch.Tensor, model: DTensor) -> torch.Tensor:
-    """The elements of ``whole`` that belong to the local range of ``model``, flat.
+    """Return the elements of ``whole`` that belong to the local range of ``model``, flat.
 
     They are a view if they are contiguous, else a copy. A 0-dimensional tensor is returned as it
     is, so that it does not take part in type promotion, unless ``model`` is 0-dimensional too.
@@ -105,13 +115,13 @@ def range_of(name: str, whole: torch.Tensor, model: DTensor) -> torch.Tensor:
 
 
 def own_elements(whole: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """The elements of ``whole`` that this rank holds if it is laid out by ``spec``, flat. They are
-    a view if they are contiguous in ``whole``, else a copy."""
+    """Return the elements of ``whole`` that this rank holds if it is laid out by ``spec``, flat.
+    They are a view if they are contiguous in ``whole``, else a copy."""
     return elements(tile_of(spec).of(whole), *local_range(spec))
 
 
 def elements(whole: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Elements ``[start, stop)`` of the flattened ``whole``, without flattening all of it."""
+    """Return elements ``[start, stop)`` of the flattened ``whole``, without flattening it all."""
     if whole.is_contiguous():
         return whole.reshape(-1)[start:stop]
     pieces = []
@@ -131,19 +141,12 @@ def same_layout(first: DTensor, second: DTensor) -> bool:
     )
 
 
-def note_edit(tensor: DTensor) -> None:
-    """Counts an edit of ``tensor``. By the count, full buffers of the parameter are found stale."""
-    edits = getattr(tensor, "edits", None)
-    if edits is not None:
-        edits.note_values()
-
-
 _edits = attrgetter("edits")
 
 
 def note_edits(tensors: Iterable[torch.Tensor]) -> None:
-    """:func:`note_edit` for many tensors. The parameters of a bucket share a counter, which counts
-    once."""
+    """Count an edit of ``tensors``: by the count, full buffers of the parameters are found stale.
+    The parameters of a bucket share a counter, which counts once."""
     tensors = list(tensors)
     if not all(issubclass(each, Sharded) for each in set(map(type, tensors))):
         tensors = [tensor for tensor in tensors if isinstance(tensor, Sharded)]

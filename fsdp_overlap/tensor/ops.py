@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 import torch
 
 from fsdp_overlap.tensor import creation, pointwise, sums_and_norms, views
-from fsdp_overlap.tensor.data_assignment import assign_data
 from fsdp_overlap.tensor.gradient_errors import raise_in_backward, tensors_in
 from fsdp_overlap.tensor.operands import own_elements
 from fsdp_overlap.tensor.ragged_dtensor import CANNOT_MOVE, RaggedDTensor, raise_unsupported
@@ -99,7 +98,7 @@ _resolved: dict[Callable[..., Any], tuple[Handler, str]] = {}
 
 
 def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs ``func`` on arguments of which at least one is a sharded tensor.
+    """Run ``func`` on arguments of which at least one is a sharded tensor.
 
     Raises:
         RuntimeError: the op is not known to be right on ranges, or edits one that requires grad.
@@ -112,7 +111,8 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def op_name(func: Callable[..., Any]) -> str:
-    """The op's plain name: ``mul_`` for ``Tensor.mul_``, ``__imul__`` and ``aten.mul_.Tensor``."""
+    """Return the op's plain name: ``mul_`` for ``Tensor.mul_``, ``__imul__`` and
+    ``aten.mul_.Tensor``."""
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__", "__delete__"):
         return str(func.__self__.__name__)  # type: ignore[attr-defined]
@@ -169,7 +169,7 @@ def _refuse(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _foreach(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs what ``func`` is built on, whose ops arrive here again."""
+    """Run what ``func`` is built on, whose ops arrive here again."""
     return func.__wrapped__(*args, **kwargs)
 
 
@@ -212,7 +212,7 @@ def _alias(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def _assign_data(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not isinstance(args[0], RaggedDTensor):
         raise_unsupported("data of a plain tensor")
-    assign_data(*args)
+    args[0].assign_data(args[1])
 
 
 def _data_ptr(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -234,7 +234,7 @@ def _register_hook(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _factory(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Runs ``new_zeros`` and the like. As with a DTensor, the result is sharded if it has the shape
+    """Run ``new_zeros`` and the like. As with a DTensor, the result is sharded if it has the shape
     of the tensor, else plain."""
     tensor = args[0]
     if not isinstance(tensor, RaggedDTensor) or kwargs.get("requires_grad"):

@@ -1,4 +1,4 @@
-"""How a sharded parameter lies over the ranks of a mesh."""
+"""How a sharded parameter is laid out over the ranks of a mesh."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RaggedShard(Placement):
         self.ranges = ranges
 
     def local_range(self, rank: int) -> tuple[int, int]:
-        """``(start, stop)`` of what ``rank`` holds, or ``(0, 0)`` if it holds nothing."""
+        """Return ``(start, stop)`` of what ``rank`` holds, or ``(0, 0)`` if it holds nothing."""
         for owner, start, stop in self.ranges:
             if owner == rank:
                 return start, stop
@@ -63,8 +63,8 @@ class RaggedShard(Placement):
 def contiguous_spec(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype
 ) -> DTensorSpec:
-    """The DTensor spec of a contiguous tensor of ``shape`` over ``mesh``. ``placements`` has an
-    entry for each dimension of the mesh."""
+    """Return the DTensor spec of a contiguous tensor of ``shape`` over ``mesh``. ``placements`` has
+    an entry for each dimension of the mesh."""
     stride = torch.empty(shape, device="meta").stride()
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
 
@@ -85,7 +85,7 @@ class Tile:
         return prod(self.shape)
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """This tile of ``whole``, as a view."""
+        """Return this tile of ``whole``, as a view."""
         for dim, (offset, size) in enumerate(zip(self.offsets, self.shape, strict=True)):
             if size != whole.shape[dim]:
                 whole = whole.narrow(dim, offset, size)
@@ -93,15 +93,15 @@ class Tile:
 
 
 def tile_of(spec: DTensorSpec) -> Tile:
-    """This rank's tile."""
+    """Return this rank's tile."""
     coordinate = spec.mesh.get_coordinate()
     assert coordinate is not None
     return tile_at(spec, coordinate)
 
 
 def tile_at(spec: DTensorSpec, coordinate: Sequence[int]) -> Tile:
-    """The tile of the rank at ``coordinate`` of the mesh. Dimensions of the mesh cut in turn, each
-    as ``torch.chunk`` does, and those by which rows of tiles are cut come last."""
+    """Return the tile of the rank at ``coordinate`` of the mesh. Dimensions of the mesh cut in
+    turn, each as ``torch.chunk`` does, and those by which rows of tiles are cut come last."""
     meta = spec.tensor_meta
     assert meta is not None
     shape = list(meta.shape)
@@ -118,12 +118,12 @@ def tile_at(spec: DTensorSpec, coordinate: Sequence[int]) -> Tile:
 
 
 def is_cut(placement: Placement) -> bool:
-    """Whether ranks have chunks along a dimension of the tensor."""
+    """Return whether ranks have chunks along a dimension of the tensor."""
     return isinstance(placement, (Shard, StridedShard))
 
 
 def range_dim(spec: DTensorSpec) -> int:
-    """The dimension of the mesh whose ranks hold ranges."""
+    """Return the dimension of the mesh whose ranks hold ranges."""
     for dim, placement in enumerate(spec.placements):
         if isinstance(placement, RaggedShard):
             return dim
@@ -137,7 +137,7 @@ def has_range(tensor: DTensor) -> bool:
 
 
 def local_range(spec: DTensorSpec) -> tuple[int, int]:
-    """``(start, stop)`` of what this rank holds of its tile, flattened."""
+    """Return ``(start, stop)`` of what this rank holds of its tile, flattened."""
     dim = range_dim(spec)
     placement = spec.placements[dim]
     assert isinstance(placement, RaggedShard)
@@ -145,7 +145,7 @@ def local_range(spec: DTensorSpec) -> tuple[int, int]:
 
 
 def has_tiles(spec: DTensorSpec) -> bool:
-    """Whether the mesh cuts the tensor into tiles. The answer is the same on every rank."""
+    """Return whether the mesh cuts the tensor into tiles. The answer is the same on every rank."""
     return any(
         isinstance(placement, Shard) and spec.mesh.size(dim) > 1
         for dim, placement in enumerate(spec.placements)
@@ -153,26 +153,27 @@ def has_tiles(spec: DTensorSpec) -> bool:
 
 
 def copied_dims(spec: DTensorSpec) -> tuple[int, ...]:
-    """The dimensions of the mesh along which ranks hold the same elements."""
+    """Return the dimensions of the mesh along which ranks hold the same elements."""
     return tuple(dim for dim, placement in enumerate(spec.placements) if placement.is_replicate())
 
 
 def cut_dims(spec: DTensorSpec) -> tuple[int, ...]:
-    """The dimensions of the mesh along which ranks hold different elements."""
+    """Return the dimensions of the mesh along which ranks hold different elements."""
     return tuple(
         dim for dim, placement in enumerate(spec.placements) if not placement.is_replicate()
     )
 
 
 def is_on_mesh(local: torch.Tensor, spec: DTensorSpec) -> bool:
-    """Whether the mesh's backend can work on ``local``. It cannot if ``local`` is offloaded."""
+    """Return whether the mesh's backend can work on ``local``. It cannot if ``local`` is
+    offloaded."""
     return local.device.type in (spec.mesh.device_type, "meta")
 
 
 def with_range(
     spec: DTensorSpec, placement: RaggedShard, shape: torch.Size, dtype: torch.dtype
 ) -> DTensorSpec:
-    """``spec`` with other ranges, of another shape and dtype, over the same ranks."""
+    """Return ``spec`` with other ranges, of another shape and dtype, over the same ranks."""
     dim = range_dim(spec)
     placements = (*spec.placements[:dim], placement, *spec.placements[dim + 1 :])
     return contiguous_spec(spec.mesh, placements, shape, dtype)

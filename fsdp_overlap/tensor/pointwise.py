@@ -17,9 +17,9 @@ from fsdp_overlap.tensor.gradient_errors import (
     raise_in_backward,
 )
 from fsdp_overlap.tensor.operands import (
+    call_with,
     largest_sharded,
     local_operand,
-    note_edit,
     note_edits,
     own_elements,
     replicated,
@@ -38,7 +38,7 @@ DETACHED = frozenset({"empty_like", "full_like", "ones_like", "zeros_like"})
 
 
 def pointwise(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
-    """Runs a point-wise op, also in place or with ``out``. If the tensor it edits is plain, the
+    """Run a point-wise op, also in place or with ``out``. If the tensor it edits is plain, the
     sharded operands are gathered, which is collective."""
     values = [*args, *kwargs.values()]
     if kwargs.get("requires_grad"):
@@ -54,13 +54,13 @@ def pointwise(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
     elif not isinstance(target, torch.Tensor):
         raise_unsupported(f"{name} of a {type(target).__name__}")
     else:
-        return func(*map(whole_operand, args), **{k: whole_operand(v) for k, v in kwargs.items()})
+        return call_with(whole_operand, func, args, kwargs)
     locals_ = [local_operand(name, value, model) for value in args]
     named = {key: local_operand(name, value, model) for key, value in kwargs.items()}
     if target is not None:
         check_edit(name, target)
         # Before it begins: a save in another thread may be reading.
-        note_edit(target)
+        note_edits([target])
         func(*locals_, **named)
         edit_raises_in_backward(name, target, values)
         return target
@@ -75,7 +75,7 @@ def pointwise(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
 
 
 def foreach(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
-    """Runs a point-wise op on lists of tensors, each of which has its own layout."""
+    """Run a point-wise op on lists of tensors, each of which has its own layout."""
     tensors: Sequence[Any] = args[0]
     is_edit = name.endswith("_")
     if needs_gradient([*args, *kwargs.values()]):
@@ -83,16 +83,8 @@ def foreach(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
             raise_unsupported(f"{name} on sharded and plain tensors outside torch.no_grad()")
         for tensor in tensors if is_edit else ():
             check_edit(name, tensor)
-    operands = [
-        _column(name, value, tensors) if isinstance(value, (list, tuple, torch.Tensor)) else value
-        for value in args[1:]
-    ]
-    named = {
-        key: _column(name, value, tensors)
-        if isinstance(value, (list, tuple, torch.Tensor))
-        else value
-        for key, value in kwargs.items()
-    }
+    operands = [_column(name, value, tensors) for value in args[1:]]
+    named = {key: _column(name, value, tensors) for key, value in kwargs.items()}
     if is_edit:
         note_edits(tensors)
     result = func([_own(tensor) for tensor in tensors], *operands, **named)
@@ -117,7 +109,9 @@ def _own(tensor: Any) -> Any:
 
 
 def _column(name: str, value: Any, tensors: Sequence[Any]) -> Any:
-    """One operand of a foreach op: the parts of it that meet each of ``tensors``."""
+    """Return the parts of one operand of a foreach op that meet each of ``tensors``."""
+    if not isinstance(value, (list, tuple, torch.Tensor)):
+        return value
     if isinstance(value, torch.Tensor):
         value = replicated(value).detach()
         # The scalars of addcdiv and addcmul may be one tensor, with a number for each.
@@ -138,7 +132,7 @@ def _operand(name: str, value: torch.Tensor, target: Any) -> torch.Tensor:
 
 
 def fused(name: str, func: Call, args: Args, kwargs: Kwargs) -> None:
-    """Runs ``_fused_adamw_`` and the like on lists of parameters, gradients, states and steps."""
+    """Run ``_fused_adamw_`` and the like on lists of parameters, gradients, states and steps."""
     parameters: Sequence[Any] = args[0]
     for parameter in parameters if torch.is_grad_enabled() else ():
         check_edit(name, parameter)
@@ -161,7 +155,7 @@ def fused(name: str, func: Call, args: Args, kwargs: Kwargs) -> None:
 
 
 def copy(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
-    """Runs ``copy_``. Each rank takes its range of a source that is whole. A sharded source is
+    """Run ``copy_``. Each rank takes its range of a source that is whole. A sharded source is
     gathered, which is collective, if it lies otherwise over the ranks or the target is plain."""
     target, source = args[0], args[1]
     if not isinstance(target, torch.Tensor):
@@ -178,17 +172,16 @@ def copy(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
             "copy_ into a RaggedDTensor on the meta device, which has no memory: call "
             "to_empty(device=...) on the model first"
         )
-    note_edit(target)
+    note_edits([target])
     target._local_tensor.detach().copy_(local, *args[2:], **kwargs)
     edit_raises_in_backward(name, target, [source])
     return target
 
 
 def convert(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
-    """Runs ``to`` and ``type_as``. Another tensor may give the dtype and the device."""
+    """Run ``to`` and ``type_as``. Another tensor may give the dtype and the device."""
     tensor = args[0]
-    options = [_own(value) for value in args[1:]]
-    result = func(_own(tensor), *options, **{key: _own(value) for key, value in kwargs.items()})
+    result = call_with(_own, func, args, kwargs)
     if not isinstance(tensor, RaggedDTensor):
         return result
     if result is tensor._local_tensor:
@@ -197,7 +190,7 @@ def convert(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
 
 
 def set_item(name: str, func: Call, args: Args, kwargs: Kwargs) -> None:
-    """Runs ``tensor[mask] = number`` and ``tensor[index] = value``."""
+    """Run ``tensor[mask] = number`` and ``tensor[index] = value``."""
     target, index, value = args
     if not isinstance(target, RaggedDTensor):
         target[whole_operand(index)] = whole_operand(value)
@@ -213,7 +206,7 @@ def set_item(name: str, func: Call, args: Args, kwargs: Kwargs) -> None:
 
 
 def random(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
-    """Runs random fills and ``torch.nn.init``.
+    """Run random fills and ``torch.nn.init``.
 
     Every rank draws the whole tensor, as without sharding, and takes its range. So if all ranks
     have the same seed, the result does not depend on their number. The whole tensor needs memory
@@ -233,12 +226,11 @@ def random(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
     def stand_in(value: Any) -> Any:
         return whole if value is target else whole_operand(value)
 
-    drawn = func(*map(stand_in, args), **{key: stand_in(value) for key, value in kwargs.items()})
-    drawn = own_elements(drawn, target._spec).contiguous()
+    drawn = own_elements(call_with(stand_in, func, args, kwargs), target._spec).contiguous()
     for dim in copied_dims(target._spec) if not drawn.is_meta else ():
         dist.broadcast(as_carried(drawn), group=target._spec.mesh.get_group(dim), group_src=0)
     if is_new:
         return target.wrap_like(drawn.clone())
-    note_edit(target)
+    note_edits([target])
     local.copy_(drawn)
     return target

@@ -20,11 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
+from fsdp_overlap.tensor.boxes import chunks_of, with_own_storage
 from fsdp_overlap.tensor.carried import as_carried
-from fsdp_overlap.tensor.chunks import all_of_a_storage, chunks_of
-from fsdp_overlap.tensor.data_assignment import note_alias
 from fsdp_overlap.tensor.gradient_errors import needs_gradient, raise_in_backward
-from fsdp_overlap.tensor.held_gradient import HoldsGradient
 from fsdp_overlap.tensor.placement import (
     RaggedShard,
     contiguous_spec,
@@ -33,8 +31,8 @@ from fsdp_overlap.tensor.placement import (
     local_range,
     range_dim,
     tile_of,
-    with_range,
 )
+from fsdp_overlap.tensor.sharded_param import ShardedParamMixin
 from fsdp_overlap.torch_internals import (
     DisableTorchFunctionSubclass,
     DTensorSpec,
@@ -66,7 +64,7 @@ class ShardEdits:
         self.trainability += 1
 
 
-class RaggedDTensor(HoldsGradient, DTensor):
+class RaggedDTensor(ShardedParamMixin, DTensor):
     """A tensor of which each rank of a mesh holds one contiguous range, flattened.
 
     It is a :class:`~torch.distributed.tensor.DTensor` to ``isinstance``, ``device_mesh`` and
@@ -86,27 +84,12 @@ class RaggedDTensor(HoldsGradient, DTensor):
     def wrap(
         cls, local: torch.Tensor, spec: DTensorSpec, edits: ShardEdits | None = None
     ) -> RaggedDTensor:
-        """The sharded tensor whose range on this rank is ``local``, flat. It is not copied."""
+        """Return the sharded tensor whose range on this rank is ``local``, flat. It is not
+        copied."""
         tensor = cast(RaggedDTensor, DTensor.__new__(cls, local, spec, requires_grad=False))
         if edits is not None:
             tensor.edits = edits
         return tensor
-
-    def alias_of(self, local: torch.Tensor, spec: DTensorSpec) -> RaggedDTensor:
-        """A tensor that lies as ``spec`` says and has the range ``local``, of this tensor's
-        memory. Its edits count as edits of this one."""
-        alias = RaggedDTensor.wrap(local, spec, self.edits)
-        note_alias(alias, self)
-        return alias
-
-    def wrap_like(self, local: torch.Tensor) -> RaggedDTensor:
-        """A tensor of ``local``'s dtype that lies as this one does and has the range ``local``."""
-        spec = self._spec
-        meta = spec.tensor_meta
-        assert meta is not None
-        if meta.dtype != local.dtype:
-            spec = with_range(spec, self.placement, meta.shape, local.dtype)
-        return RaggedDTensor.wrap(local, spec)
 
     @classmethod
     def __torch_function__(
@@ -157,14 +140,16 @@ class RaggedDTensor(HoldsGradient, DTensor):
         return local_range(self._spec)
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """This rank's range, flat. It shares memory: in-place edits of it edit the parameter."""
+        """Return this rank's range, flat. It shares memory: in-place edits of it edit the
+        parameter."""
         if needs_gradient([self]):
             local = self._local_tensor.detach()
             return cast(torch.Tensor, raise_in_backward("to_local", local, [self]))
         return self._local_tensor
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """The whole tensor on every rank, a copy. Must be called on every rank of the mesh."""
+        """Return the whole tensor on every rank, a copy. Must be called on every rank of the
+        mesh."""
         spec, full = self._spec, self.full_tile()
         if has_tiles(spec):
             placements = tuple(p if isinstance(p, Shard) else Replicate() for p in spec.placements)
@@ -174,8 +159,8 @@ class RaggedDTensor(HoldsGradient, DTensor):
         return cast(torch.Tensor, raise_in_backward("full_tensor", full, [self]))
 
     def full_tile(self) -> torch.Tensor:
-        """This rank's whole tile, on the device of the mesh, a copy. Must be called on every rank
-        of :attr:`range_group`."""
+        """Return this rank's whole tile, on the device of the mesh, a copy. Must be called on every
+        rank of :attr:`range_group`."""
         spec = self._spec
         tile = tile_of(spec)
         local = self._local_tensor.detach()
@@ -198,7 +183,8 @@ class RaggedDTensor(HoldsGradient, DTensor):
         placements: Sequence[Placement] | None = None,
         **options: Any,
     ) -> DTensor:
-        """A copy that lies over the same mesh in another way. Must be called on every rank of it.
+        """Return a copy of another layout over the same mesh. Must be called on every rank of
+        it.
 
         Pass one placement for each dimension of the mesh. With ``Replicate()`` and ``Shard(dim)``
         alone the copy is a plain DTensor, with a ``RaggedShard(...)`` it is a RaggedDTensor.
@@ -230,8 +216,8 @@ class RaggedDTensor(HoldsGradient, DTensor):
         return repr(self).__format__(format_spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RaggedDTensor:
-        """A copy with memory of its own. It lies over the mesh as this tensor does, and belongs to
-        no unit."""
+        """Return a copy with memory of its own. It has this tensor's layout, and belongs to no
+        unit."""
         if id(self) in memo:
             return cast(RaggedDTensor, memo[id(self)])
         duplicate = RaggedDTensor.wrap(self._local_tensor.detach().clone(), self._spec)
@@ -245,7 +231,7 @@ class RaggedDTensor(HoldsGradient, DTensor):
         return duplicate
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # What is pickled is this rank's range and how the tensor lies over the mesh, without units.
+        # What is pickled is this rank's range and the layout of the tensor, without units.
         spec = self._spec
         parts = (self._local_tensor.detach(), spec.mesh, spec.placements, self._shape)
         is_parameter = isinstance(self, nn.Parameter)
@@ -284,7 +270,7 @@ class RaggedDTensor(HoldsGradient, DTensor):
             if index.offset is None or tuple(index.offset) == box.offsets:
                 first = box.start - self.local_range[0]
                 values = self._local_tensor.detach()[first : first + box.numel].view(box.sizes)
-                return all_of_a_storage(values)
+                return with_own_storage(values)
         raise ValueError(f"{index} is not a box of this rank's range of {self!r}")
 
     @property
@@ -295,7 +281,7 @@ class RaggedDTensor(HoldsGradient, DTensor):
 
 
 def _summary(values: torch.Tensor) -> str:
-    """The first three and the last three elements, as text."""
+    """Return the first three and the last three elements, as text."""
     if values.is_meta:
         return "..."
     ends = values.tolist() if values.numel() <= 6 else [*values[:3].tolist(), *values[-3:].tolist()]
@@ -313,7 +299,7 @@ CANNOT_MOVE = (
 
 
 def raise_unsupported(op: str) -> NoReturn:
-    """Raises an error which says that ``op`` is not supported, and what to do instead."""
+    """Raise an error which says that ``op`` is not supported, and what to do instead."""
     # Python's operators would replace a TypeError by one of their own, which does not say why.
     raise RuntimeError(
         f"{op} is not supported on a RaggedDTensor, of which each rank holds only a range: use "
@@ -342,12 +328,12 @@ _OWN_ATTRIBUTES = frozenset(
 
 
 def attributes_of(parameter: torch.Tensor) -> dict[str, Any]:
-    """The attributes that users, and other libraries, hung on a parameter."""
+    """Return the attributes that users, and other libraries, hung on a parameter."""
     return {key: value for key, value in vars(parameter).items() if key not in _OWN_ATTRIBUTES}
 
 
 def users_attributes(parameter: torch.Tensor, local: torch.Tensor) -> dict[str, Any]:
-    """As :func:`attributes_of`, for a parameter whose part here is ``local``. Without those that
+    """Return :func:`attributes_of` a parameter whose local tensor is ``local``, without those that
     every tensor of the class of ``local`` has."""
     given = attributes_of(parameter)
     return {key: value for key, value in given.items() if key not in vars(local)}
@@ -361,7 +347,7 @@ def rebuild_sharded_tensor(
     requires_grad: bool,
     is_parameter: bool,
 ) -> RaggedDTensor:
-    """Makes the sharded tensor that was pickled."""
+    """Make the sharded tensor that was pickled."""
     spec = contiguous_spec(mesh, placements, torch.Size(shape), local.dtype)
     tensor = RaggedDTensor.wrap(local, spec)
     if is_parameter:
@@ -370,7 +356,7 @@ def rebuild_sharded_tensor(
 
 
 def give_grads(parameters: Iterable[RaggedDTensor], ranges: Iterable[torch.Tensor]) -> None:
-    """Gives each parameter its gradient. ``ranges`` has this rank's range of each gradient. If a
+    """Give each parameter its gradient. ``ranges`` has this rank's range of each gradient. If a
     parameter has a gradient already, the two are added."""
     for parameter, local in zip(parameters, ranges, strict=True):
         gradient = parameter._gradient

@@ -14,16 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.overrides import enable_reentrant_dispatch
 
-from fsdp_overlap.tensor.data_assignment import assign_data, note_alias
 from fsdp_overlap.tensor.extension import is_subclass
-from fsdp_overlap.tensor.held_gradient import HoldsGradient
-from fsdp_overlap.tensor.placement import contiguous_spec
 from fsdp_overlap.tensor.ragged_dtensor import (
     CANNOT_MOVE,
     RaggedDTensor,
     ShardEdits,
     attributes_of,
 )
+from fsdp_overlap.tensor.sharded_param import ShardedParamMixin
 from fsdp_overlap.torch_internals import (
     DisableTorchFunctionSubclass,
     DTensorSpec,
@@ -65,7 +63,7 @@ class _CopyEdits(ShardEdits):
         )
 
 
-class RowTensor(HoldsGradient, DTensor):
+class RowTensor(ShardedParamMixin, DTensor):
     """A sharded parameter of which each rank of a mesh has a chunk of rows.
 
     torch treats it as the DTensor that it is: all ops are DTensor's, and their results are plain
@@ -81,7 +79,7 @@ class RowTensor(HoldsGradient, DTensor):
     def wrap(
         cls, local: torch.Tensor, spec: DTensorSpec, edits: ShardEdits | None = None
     ) -> RowTensor:
-        """The tensor whose rows on this rank are ``local``, which is not copied."""
+        """Return the tensor whose rows on this rank are ``local``, which is not copied."""
         tensor = cast(RowTensor, _wrap(cls, local, spec))
         tensor.edits = edits
         return tensor
@@ -100,13 +98,13 @@ class RowTensor(HoldsGradient, DTensor):
         kwargs = kwargs or {}
         if kind == "alias":
             tensor = args[0] if args else kwargs["input"]
-            return tensor._alias_of(tensor._local_tensor.detach(), tensor._spec)
+            return tensor.alias_of(tensor._local_tensor.detach(), tensor._spec)
         if kind == "grad dtype":
             return args[0]._set_grad_dtype(args[1])
         if kind == "move":
             raise RuntimeError(CANNOT_MOVE)
         if kind == "assignment":
-            return assign_data(*args)
+            return args[0].assign_data(args[1])
         if kind == "edit":
             _note_edits(args[0] if args else next(iter(kwargs.values())))
             if func is torch.Tensor.copy_ and isinstance(args[0], RowTensor):
@@ -134,39 +132,23 @@ class RowTensor(HoldsGradient, DTensor):
         return isinstance(gradient, DTensor) and gradient.shape == self._spec.shape
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """The whole tensor on every rank, a copy. torch's is a view where this rank holds all: what
-        was saved would follow the parameter, and edits of it would go unnoticed."""
+        """Return the whole tensor on every rank, a copy. torch's is a view where this rank holds
+        all: what was saved would follow the parameter, and edits of it would go unnoticed."""
         whole: torch.Tensor = super().full_tensor(grad_placements=grad_placements)
         of = self._local_tensor.untyped_storage()
         # The storage of a tensor extension is empty, and does not tell.
         may_be_view = is_subclass(whole) or whole.untyped_storage()._cdata == of._cdata
         return whole.clone() if may_be_view else whole
 
-    def _alias_of(self, local: torch.Tensor, spec: DTensorSpec) -> RowTensor:
-        """A tensor of ``local``, which has this tensor's memory. Its edits count as this one's."""
-        alias = RowTensor.wrap(local, spec, self.edits)
-        note_alias(alias, self)
-        return alias
-
-    def wrap_like(self, local: torch.Tensor) -> RowTensor:
-        """A tensor of ``local``'s dtype that lies as this one does. This rank has ``local`` of it,
-        which may be flat."""
-        spec = self._spec
-        meta = spec.tensor_meta
-        assert meta is not None
-        if meta.dtype != local.dtype:
-            spec = contiguous_spec(spec.mesh, spec.placements, meta.shape, local.dtype)
-        rows = local.view(self._local_tensor.shape)
-        return RowTensor.wrap(rows, spec)
-
     def own_part(self, value: torch.Tensor) -> torch.Tensor:
-        """What this rank has of ``value`` if it is laid out like this tensor. A plain tensor is
-        whole. Collective over the mesh if ``value`` lies over it in another way."""
+        """Return what this rank has of ``value`` if it is laid out like this tensor. A plain tensor
+        is whole. Collective over the mesh if ``value`` has another layout."""
         return self._laid_alike(value)._local_tensor
 
     def _laid_alike(self, value: torch.Tensor) -> DTensor:
-        """``value`` as torch's ops take it beside this tensor. Unlike FSDP2's parameters, it may be
-        copied from whole tensors and from those of other layouts, as state dicts have them."""
+        """Return ``value`` as torch's ops take it beside this tensor. Unlike FSDP2's parameters, it
+        may be copied from whole tensors and from those of other layouts, as state dicts have
+        them."""
         if isinstance(value, RaggedDTensor):
             value = value.full_tensor()
         if isinstance(value, DTensor):
@@ -177,8 +159,8 @@ class RowTensor(HoldsGradient, DTensor):
         return distribute_tensor(whole, self.device_mesh, self.placements, src_data_rank=None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
-        """A plain DTensor with memory of its own. It lies over the mesh as this one does, and
-        belongs to no unit."""
+        """Return a plain DTensor with memory of its own. It has this tensor's layout, and belongs
+        to no unit."""
         if id(self) in memo:
             return cast(DTensor, memo[id(self)])
         duplicate = self._plain(self._local_tensor.detach().clone())
@@ -194,7 +176,7 @@ class RowTensor(HoldsGradient, DTensor):
         return self._plain(self._local_tensor.detach()).__reduce_ex__(protocol)
 
     def _plain(self, local: torch.Tensor) -> DTensor:
-        """The same as a plain DTensor of ``local``."""
+        """Return the same as a plain DTensor of ``local``."""
         plain = _wrap(DTensor, local, self._spec)
         if isinstance(self, nn.Parameter):
             return cast(DTensor, nn.Parameter(plain, self.requires_grad))
@@ -238,8 +220,9 @@ def _kind_of(func: Callable[..., Any]) -> str:
 
 
 def _with_edits(result: Any, args: tuple[Any, ...], is_view: bool = False) -> Any:
-    """``result``, whose edits are edits of the parameter in ``args`` if it is a view of it, and
-    raise if it ``is_view`` without sharding alone. Those that autograd recorded are left alone."""
+    """Return ``result``, whose edits are edits of the parameter in ``args`` if it is a view of it,
+    and raise if it ``is_view`` without sharding alone. Those that autograd recorded are left
+    alone."""
     if isinstance(result, (list, tuple)):
         if not any(type(each) is DTensor for each in result):
             return result
@@ -251,12 +234,12 @@ def _with_edits(result: Any, args: tuple[Any, ...], is_view: bool = False) -> An
     if result.grad_fn is not None:
         return result
     if local.untyped_storage()._cdata == of._cdata:
-        return parameter._alias_of(local, result._spec)
+        return parameter.alias_of(local, result._spec)
     return RowTensor.wrap(local, result._spec, _CopyEdits()) if is_view else result
 
 
 def _is_index(options: tuple[Any, ...]) -> bool:
-    """Whether indexing by ``options`` gives a view: not by tensors or lists."""
+    """Return whether indexing by ``options`` gives a view: not by tensors or lists."""
     flat = [each for x in options for each in (x if isinstance(x, tuple) else (x,))]
     return not any(isinstance(each, (torch.Tensor, list)) for each in flat)
 
@@ -268,7 +251,7 @@ def _note_edits(edited: Any) -> None:
 
 
 def _watch_autograd(parameter: Any) -> None:
-    """Has gradients taken over that autograd accumulates, because the sharded parameter itself was
+    """Have gradients taken over that autograd accumulates, because the sharded parameter itself was
     used, as in a penalty on weights. Call it with torch's own attributes at hand."""
     if parameter.requires_grad and not parameter.is_watched:
         parameter.is_watched = True
@@ -276,7 +259,7 @@ def _watch_autograd(parameter: Any) -> None:
 
 
 def _take_accumulated(parameter: RowTensor) -> None:
-    """Adds what autograd has accumulated to the gradient."""
+    """Add what autograd has accumulated to the gradient."""
     accumulated: Any = _torchs_grad.__get__(parameter)
     _torchs_grad.__set__(parameter, None)
     _add_gradient(parameter, accumulated)
@@ -291,7 +274,7 @@ def _add_gradient(parameter: RowTensor, gradient: DTensor) -> None:
 
 
 def give_row_grads(parameters: Iterable[RowTensor], chunks: Iterable[torch.Tensor]) -> None:
-    """Gives each parameter its gradient. ``chunks`` has this rank's rows of each gradient, flat. If
+    """Give each parameter its gradient. ``chunks`` has this rank's rows of each gradient, flat. If
     a parameter has a gradient already, the two are added."""
     for parameter, local in zip(parameters, chunks, strict=True):
         if parameter._local_tensor.dim() != 1:
@@ -313,7 +296,7 @@ def give_row_grads(parameters: Iterable[RowTensor], chunks: Iterable[torch.Tenso
 
 @torch.no_grad()
 def call_gradient_hooks(parameters: Iterable[Any], locals_: Iterable[torch.Tensor]) -> None:
-    """Calls what users gave to ``register_hook()`` of sharded parameters, with the gradients of
+    """Call what users gave to ``register_hook()`` of sharded parameters, with the gradients of
     which ``locals_`` are this rank's parts, flat. What a hook returns is written into them.
 
     Raises:
@@ -345,7 +328,7 @@ def call_gradient_hooks(parameters: Iterable[Any], locals_: Iterable[torch.Tenso
 
 
 def call_hooks(parameters: Iterable[torch.Tensor]) -> None:
-    """Calls what users gave to ``register_post_accumulate_grad_hook()`` of sharded parameters."""
+    """Call what users gave to ``register_post_accumulate_grad_hook()`` of sharded parameters."""
     for parameter in parameters:
         with DisableTorchFunctionSubclass():
             hooks = parameter._post_accumulate_grad_hooks or {}

@@ -1,7 +1,7 @@
 """Parameters over a mesh of all parallelism, of which data parallelism has some dimensions.
 
 The user names these dimensions by ``dp_mesh_dims``. A parameter has the same values along them
-before it is sharded, and lies over the whole mesh before and after.
+before it is sharded, and is laid out over the whole mesh before and after.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from torch.distributed.tensor.placement_types import Placement
 Placements = tuple[Placement, ...]
 
 
-def placements_noted(
+def annotated_placements(
     where: str, parameter: torch.Tensor, mesh: DeviceMesh, data_names: Collection[str]
 ) -> tuple[Placements, Placements] | None:
-    """Return how ``parameter`` lies over ``mesh``, and how its gradient does. ``None`` if nothing
-    is noted on it. ``where`` names it in errors.
+    """Return the placements over ``mesh`` with which ``parameter`` and its gradient are annotated.
+    ``None`` if they are not. ``where`` names it in errors.
 
     ``data_names``: the dimensions of data parallelism. The parameter is the same along them, and
     its gradient is a part of a sum.
 
     Raises:
-        ValueError: nothing is noted for another dimension of more than one rank, or it is of a kind
-            that parameters are not. Or the parameter differs along a dimension that ``mesh`` has
-            not, or that belongs to data parallelism.
+        ValueError: there is no annotation for another dimension of more than one rank, or it is of
+            a kind that parameters are not. Or the parameter differs along a dimension that ``mesh``
+            has not, or that belongs to data parallelism.
     """
-    spmd: Any = sys.modules.get("spmd_types")  # whoever wrote a note has imported it
-    noted = {} if spmd is None else dict(spmd.get_local_type(parameter))
-    if not noted:
+    spmd: Any = sys.modules.get("spmd_types")  # whoever annotates has imported it
+    types = {} if spmd is None else dict(spmd.get_local_type(parameter))
+    if not types:
         return None
     if (cuts := spmd.get_partition_spec(parameter)) is not None:
-        noted.update(spmd.types.partition_spec_to_shard_types(cuts))
+        types.update(spmd.types.partition_spec_to_shard_types(cuts))
     placements: list[Placement] = []
     of_gradient: list[Placement] = []
     for dim, name in enumerate(mesh.mesh_dim_names or ()):
         kind = spmd.R
         if name not in data_names and mesh.size(dim) > 1:
-            kind = noted.pop(spmd.MeshAxis.of(mesh.get_group(dim)), None)
+            kind = types.pop(spmd.MeshAxis.of(mesh.get_group(dim)), None)
         if kind is spmd.R:
             placements.append(Replicate())
             of_gradient.append(Partial())
@@ -63,10 +63,10 @@ def placements_noted(
                 f"spmd_types has {kind} for {where} along {name!r} of {mesh}: annotate it there as "
                 "R, I or S(dim), by spmd_types.assert_type()"
             )
-    if other := {axis: kind for axis, kind in noted.items() if kind is not spmd.R}:
+    if other := {axis: kind for axis, kind in types.items() if kind is not spmd.R}:
         raise ValueError(
             f"spmd_types has {other} for {where}: it must be R along the dimensions of data "
-            f"parallelism, and may be other things only along other dimensions of {mesh}"
+            f"parallelism, and may be something else only along other dimensions of {mesh}"
         )
     return tuple(placements), tuple(of_gradient)
 
@@ -142,7 +142,8 @@ class SPMDMesh:
 
 
 def spmd_mesh(mesh: DeviceMesh | None, dims: Any) -> SPMDMesh | None:
-    """``mesh`` with what ``dims``, a ``DataParallelMeshDims``, says of it. ``None`` without one.
+    """Return ``mesh`` with what ``dims``, a ``DataParallelMeshDims``, says of it. ``None`` without
+    one.
 
     Raises:
         TypeError: ``dims`` is something else.
@@ -196,7 +197,7 @@ def _names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class SPMDPlacement:
-    """How one parameter lies over a full mesh before it is sharded.
+    """How one parameter is laid out over a full mesh before it is sharded.
 
     ``placements`` are those of the parameter, whose shape over all ranks is ``shape``.
     ``of_gradient`` are those of its gradient if both are plain tensors on each rank. ``None`` if
@@ -258,8 +259,8 @@ class SPMDPlacement:
         )
 
     def summed(self, gradient: torch.Tensor, dtype: torch.dtype) -> DTensor:
-        """``gradient``, summed in ``dtype`` over all dimensions that data parallelism has not.
-        Collective over these.
+        """Return ``gradient``, summed in ``dtype`` over all dimensions that data parallelism has
+        not. Collective over these.
 
         Raises:
             RuntimeError: it is no gradient of a parameter that lies here.
@@ -287,15 +288,15 @@ def spmd_placement(where: str, parameter: torch.Tensor, full: SPMDMesh) -> SPMDP
         ValueError: it does not lie over that mesh, or differs along dimensions of data parallelism.
     """
     if not isinstance(parameter, DTensor):
-        noted = placements_noted(where, parameter, full.mesh, full.shard + full.replicate)
-        if noted is None:
+        annotated = annotated_placements(where, parameter, full.mesh, full.shard + full.replicate)
+        if annotated is None:
             raise ValueError(
                 f"{where} is a plain tensor, and dp_mesh_dims is for parameters over the whole of "
                 f"{full.mesh}: distribute it with Replicate() along the dimensions of data "
                 "parallelism, as distribute_module() does, or leave dp_mesh_dims out and pass "
                 f"these alone as mesh={list(full.replicate + full.shard)}"
             )
-        placements, of_gradient = noted
+        placements, of_gradient = annotated
         shape = list(parameter.shape)
         for dim, placement in enumerate(placements):
             if isinstance(placement, Shard):

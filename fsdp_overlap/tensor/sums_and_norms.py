@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from fsdp_overlap.tensor.carried import CARRIED
 from fsdp_overlap.tensor.gradient_errors import raise_in_backward, tensors_in
-from fsdp_overlap.tensor.operands import local_operand, whole_operand
-from fsdp_overlap.tensor.placement import cut_dims, is_on_mesh, tile_of
+from fsdp_overlap.tensor.operands import call_with, local_operand, whole_operand
+from fsdp_overlap.tensor.placement import cut_dims, is_on_mesh
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor, raise_unsupported
 from fsdp_overlap.torch_internals import DTensorSpec
 
@@ -27,7 +27,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def norm(name: str, func: Call, args: Args, kwargs: Kwargs) -> torch.Tensor:
-    """Runs ``torch.norm`` and ``torch.linalg.vector_norm``, also along dimensions."""
+    """Run ``torch.norm`` and ``torch.linalg.vector_norm``, also along dimensions."""
     given = dict(zip(("input", "ord", "dim", "keepdim"), args, strict=False))
     given |= {{"p": "ord", "A": "input", "x": "input"}.get(k, k): v for k, v in kwargs.items()}
     tensor, order = given.pop("input", None), given.pop("ord", None)
@@ -57,9 +57,8 @@ def foreach_norm(name: str, func: Call, args: Args, kwargs: Kwargs) -> list[torc
 def norms(
     tensors: Sequence[Any], order: float, dtype: torch.dtype | None = None
 ) -> list[torch.Tensor]:
-    """The norm of each whole tensor, with one all-reduce for all that are cut among the same ranks.
-    Collective over their meshes. A plain tensor is whole, and the same on every rank.
-    """
+    """Return the norm of each whole tensor, with one all-reduce for all that are cut among the same
+    ranks. Collective over their meshes. A plain tensor is whole, and the same on every rank."""
     sharded = [index for index, each in enumerate(tensors) if isinstance(each, DTensor)]
     dtypes = {tensors[index]._local_tensor.dtype for index in sharded}
     if not all(each.is_floating_point or each.is_complex for each in dtypes):
@@ -70,7 +69,7 @@ def norms(
         else torch.linalg.vector_norm(each, order, dtype=dtype)
         for each in tensors
     ]
-    for spec, places in by_cut(tensors[index] for index in sharded):
+    for spec, places in group_by_mesh_dims(tensors[index] for index in sharded):
         members = [sharded[place] for place in places]
         locals_ = [tensors[index]._local_tensor.detach() for index in members]
         combined = combine_norms(local_norms(locals_, order, dtype), order, spec)
@@ -80,16 +79,16 @@ def norms(
     return found
 
 
-def by_cut(tensors: Iterable[DTensor]) -> list[tuple[DTensorSpec, list[int]]]:
-    """Groups ``tensors`` that are cut among the same ranks. A group is the spec of its first tensor
-    and the positions of its tensors in ``tensors``. The order of groups is the order of their first
-    tensors, and so the same on all ranks.
+def group_by_mesh_dims(tensors: Iterable[DTensor]) -> list[tuple[DTensorSpec, list[int]]]:
+    """Group ``tensors`` that are sharded over the same ranks. A group is the spec of its first
+    tensor and the positions of its tensors in ``tensors``. The order of groups is the order of
+    their first tensors, and so the same on all ranks.
 
     Raises:
         ValueError: of some tensor, ranks have parts of a sum.
     """
     specs = list(map(_spec, tensors))
-    if _are_cut_alike(specs):
+    if _are_sharded_alike(specs):
         return [(specs[0], list(range(len(specs))))]
     found: list[tuple[DTensorSpec, list[int]]] = []
     for index, spec in enumerate(specs):
@@ -108,18 +107,20 @@ _mesh = attrgetter("mesh")
 _placements = attrgetter("placements")
 
 
-def _are_cut_alike(specs: Sequence[DTensorSpec]) -> bool:
-    """Whether all lie over the same mesh, and each of its dimensions cuts all or none. It takes no
-    Python frame for each, and holds for the gradients of most models."""
+def _are_sharded_alike(specs: Sequence[DTensorSpec]) -> bool:
+    """Return whether all lie over the same mesh, and each of its dimensions cuts all or none. It
+    takes no Python frame for each, and holds for the gradients of most models."""
     placements = list(map(_placements, specs))
     classes = set(map(type, chain.from_iterable(placements)))
-    if any(issubclass(each, Partial) for each in classes):
+    if any(issubclass(cls, Partial) for cls in classes):
         raise ValueError(
             "a gradient is a DTensor placed as Partial(), of which ranks have parts of a sum: "
             "redistribute() it like its parameter first"
         )
     if len(set(map(id, map(_mesh, specs)))) != 1:
         return False
+    if not any(issubclass(cls, Replicate) for cls in classes):
+        return True
     return all(
         len({issubclass(each, Replicate) for each in set(map(type, along))}) == 1
         for along in zip(*placements, strict=True)
@@ -129,8 +130,8 @@ def _are_cut_alike(specs: Sequence[DTensorSpec]) -> bool:
 def local_norms(
     tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """The norms of plain tensors, shape ``[len(tensors)]``, in float32 or wider. The norm of an
-    empty tensor is the neutral element of :func:`combine_norms`."""
+    """Return the norms of plain tensors, shape ``[len(tensors)]``, in float32 or wider. The norm of
+    an empty tensor is the neutral element of :func:`combine_norms`."""
     if any(tensor.is_complex() for tensor in tensors):
         tensors = [tensor.abs() if tensor.is_complex() else tensor for tensor in tensors]
     dtype = torch.promote_types((dtype or torch.float32).to_real(), torch.float32)
@@ -148,8 +149,8 @@ def local_norms(
 
 
 def combine_norms(partial: torch.Tensor, order: float, spec: DTensorSpec) -> torch.Tensor:
-    """The norms of whole tensors that are cut as ``spec`` says, from the norms of this rank's
-    ranges. One all-reduce for each dimension of the mesh that cuts."""
+    """Return the norms of whole tensors that are cut as ``spec`` says, from the norms of this
+    rank's ranges. One all-reduce for each dimension of the mesh that cuts."""
     if order == inf:
         return _largest(partial, spec)
     if order == -inf:
@@ -159,39 +160,40 @@ def combine_norms(partial: torch.Tensor, order: float, spec: DTensorSpec) -> tor
     return _all_reduce(partial.pow(order), dist.ReduceOp.SUM, spec).pow_(1.0 / order)
 
 
-def reduction(name: str, func: Call, args: Args, kwargs: Kwargs) -> torch.Tensor:
-    """Runs ``sum``, ``mean``, ``amax``, ``amin``, ``any`` and ``all``, also along dimensions, and
-    ``max`` and ``min`` of the whole tensor. The whole tensor needs memory meanwhile."""
+def reduction(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
+    """Run ``sum``, ``mean``, ``amax``, ``amin``, ``any``, ``all``, ``max`` and ``min``. Along
+    dimensions the whole tensor is gathered."""
     tensor = args[0] if args else kwargs.get("input")
     if not isinstance(tensor, RaggedDTensor) or kwargs.get("out") is not None:
         raise_unsupported(f"{name} with these arguments")
-    if name in ("max", "min") and len(args) + len(kwargs) > 1:
-        raise_unsupported(f"{name} along a dimension")
-    dtype = tensor._local_tensor.dtype
-    if dtype.is_complex or not tensor.numel():
+    local, spec = tensor._local_tensor.detach(), tensor._spec
+    if local.is_complex() or not tensor.numel():
         raise_unsupported(f"{name} of a complex or empty tensor")
-    is_max = name in ("max", "amax")
-    neutral = {"sum": 0, "mean": 0, "any": 0, "all": 1}.get(name, _extreme(dtype, lowest=is_max))
-    whole = _embedded(tensor, neutral)
-    final = kwargs.get("dtype") or dtype
-    if name in ("sum", "mean") and final in HALF:  # wide, as torch itself sums
-        whole, kwargs = whole.to(final).float(), {**kwargs, "dtype": None}
-
-    def stand_in(value: Any) -> Any:
-        return whole if value is tensor else value
-
-    partial = func(*map(stand_in, args), **{key: stand_in(value) for key, value in kwargs.items()})
-    spec = tensor._spec
-    if name in ("sum", "mean"):
-        total = _all_reduce(partial, dist.ReduceOp.SUM, spec)
-        found = total.to(final) if final in HALF else total
+    final = kwargs.get("dtype") or local.dtype
+    is_along_dims = len(args) > 1 or bool(kwargs.keys() - {"input", "dtype"})
+    if is_along_dims and name in ("max", "min"):
+        raise_unsupported(f"{name} along a dimension")
+    if is_along_dims or (name == "mean" and not final.is_floating_point):
+        found = of_wholes(name, func, args, kwargs)
+    elif name in ("sum", "mean"):
+        if final in HALF:  # wide, as torch itself sums
+            partial = local.to(final).float().sum()
+        else:
+            partial = local.sum(dtype=kwargs.get("dtype"))
+        found = _all_reduce(partial, dist.ReduceOp.SUM, spec)
+        if name == "mean":
+            found = found / tensor.numel()
+        found = found.to(final) if final in HALF else found
     else:
-        found = (_largest if name == "any" or is_max else _smallest)(partial, spec)
-    return cast(torch.Tensor, raise_in_backward(name, found, [tensor]))
+        is_max = name in ("max", "amax", "any")
+        if not local.numel() and name not in ("any", "all"):
+            local = local.new_full((1,), _extreme(local.dtype, lowest=is_max))
+        found = (_largest if is_max else _smallest)(func(local), spec)
+    return raise_in_backward(name, found, [tensor])
 
 
 def dot(name: str, func: Call, args: Args, kwargs: Kwargs) -> torch.Tensor:
-    """Runs ``torch.dot`` of two flat tensors of the same layout."""
+    """Run ``torch.dot`` of two flat tensors of the same layout."""
     values: list[Any] = tensors_in([*args, *kwargs.values()])
     dtypes = {value.dtype for value in values}
     is_sharded = all(isinstance(value, RaggedDTensor) for value in values)
@@ -207,14 +209,14 @@ def dot(name: str, func: Call, args: Args, kwargs: Kwargs) -> torch.Tensor:
 
 
 def of_wholes(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
-    """Runs an op on the whole of each tensor, and returns what it does."""
+    """Run an op on the whole of each tensor, and return its result."""
     if kwargs.get("out") is not None:
         raise_unsupported(f"{name} with out=")
-    return func(*map(whole_operand, args), **{k: whole_operand(v) for k, v in kwargs.items()})
+    return call_with(whole_operand, func, args, kwargs)
 
 
 def equal(name: str, func: Call, args: Args, kwargs: Kwargs) -> bool:
-    """Runs ``torch.equal``. The answer is the same on every rank."""
+    """Run ``torch.equal``. The answer is the same on every rank."""
     values = [*args, *kwargs.values()]
     model = next(value for value in values if isinstance(value, RaggedDTensor))
     if any(value.shape != model.shape or value.dtype != model.dtype for value in values):
@@ -225,31 +227,19 @@ def equal(name: str, func: Call, args: Args, kwargs: Kwargs) -> bool:
 
 
 def unscale(name: str, func: Call, args: Args, kwargs: Kwargs) -> None:
-    """Unscales gradients for ``torch.amp.GradScaler``. An overflow on one rank counts on all ranks
+    """Unscale gradients for ``torch.amp.GradScaler``. An overflow on one rank counts on all ranks
     that a gradient is cut among."""
     gradients, found_inf, inv_scale = args
-    cuts = by_cut(gradient for gradient in gradients if isinstance(gradient, RaggedDTensor))
+    groups = group_by_mesh_dims(
+        gradient for gradient in gradients if isinstance(gradient, RaggedDTensor)
+    )
     locals_ = [
         gradient._local_tensor if isinstance(gradient, RaggedDTensor) else gradient
         for gradient in gradients
     ]
     func(locals_, found_inf, inv_scale)
-    for spec, _ in cuts:
+    for spec, _ in groups:
         found_inf.copy_(_largest(found_inf, spec))
-
-
-def _embedded(tensor: RaggedDTensor, neutral: float) -> torch.Tensor:
-    """A plain tensor of the whole shape, with this rank's range, and ``neutral`` elsewhere."""
-    local = tensor._local_tensor.detach()
-    tile = tile_of(tensor._spec)
-    start, stop = tensor.local_range
-    flat = local.new_full((tile.numel,), neutral)
-    flat[start:stop] = local
-    if tile.shape == tensor._shape:
-        return flat.view(tile.shape)
-    whole = local.new_full(tensor._shape, neutral)
-    tile.of(whole).copy_(flat.view(tile.shape))
-    return whole
 
 
 def _extreme(dtype: torch.dtype, *, lowest: bool) -> float:
@@ -262,7 +252,8 @@ def _extreme(dtype: torch.dtype, *, lowest: bool) -> float:
 
 
 def _largest(values: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """The largest over the ranks, or NaN if a rank has NaN. Backends do not promise to keep NaN."""
+    """Return the largest over the ranks, or NaN if a rank has NaN. Backends do not promise to keep
+    NaN."""
     if not values.is_floating_point():
         return _extreme_integer(values, dist.ReduceOp.MAX, spec)
     is_nan = values.isnan()
@@ -289,7 +280,7 @@ def _extreme_integer(
 def _all_reduce(
     values: torch.Tensor, op: dist.ReduceOp.RedOpType, spec: DTensorSpec
 ) -> torch.Tensor:
-    """All-reduces over the ranks that a tensor is cut among."""
+    """All-reduce over the ranks that a tensor is cut among."""
     sent = values.contiguous()
     if not is_on_mesh(values, spec):
         sent = values.to(spec.mesh.device_type)

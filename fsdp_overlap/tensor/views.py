@@ -12,13 +12,14 @@ from typing import Any, cast
 import torch
 
 from fsdp_overlap.tensor.gradient_errors import needs_gradient, raise_in_backward
+from fsdp_overlap.tensor.operands import call_with
 from fsdp_overlap.tensor.placement import RaggedShard, has_tiles, with_range
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor, raise_unsupported
 from fsdp_overlap.torch_internals import DTensorSpec
 
 
 def view(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs an op that returns one view of a sharded tensor or several. They share its memory."""
+    """Run an op that returns one view of a sharded tensor or several. They share its memory."""
     tensor = args[0] if args else kwargs.get("input")
     if not isinstance(tensor, RaggedDTensor):
         if name in ("view_as", "reshape_as") and tensor is not None:
@@ -42,7 +43,7 @@ def view(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
             return torch.empty(value._shape, device="meta")
         return value
 
-    shadows = func(*map(stand_in, args), **{k: stand_in(v) for k, v in kwargs.items()})
+    shadows = call_with(stand_in, func, args, kwargs)
     if shadows is shadow:  # as flatten() of a flat tensor does
         return tensor
     if isinstance(shadows, torch.Tensor):
@@ -53,7 +54,7 @@ def view(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 def reinterpret(
     name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> RaggedDTensor:
-    """Runs ``view_as_real`` and ``view_as_complex``.
+    """Run ``view_as_real`` and ``view_as_complex``.
 
     Raises:
         RuntimeError: two ranks hold the two halves of a complex number.
@@ -80,7 +81,7 @@ def reinterpret(
 def _alias(
     name: str, tensor: RaggedDTensor, local: torch.Tensor, spec: DTensorSpec
 ) -> RaggedDTensor:
-    """A tensor whose range ``local`` shares the memory of ``tensor``."""
+    """Return a tensor whose range ``local`` shares the memory of ``tensor``."""
     alias = tensor.alias_of(local, spec)
     return cast(RaggedDTensor, raise_in_backward(name, alias, [tensor]))
 

@@ -77,15 +77,15 @@ class Balance:
 
     @staticmethod
     def bound(units: list[list[ParamSpec]], ranks: int, layout: Layout) -> "Balance":
-        """What no assignment of whole grains can be below."""
+        """What no assignment of whole blocks can be below."""
         specs = [spec for unit in units for spec in unit]
-        grains = [(spec, min(spec.numel, layout.grain(spec))) for spec in specs]
+        block_sizes = [(spec, min(spec.numel, layout.block_size(spec))) for spec in specs]
         held, work = Counter[float](), Counter[float]()
-        for spec, grain in grains:
-            count, rest = divmod(spec.numel, grain)
-            held[grain] += count
+        for spec, block_size in block_sizes:
+            count, rest = divmod(spec.numel, block_size)
+            held[block_size] += count
             held[rest] += rest > 0
-            work[layout.work(spec) * grain / spec.numel] += count
+            work[layout.work(spec) * block_size / spec.numel] += count
         is_worked = any(map(layout.work, specs))
         return Balance(
             least_imbalance(held, ranks), least_imbalance(work, ranks) if is_worked else None

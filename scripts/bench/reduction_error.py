@@ -41,9 +41,8 @@ def draw(ranks: int) -> list[torch.Tensor]:
 def quantized_sum(gradients: list[torch.Tensor], policy: QuantizedCommPolicy) -> torch.Tensor:
     """What the first rank gets, in float32. Its own gradients do not travel."""
     spec = ParamSpec("weight", (ROWS, COLUMNS), torch.float32)
-    [[plan]] = [
-        plan_units([[replace(spec, block=policy.grain(spec))]], len(gradients), BlockAtomic(1))
-    ]
+    spec = replace(spec, block=policy.block_numel(spec))
+    [plan] = plan_units([[spec]], len(gradients), BlockAtomic(1))
     assert isinstance(plan, BucketPlan)
     codes = policy.reduce_dtype
     assert codes is not None

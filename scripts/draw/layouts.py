@@ -44,9 +44,11 @@ def draw(axes: Axes, plan: BucketPlan, title: str, width: int) -> None:
             axes.add_patch(
                 Rectangle((left, rank - 0.38), stop - start, 0.76, color=COLORS[spec.fqn], lw=0)
             )
-        grain = plan.grains[plan.specs.index(spec)]
+        block_size = plan.block_sizes[plan.specs.index(spec)]
         for rank, start, stop in plan.ranges(spec.fqn):
-            for cut in range(start, stop, grain) if width // 100 < grain < spec.numel else ():
+            for cut in (
+                range(start, stop, block_size) if width // 100 < block_size < spec.numel else ()
+            ):
                 left = offset + cut - plan.shard_starts[rank]
                 axes.plot([left, left], [rank - 0.38, rank + 0.38], color="white", lw=0.6)
     axes.set(xlim=(0, max(plan.shard_numels) * 1.02), ylim=(RANKS - 0.5, -0.5), yticks=range(RANKS))

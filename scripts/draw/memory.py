@@ -23,7 +23,7 @@ from fsdp_overlap import Flat, FsdpContext, MixedPrecisionPolicy, TensorAtomic, 
 from fsdp_overlap.cli.model import GPT
 from fsdp_overlap.layout import BucketPlan, Layout, ParamSpec, plan_units
 from fsdp_overlap.optim import AdamW, Muon
-from fsdp_overlap.optim.runs import local_of
+from fsdp_overlap.optim.spans import local_of
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))

@@ -35,7 +35,7 @@ Bar = list[tuple[int, str]]
 
 def plan_of(policy: QuantizedCommPolicy) -> BucketPlan:
     specs = [ParamSpec(fqn, shape, REST) for fqn, shape in SHAPES.items()]
-    specs = [replace(spec, block=policy.grain(spec)) for spec in specs]
+    specs = [replace(spec, block=policy.block_numel(spec)) for spec in specs]
     [plan] = plan_units([specs], RANKS, BlockAtomic(rows=1))
     return cast(BucketPlan, plan)
 

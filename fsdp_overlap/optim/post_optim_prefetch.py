@@ -1,4 +1,4 @@
-"""What the next forward needs first is stepped first, and gathered under the rest of the step."""
+"""Steps first what the next forward needs first, and all-gathers it under the rest of the step."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from fsdp_overlap.comm.streams import is_capturing
 from fsdp_overlap.engine.context import context_of
 from fsdp_overlap.engine.unit import unit_of_edits
-from fsdp_overlap.optim.runs import edits_of
+from fsdp_overlap.optim.spans import edits_of
 from fsdp_overlap.tensor.row_tensor import Sharded
 
 
-class NextForward:
+class PostOptimPrefetch:
     """The units with which the next forwards are expected to begin, of the contexts that shard the
     parameters of an optimizer's ``groups``. Make it before the parameters are stepped. See Note
     [after a step]."""
@@ -28,25 +28,25 @@ class NextForward:
         buckets = [
             bucket
             for ctx in self._contexts
-            if (needed := ctx.schedule.next_units())
+            if (next_units := ctx.schedule.next_units())
             for unit in ctx.units
-            if unit in needed
+            if unit in next_units
             for bucket in unit.buckets
         ]
-        self._parameters = [each for bucket in buckets for each in bucket.sharded_parameters]
+        self._parameters = [p for bucket in buckets for p in bucket.sharded_parameters]
         self.edits = frozenset(bucket.edits for bucket in buckets)
-        """Those of the buckets that belong to the units."""
+        """The edit counters of the units."""
         self._error: Exception | None = None
 
     def needs(self, parameter: torch.Tensor) -> bool:
-        """Whether ``parameter`` is one of the units'."""
+        """Return whether ``parameter`` belongs to the units."""
         return isinstance(parameter, Sharded) and parameter.edits in self.edits
 
-    def begin(self, stepped: int) -> None:
-        """Gathers the units, of which so many parameters were ``stepped``. Does nothing if others
-        of them have gradients too, which another optimizer steps. What goes wrong is kept for
+    def start(self, stepped: int) -> None:
+        """All-gather the units, of whose parameters so many were ``stepped``. Do nothing if others
+        of them have gradients too, which another optimizer steps. An error is kept for
         :meth:`finish`, so that a step is never left half-way."""
-        if not stepped or stepped < sum(each.grad is not None for each in self._parameters):
+        if not stepped or stepped < sum(p.grad is not None for p in self._parameters):
             return
         try:
             for ctx in self._contexts:
@@ -57,6 +57,6 @@ class NextForward:
             self._error = error
 
     def finish(self) -> None:
-        """Raises what went wrong in :meth:`begin`."""
+        """Raise the error of :meth:`start`."""
         if self._error is not None:
             raise self._error

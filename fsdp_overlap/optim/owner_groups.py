@@ -1,0 +1,253 @@
+"""Owner groups: the ranks that divide the matrices of a parameter, and what each of them holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+
+from fsdp_overlap.comm.objects import gather_objects
+from fsdp_overlap.comm.process_groups import GroupCache, alive
+from fsdp_overlap.comm.streams import current_device
+from fsdp_overlap.engine.mesh import MeshInfo, mesh_info_of
+from fsdp_overlap.optim.matrices import (
+    MatrixPartition,
+    ShardRange,
+    Split,
+    partition_matrices,
+    whole_parts,
+)
+from fsdp_overlap.tensor.placement import Tile, is_cut, range_dim, tile_at, tile_of
+from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
+from fsdp_overlap.tensor.row_tensor import Sharded
+
+
+class OwnerGroup:
+    """The ranks that divide the matrices of some parameters, and their process group.
+
+    The process group is that of the context which shards the parameters, so it has the context's
+    watchdog and ends with ``ctx.reset()``. A new owner group replaces one whose process group has
+    ended.
+    """
+
+    def __init__(self, ranks: Sequence[int], like: dist.ProcessGroup, example: Sharded) -> None:
+        self.ranks = ranks
+        self.rank = ranks.index(dist.get_rank())
+        """This rank's place among them."""
+        self._like = ref(like)
+        self._device_type = example.device_mesh.device_type
+        self._edits = example.edits
+        self._group: ref[dist.ProcessGroup] | None = None
+
+    @property
+    def mesh_info(self) -> MeshInfo | None:
+        """The mesh of the parameters. ``None`` if no context shards them."""
+        return mesh_info_of(self._edits)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the ranks exchange."""
+        return current_device(self._device_type)
+
+    @property
+    def is_connected(self) -> bool:
+        return self._group is not None
+
+    def connect(self, groups: GroupCache) -> None:
+        """Take the process group from ``groups``. Collective over the ranks at the first call."""
+        if not self.is_connected:
+            group = groups.connect(self.ranks, alive(self._like), self._device_type)
+            self._group = ref(group)
+
+    def has_ended(self, groups: GroupCache) -> bool:
+        """Return whether ``groups`` no longer has the process group."""
+        if self._group is None:
+            return False
+        found = groups.find(self.ranks, alive(self._like), self._device_type)
+        return found is None or found is not self._group()
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Nothing here keeps it from being destroyed."""
+        assert self._group is not None, "not connected"
+        return alive(self._group)
+
+
+@dataclass(frozen=True, eq=False)
+class Ownership:
+    """How one parameter's matrices are divided: this ``rank`` in the ``owner_group``, ``None`` if
+    this rank is alone, and the element of its tile at which this rank's range starts."""
+
+    rank: int
+    start: int
+    split: Split
+    partition: MatrixPartition
+    owner_group: OwnerGroup | None = None
+
+
+class OwnerGroups:
+    """The owner groups of the parameters that one optimizer steps.
+
+    An owner group consists of the ranks along those dimensions of a parameter's mesh along which
+    ranks hold parts of the same matrices, or replicas of them.
+    """
+
+    def __init__(self) -> None:
+        self._ownerships: dict[torch.Tensor, Ownership] = {}
+        self._groups: dict[tuple[ref[GroupCache], Sequence[int]], OwnerGroup] = {}
+        self._own_cache = GroupCache(separate=False)
+        """Process groups for parameters that no context shards."""
+
+    def ownership_of(self, parameter: torch.Tensor) -> Ownership:
+        """Return the ownership of a parameter that was passed to :meth:`add`."""
+        return self._ownerships[parameter]
+
+    def connect(self, group: OwnerGroup) -> None:
+        """Connect ``group``. Collective over its ranks at the first call."""
+        group.connect(self._cache_of(group.mesh_info))
+
+    def begin_step(self, group: OwnerGroup) -> None:
+        """Connect ``group``, and record that this rank begins to exchange: if a rank is missing,
+        the others find it by asking."""
+        self.connect(group)
+        if group.mesh_info is not None:
+            group.mesh_info.faults.begins("an optimizer's step", group.group)
+
+    def add(self, parameters: Iterable[tuple[torch.Tensor, Split]]) -> None:
+        """Find the owner groups of ``parameters``, each given with its split. At the first call for
+        a parameter it is collective over owner groups of more ranks than those that hold its
+        ranges."""
+        others: dict[OwnerGroup, list[tuple[Sharded, Split]]] = {}
+        for parameter, split in parameters:
+            known = self._ownerships.get(parameter)
+            if known is not None and known.split == split:
+                continue
+            if not isinstance(parameter, Sharded):
+                tile = Tile((0,) * parameter.dim(), tuple(parameter.shape))
+                self._add(parameter, split, None, (ShardRange(tile, 0, parameter.numel()),))
+                continue
+            dims = _dims_across_matrices(parameter, split)
+            group = self._group_over(parameter, dims)
+            if group is None:
+                self._add(parameter, split, group, (_shard_range(parameter),))
+            elif isinstance(parameter, RaggedDTensor) and dims == [range_dim(parameter._spec)]:
+                self._add(parameter, split, group, _shard_ranges(parameter, group))
+            else:
+                others.setdefault(group, []).append((parameter, split))
+        for group, members in others.items():
+            # Plans follow from tiles, so ranks of tensor parallelism may have other ranges.
+            self.connect(group)
+            own = [_shard_range(parameter) for parameter, _ in members]
+            gathered = gather_objects(own, group.group, group.device, "Muon")
+            for (parameter, split), ranges in zip(
+                members, zip(*gathered, strict=True), strict=True
+            ):
+                self._add(parameter, split, group, ranges)
+
+    def drop_ended(self) -> None:
+        """Drop the owner groups whose process groups a reset has ended, and what their ranks agreed
+        on: the ranks after it may be others."""
+        ended = {
+            key
+            for key, group in self._groups.items()
+            if key[0]() is not (cache := self._cache_of(group.mesh_info)) or group.has_ended(cache)
+        }
+        if not ended:
+            return
+        dropped = {self._groups.pop(key) for key in ended}
+        for parameter, ownership in list(self._ownerships.items()):
+            if ownership.owner_group in dropped:
+                del self._ownerships[parameter]
+
+    def abort(self, error: BaseException) -> None:
+        """End the exchanges for which other ranks wait for this one in vain, because ``error``
+        ended its step."""
+        connected = [group for group in self._groups.values() if group.is_connected]
+        for mesh_info in {group.mesh_info for group in connected}:
+            if mesh_info is not None:
+                mesh_info.faults.gave_up("Muon.step()", error)
+        self._own_cache.close()
+        self._own_cache = GroupCache(separate=False)
+
+    def _add(
+        self,
+        parameter: torch.Tensor,
+        split: Split,
+        group: OwnerGroup | None,
+        ranges: tuple[ShardRange, ...],
+    ) -> None:
+        rank = 0 if group is None else group.rank
+        partition = partition_matrices(tuple(parameter.shape), split, ranges)
+        ownership = Ownership(rank, ranges[rank].start, split, partition, group)
+        self._ownerships[parameter] = ownership
+
+    def _cache_of(self, mesh_info: MeshInfo | None) -> GroupCache:
+        return self._own_cache if mesh_info is None else mesh_info.group_cache
+
+    def _group_over(self, parameter: Sharded, dims: Sequence[int]) -> OwnerGroup | None:
+        if not dims:
+            return None
+        mesh = parameter.device_mesh
+        if len(dims) == 1:
+            like = mesh.get_group(dims[0])
+            ranks = dist.get_process_group_ranks(like)
+        else:
+            like = mesh.get_group(_shard_dim(parameter))
+            coordinate = mesh.get_coordinate()
+            assert coordinate is not None
+            along = [slice(None) if dim in dims else at for dim, at in enumerate(coordinate)]
+            ranks = mesh.mesh[tuple(along)].flatten().tolist()
+        key = ref(self._cache_of(mesh_info_of(parameter.edits))), tuple(ranks)
+        if key not in self._groups:
+            self._groups[key] = OwnerGroup(ranks, like, parameter)
+        return self._groups[key]
+
+
+def _dims_across_matrices(parameter: Sharded, split: Split) -> list[int]:
+    """Return the dimensions of the parameter's mesh along which ranks hold parts of the same
+    matrices, or replicas of them. They are the same on every rank."""
+    spec = parameter._spec
+    cutting = [
+        dim
+        for dim, placement in enumerate(spec.placements)
+        if is_cut(placement) and placement.dim >= parameter.dim() - 2
+    ]
+    shape = tuple(parameter.shape)
+    places = (
+        range(spec.mesh.size(dim)) if is_cut(placement) else (0,)
+        for dim, placement in enumerate(spec.placements)
+    )
+    tiles = {tile_at(spec, place) for place in product(*places)} if cutting else set()
+    if all(whole_parts(shape, split, tile) is not None for tile in tiles):
+        cutting = []
+    return [
+        dim
+        for dim, placement in enumerate(spec.placements)
+        if spec.mesh.size(dim) > 1 and (dim in cutting or not is_cut(placement))
+    ]
+
+
+def _shard_dim(parameter: Sharded) -> int:
+    """Return the dimension of the parameter's mesh along which it is sharded."""
+    if isinstance(parameter, RaggedDTensor):
+        return range_dim(parameter._spec)
+    return next(dim for dim, placement in enumerate(parameter.placements) if is_cut(placement))
+
+
+def _shard_range(parameter: Sharded) -> ShardRange:
+    """Return what this rank holds: a range of its tile, or rows, which are a tile of their own."""
+    tile = tile_of(parameter._spec)
+    if isinstance(parameter, RaggedDTensor):
+        return ShardRange(tile, *parameter.local_range)
+    return ShardRange(tile, 0, tile.numel)
+
+
+def _shard_ranges(parameter: RaggedDTensor, group: OwnerGroup) -> tuple[ShardRange, ...]:
+    """Return what the ranks of ``group`` hold, which hold ranges of the same tile."""
+    tile = tile_of(parameter._spec)
+    ranges = {rank: (start, stop) for rank, start, stop in parameter.placement.ranges}
+    return tuple(ShardRange(tile, *ranges.get(rank, (0, 0))) for rank in range(len(group.ranks)))

@@ -1,0 +1,115 @@
+"""Contiguous spans: tensors that lie end to end in memory, so an op can treat them as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, compress, repeat
+from operator import attrgetter, is_, is_not, mul, sub
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor, ShardEdits
+from fsdp_overlap.tensor.row_tensor import RowTensor, Sharded
+
+# A step reads the same attributes of hundreds of parameters: map() does so without a Python frame
+# for each.
+_grad = attrgetter("grad")
+_local = attrgetter("_local_tensor")
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a sharded tensor: a flat range, or its rows. A plain tensor is
+    returned as it is."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def locals_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return :func:`local_of` of each tensor."""
+    tensors = list(tensors)
+    if all(issubclass(cls, DTensor) for cls in set(map(type, tensors))):
+        return list(map(_local, tensors))
+    return list(map(local_of, tensors))
+
+
+def gradients_of(parameters: Iterable[torch.Tensor]) -> list[Any]:
+    return list(map(_grad, parameters))
+
+
+def edits_of(parameters: Iterable[torch.Tensor]) -> list[ShardEdits]:
+    """Return the edit counters of the param groups that sharded ``parameters`` belong to, each
+    once."""
+    counters = dict.fromkeys(p.edits for p in parameters if isinstance(p, Sharded))
+    return [counter for counter in counters if counter is not None]
+
+
+def with_gradient(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return those of ``parameters`` that have a gradient."""
+    gradients = gradients_of(parameters)
+    if not any(map(is_, gradients, repeat(None))):
+        return parameters
+    return list(compress(parameters, map(is_not, gradients, repeat(None))))
+
+
+def find_spans(
+    columns: Sequence[Sequence[torch.Tensor]], keys: Sequence[object] | None = None
+) -> list[tuple[int, int]]:
+    """Return ``(first row, elements)`` of each span of rows that can be treated as one.
+
+    A row has one tensor of each column: a parameter's shard, its gradient's and its states'. The
+    tensors of a row have one size and are not empty. Rows form a span if they lie end to end in
+    every column, in the same storages, and have equal ``keys``. Such tensors must be contiguous:
+    give a row with others a key of its own.
+    """
+    if not columns[0]:
+        return []
+    numels = [tensor.numel() for tensor in columns[0]]
+    starts = [0, *accumulate(numels)]
+    origins = [_origins(column, starts) for column in columns]
+    marks: Iterable[object] = zip(*origins, *([] if keys is None else [keys]), strict=True)
+    first_rows, before = [], None
+    for row, mark in enumerate(marks):
+        if mark != before:
+            first_rows.append(row)
+            before = mark
+    spans = []
+    for first, end in zip(first_rows, [*first_rows[1:], len(numels)], strict=True):
+        numel = starts[end] - starts[first]
+        if end == first + 1 or all(_has_room(column[first], numel) for column in columns):
+            spans.append((first, numel))
+        else:
+            spans += [(row, numels[row]) for row in range(first, end)]
+    return spans
+
+
+def _origins(column: Sequence[torch.Tensor], starts: Sequence[int]) -> list[int]:
+    """Return where each row would begin if the first row and all up to this one lay end to end:
+    the same address for all rows of a span."""
+    addresses = [tensor.data_ptr() for tensor in column]
+    return list(map(sub, addresses, map(mul, starts, repeat(column[0].itemsize))))
+
+
+def _has_room(first: torch.Tensor, numel: int) -> bool:
+    """Return whether the storage of ``first`` has ``numel`` elements from there on. What follows
+    it in memory may belong to another storage."""
+    end = (first.storage_offset() + numel) * first.itemsize
+    return end <= first.untyped_storage().nbytes()
+
+
+def flatten(column: Sequence[torch.Tensor], spans: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+    """Return one tensor for each span of ``column``, sharing its memory."""
+    flat = []
+    for row, numel in spans:
+        first = column[row]
+        flat.append(first if first.numel() == numel else first.as_strided((numel,), (1,)))
+    return flat
+
+
+def span_key(parameter: torch.Tensor, key: object) -> object:
+    """Return ``key`` for a sharded parameter, which may be stepped together with those beside it.
+    Others need not be contiguous, so each gets a key of its own."""
+    if isinstance(parameter, RowTensor):  # the gradient may be the user's
+        gradient = parameter.grad
+        return key if gradient is None or local_of(gradient).is_contiguous() else object()
+    return key if isinstance(parameter, RaggedDTensor) else object()
