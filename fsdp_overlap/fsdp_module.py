@@ -52,9 +52,7 @@ class UnshardHandle(fsdp2.UnshardHandle):
         """Make compute wait for the all-gather and register the unsharded parameters. Do nothing
         if they were freed meanwhile, for example by a forward."""
         if self._unit is not None and self._unit.is_gathered:
-            self._unit.wait()
-            self._unit.to_unsharded()
-            self._unit.shows_unsharded = True
+            context_of(self._unit).schedule.show_unsharded(self._unit)
         self._unit = None
 
 
@@ -116,12 +114,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         unit, context = self._fsdp_unit, context_of(self._fsdp_unit)
         unit.check_registrations()
         lost = unit.changed() if unit.is_gathered else None
-        unit.to_sharded()
-        if unit.is_gathered:
-            gathers = context.schedule.gathers
-            gathers.take_out_of_graphs(unit)
-            gathers.release(unit)
-            gathers.flush()
+        context.schedule.reshard(unit)
         if unit.is_offloaded:
             context.comm_context.finish_reading()
         if lost is not None:
@@ -322,7 +315,8 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         Edits of parameters after this call are waited for all the same. On a CPU there is nothing
         to wait for."""
         context = context_of(self._fsdp_unit)
-        context.schedule.gathers.wait_once_for(event, context.units)
+        context.comm_context.gather_lane.after_event(event)
+        context.schedule.gathers.wait_once_for_event(context.units)
         if context.shard_optimizer_over_replicas:
             context.comm_context.copies_lane.after_event(event)
 

@@ -28,6 +28,7 @@ from fsdp_overlap.engine.hsdp import DividedShard, ReplicaReduction
 from fsdp_overlap.engine.mesh import MeshInfo
 from fsdp_overlap.engine.options import ReduceOptions
 from fsdp_overlap.engine.param_group import Bucket, D2HCopy
+from fsdp_overlap.fsdp_module import FSDPModule
 from fsdp_overlap.layout import TensorAtomic
 from fsdp_overlap.optim import Muon, clip_grad_norm_
 from fsdp_overlap.optim.exchange import Exchange
@@ -135,7 +136,7 @@ DEFECTS = [
     Defect(
         Gathers,
         "_gather",
-        "unit.seen_version != version or ",
+        "state.synced_version != version or ",
         "an edit past the event",
         new="",
     ),
@@ -146,9 +147,14 @@ DEFECTS = [
         "a kept parameter read beside the optimizer",
         new="",
     ),
-    Defect(Gathers, "before_step", "self._transfers.wait(unit)", "stepped twice"),
+    Defect(Gathers, "before_step", "unit.wait()", "stepped twice"),
     Defect(Gathers, "release", "self._transfers.mark_compute()", PLAIN, new="None"),
-    Defect(Gathers, "wait_once_for", "self._transfers.after_event(event)", SIDE),
+    Defect(
+        FSDPModule,
+        "set_post_optim_event",
+        "context.comm_context.gather_lane.after_event(event)",
+        SIDE,
+    ),
     Defect(Bucket, "wait", "self._ticket.wait()", PLAIN),
     Defect(Bucket, "free", "self._ticket.abandon()", "the model of unused parameters"),
     Defect(
@@ -186,14 +192,14 @@ DEFECTS = [
     Defect(
         Reductions,
         "_may_fill",
-        "if gradients.is_in_flight:",
+        "if gradients in self._reading:",
         "finalized by hand after two backwards",
         new="if False:",
     ),
     Defect(
         Reductions,
         "_ensure_input",
-        "while gradients.is_in_flight:",
+        "while gradients in self._reading:",
         "finalized by hand after two backwards",
         new="while False:",
     ),

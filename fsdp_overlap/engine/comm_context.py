@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from itertools import chain
@@ -143,7 +143,6 @@ class CommContext:
         self.gather_lane = gather
         self.reduce_lane = reduce
         self.after_compute = gather.after_compute
-        self.after_event = gather.after_event
         self.mark_compute = gather.mark_compute
 
     is_profiled = staticmethod(profiler_enabled)
@@ -153,7 +152,8 @@ class CommContext:
 
     # Full buffers
 
-    def gather(self, unit: Unit) -> None:
+    def gather(self, unit: interface.Unit) -> None:
+        assert isinstance(unit, Unit)
         stats = self._stats
         for label, buckets in unit.as_one or gathers_of(unit):
             for bucket in buckets:
@@ -166,7 +166,8 @@ class CommContext:
             stats.all_gathers += 1
             gather(buckets, self.gather_lane, label)
 
-    def put_together(self, unit: Unit) -> None:
+    def put_together(self, unit: interface.Unit) -> None:
+        assert isinstance(unit, Unit)
         for bucket in unit.buckets:
             if bucket.divided is not None:
                 bucket.divided.gather(self.copies_lane)
@@ -178,39 +179,20 @@ class CommContext:
                     with suppress(RuntimeError) if raised else nullcontext():
                         bucket.divided.wait()
 
-    def wait(self, unit: Unit) -> None:
-        for bucket in unit.buckets:
-            bucket.wait()
-
-    def free(self, unit: Unit, after: Mark, waits: bool = True) -> None:
+    def free(self, unit: interface.Unit, after: Mark, waits: bool = True) -> None:
+        assert isinstance(unit, Unit)
         for bucket in unit.buckets:
             if bucket.state is not BucketState.SHARDED:
                 if not bucket.full.keeps_storage:
                     self._stats.current_full_buffers -= 1
                 bucket.free(self.gather_lane, after, waits)
 
-    def drop_parts(self, unit: Unit) -> None:
-        for bucket in unit.buckets:
-            bucket.drop_part()
-
-    def forbid_old_graphs(self, unit: Unit) -> None:
-        # Graphs of modules that ran gather again.
-        inner = (m for each in unit.modules if id(each) in unit.left_out for m in each.modules())
+    def forbid_old_graphs(self, unit: interface.Unit, modules: Collection[int]) -> None:
+        assert isinstance(unit, Unit)
+        inner = (m for each in unit.modules if id(each) in modules for m in each.modules())
         tables = {id(module._parameters) for module in inner}
         for edits in unit.edits:
             edits.forbid_old_graphs(tables)
-
-    def to_unsharded(self, unit: Unit) -> None:
-        for bucket in unit.buckets:
-            bucket.module_info.to_unsharded(bucket.label)
-
-    def to_sharded(self, unit: Unit) -> None:
-        unit.shows_unsharded = False
-        for bucket in unit.buckets:
-            bucket.module_info.to_sharded()
-
-    def hook_gradients(self, unit: Unit) -> None:
-        unit.hook_gradients()
 
     def keep_storage(self, unit: Unit, keep: bool) -> None:
         """Says whether full buffers of ``unit`` keep their memory while it is sharded."""
@@ -222,17 +204,13 @@ class CommContext:
 
     # Gradients
 
-    def allocate_input(self, gradients: BucketGradients) -> None:
+    def allocate_input(self, gradients: interface.Gradients) -> None:
+        assert isinstance(gradients, BucketGradients)
         self._stats.count_reduce_input()
         gradients.input.allocate()
 
-    def absorb(self, gradients: BucketGradients, index: int) -> None:
-        gradients.absorb([index])
-
-    def absorb_all(self, gradients: BucketGradients) -> None:
-        gradients.absorb_all()
-
-    def reduce(self, gradients: BucketGradients) -> Ticket:
+    def reduce(self, gradients: interface.Gradients) -> Ticket:
+        assert isinstance(gradients, BucketGradients)
         if self._across:
             self._bound_sums()
         self._stats.reduce_scatters += 1
@@ -241,7 +219,8 @@ class CommContext:
         bucket.mesh_info.note_reduction(bucket, gradients.input.flat.dtype, across)
         return gradients.reduce(self.reduce_lane, self.copies_lane if across else None)
 
-    def finish(self, gradients: BucketGradients, ticket: Ticket) -> None:
+    def finish(self, gradients: interface.Gradients, ticket: interface.Ticket) -> None:
+        assert isinstance(gradients, BucketGradients)
         ticket.wait()
         if gradients.copies is not None:
             self._across.append(gradients.copies)
@@ -255,8 +234,9 @@ class CommContext:
             copies.finish()
         self._across.clear()
 
-    def abandon(self, reductions: Iterable[tuple[BucketGradients, Ticket]]) -> None:
+    def abandon(self, reductions: Iterable[tuple[interface.Gradients, interface.Ticket]]) -> None:
         for gradients, ticket in reductions:
+            assert isinstance(gradients, BucketGradients)
             with suppress(RuntimeError):  # a collective failed
                 if gradients.copies is None:
                     ticket.abandon()

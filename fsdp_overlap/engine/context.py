@@ -23,7 +23,6 @@ from fsdp_overlap.desync.monitor import DesyncMonitor
 from fsdp_overlap.engine import autograd
 from fsdp_overlap.engine.checks import compare_plans, verify_params_across_ranks
 from fsdp_overlap.engine.comm_context import CapturedSteps, CommContext
-from fsdp_overlap.engine.grads import BucketGradients
 from fsdp_overlap.engine.mesh import MeshInfo, MeshInfos, check_mesh, default_mesh, plan_together
 from fsdp_overlap.engine.param_group import sync_grad_dtypes
 from fsdp_overlap.engine.unit import Uncompared, Unit, Units, name_units, unit_names, unit_of
@@ -399,10 +398,6 @@ class FsdpContext:
     def trainability_changed(self, unit: Unit) -> None:
         """``requires_grad`` of a parameter of ``unit`` was set."""
         self._toggled.add(unit)
-
-    def gradient_arrived(self, unit: Unit, gradients: BucketGradients, index: int) -> None:
-        """Autograd accumulated into the unsharded parameter ``index`` of a bucket of ``unit``."""
-        self.schedule.gradient_arrived(unit, gradients, index)
 
     def plan_layout(
         self,

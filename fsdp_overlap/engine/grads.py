@@ -53,8 +53,6 @@ class BucketGradients:
                 parameter.grad_dtype = reduce_dtype
         self.count = len(bucket.parameters)
         self.filled = [False] * self.count
-        self.is_in_flight = False
-        """Whether a reduce-scatter reads the reduce input."""
         self.is_large = [
             spec.numel * reduce_dtype.itemsize >= LARGE_BYTES for spec in bucket.plan.specs
         ]
@@ -272,7 +270,6 @@ class BucketGradients:
         self.offloads.clear()
         if self.copies is not None:
             self.copies.drop()
-        self.is_in_flight = False
         self.input.free()
 
 

@@ -160,9 +160,9 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
                 edits.end_comparison(context.uncompared)
     if profiler_enabled():
         with span("post_forward", unit.name):
-            call = _end_forward(unit, module, schedule, raised)
+            call = schedule.after_forward(unit, id(module), raised)
     else:
-        call = _end_forward(unit, module, schedule, raised)
+        call = schedule.after_forward(unit, id(module), raised)
     if error is not None or context.uncompared:
         error = _error_to_raise(unit, context, error)
     # With gradients a backward may follow, and its end waits for offloaded shards to be read.
@@ -203,12 +203,6 @@ def _error_of_forward(handled: TracebackType | None) -> BaseException | None:
     too: ``handled`` is the traceback of that, from before the forward. An error that is raised
     again gets a new traceback."""
     return None if sys.exc_info()[2] is handled else sys.exception()
-
-
-def _end_forward(unit: Unit, module: nn.Module, schedule: Schedule, raised: bool) -> Call | None:
-    if unit.is_list and not is_in_backward():
-        unit.module_ran(module)
-    return schedule.after_forward(unit, raised)
 
 
 def _error_to_raise(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from copy import deepcopy
 from itertools import repeat
 from operator import attrgetter, is_
@@ -33,6 +33,7 @@ from fsdp_overlap.engine.param import (
     unwrap,
 )
 from fsdp_overlap.engine.param_group import Bucket, BucketState
+from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.tensor.pytree import UnderWay
 from fsdp_overlap.tensor.ragged_dtensor import ShardEdits
 
@@ -204,9 +205,8 @@ class Context(Protocol):
         """Is told that ``requires_grad`` of a parameter of ``unit`` was set."""
         ...
 
-    def gradient_arrived(self, unit: Unit, gradients: BucketGradients, index: int) -> None:
-        """Is told that autograd accumulated into parameter ``index`` of a bucket."""
-        ...
+    @property
+    def schedule(self) -> Schedule: ...
 
 
 class Unit:
@@ -229,9 +229,6 @@ class Unit:
         self.mesh = mesh
         self.is_list = len(modules) > 1
         """Whether it has several modules. It is whole from the first that runs to the last."""
-        self.to_run: set[int] = set()
-        """The ids of a list's modules that have yet to run in the forward under way."""
-        self.left_out: set[int] = set()
         self.buckets = buckets
         self.has_parameters = bool(buckets)
         self.mp_policy = mp_policy
@@ -252,14 +249,6 @@ class Unit:
             bucket.is_tensor_parallel for bucket in buckets
         )
         self.has_copies = any(bucket.mesh_info.copies > 1 for bucket in buckets)
-        self.has_unreduced = False
-        """Whether backwards left gradients that are not reduced, or not across copies. The same on
-        every rank."""
-        self.shows_unsharded = False
-        """Whether :meth:`to_unsharded` holds until the full buffers are freed, because the user
-        asked for them by ``unshard()``."""
-        self.seen_version = -1
-        """The :attr:`version` that all-gathers see: their lane runs after the edits up to it."""
         self.is_root = False
         self.name = kind_of(modules)
         self.as_one: list[tuple[str, list[Bucket]]] = []
@@ -305,6 +294,10 @@ class Unit:
     def modules(self) -> list[nn.Module]:
         """The modules that still exist, in the order in which :func:`fully_shard` got them."""
         return [module for module in (ref() for ref in self._modules) if module is not None]
+
+    @property
+    def module_ids(self) -> Iterable[int]:
+        return map(id, self.modules)
 
     @property
     def module_kind(self) -> str:
@@ -380,12 +373,6 @@ class Unit:
             for parameter in gradients.bucket.parameters
         )
 
-    def module_ran(self, module: nn.Module) -> None:
-        """Note that one module of the list has run."""
-        if not self.to_run:
-            self.to_run.update(map(id, self.modules))
-        self.to_run.discard(id(module))
-
     def _look_for_edits(self) -> None:
         tables = [module._parameters for _, module in modules_outside_units(self.modules)]
         self.edits = [UnshardedEdits(bucket, tables) for bucket in self.buckets]
@@ -427,15 +414,17 @@ class Unit:
         for bucket in self.buckets:
             bucket.wait()
 
+    def drop_parts(self) -> None:
+        """Free the parts of full buffers that were kept between forward and backward."""
+        for bucket in self.buckets:
+            bucket.drop_part()
+
     def reset(self, lane: Lane) -> None:
         """Bring the unit to rest from any state."""
         for bucket in self.buckets:
             bucket.reset(lane)
         for gradients in self._known_gradients.values():
             gradients.drop()
-        self.has_unreduced = False
-        self.shows_unsharded = False
-        self.to_run.clear()
         self.under_way.clear()
         self.saved_tensors.reset()
 
@@ -487,7 +476,6 @@ class Unit:
                 edits.find_registrations()
 
     def to_sharded(self) -> None:
-        self.shows_unsharded = False
         for bucket in self.buckets:
             bucket.module_info.to_sharded()
 
@@ -544,7 +532,7 @@ class Unit:
                     self._known_gradients[bucket] = gradients
                 self.gradients.append(gradients)
                 self._hook(gradients, only_large=not self.is_in_pieces)
-            elif gradients is not None and self.has_unreduced:
+            elif gradients is not None and self.context.schedule.has_unreduced(self):
                 # It is frozen, but has sums that a backward has yet to reduce. The next forward
                 # looks again.
                 self.gradients.append(gradients)
@@ -576,7 +564,7 @@ class Unit:
             def arrived(_: torch.Tensor, index: int = index) -> None:
                 unit, gradients = owner(), target()
                 if unit is not None and gradients is not None:
-                    unit.context.gradient_arrived(unit, gradients, index)
+                    unit.context.schedule.gradient_arrived(unit, gradients, index)
 
             parameter.register_post_accumulate_grad_hook(arrived)
 

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from fsdp_overlap.schedule.interface import Engine, Transfers, Unit, UnitIndex, UnitRefs
+from fsdp_overlap.schedule.interface import (
+    Engine,
+    Transfers,
+    Unit,
+    UnitIndex,
+    UnitRefs,
+    UnitStates,
+)
 from fsdp_overlap.schedule.order import Call, ForwardPass
 from fsdp_overlap.schedule.prefetch import Gathers
 from fsdp_overlap.schedule.recompute import Reruns
@@ -28,6 +35,7 @@ class Backward:
         transfers: Transfers,
         engine: Engine,
         refs: UnitRefs,
+        states: UnitStates,
         open_passes: Sequence[ForwardPass],
         read_by_others: Mapping[UnitIndex, Collection[ForwardPass]],
         reruns: Reruns,
@@ -39,6 +47,7 @@ class Backward:
         self._transfers = transfers
         self._engine = engine
         self._refs = refs
+        self._states = states
         self._reruns = reruns
         self._open_passes = open_passes
         self._read_by_others = read_by_others
@@ -121,7 +130,7 @@ class Backward:
         # not read them. The forward does.
         if unit.has_parameters and not (self.is_open(unit) and unit.is_gathered):
             self._use(unit, self.under_way[-1] if self.under_way else None)
-        self._transfers.wait(unit)
+        unit.wait()
 
     def after_recompute(self, unit: Unit, start: int, end: int, is_in_use: bool) -> Call | None:
         """The forward of ``unit`` within this backward has run. Returns the call to come back to,
@@ -199,7 +208,7 @@ class Backward:
             for index, passes in self._read_by_others.items():
                 unit = self._refs[index]()
                 if unit is not None and index in self._gathers.in_graphs and forward_pass in passes:
-                    self._transfers.to_unsharded(unit)
+                    unit.to_unsharded()
                     self.shown.add(index)
 
     def _expect(self, first_uses: Iterable[tuple[UnitIndex, int]]) -> None:
@@ -223,16 +232,18 @@ class Backward:
             return
         self._leave(call.end)
         self.open_calls.append(call)
-        if not self.accumulates and unit.shows_unsharded and not unit.syncs_gradients:
-            unit.has_unreduced = True  # see Note [weights apart]
+        if not self.accumulates and not unit.syncs_gradients:
+            state = self._states[call.unit]
+            if state.shows_unsharded:
+                state.has_unreduced = True  # see Note [weights apart]
         # Backward can read a full buffer that exists, even if the user said that it does not. Then
         # the graph that create_graph=True makes can read it too.
         if call.needs_parameters or (self.creates_graph and unit.is_gathered):
             self._use(unit, call.forward_pass)
             if self.creates_graph:
-                unit.left_out = set()
+                self._states[call.unit].skipped_modules = set()
                 self._gathers.in_graphs.setdefault(unit.index, self._first_use(call))
-                self._transfers.hook_gradients(unit)
+                unit.hook_gradients()
         self._reductions.passed(call.end)
 
     def _leave(self, tick: int) -> None:
@@ -284,9 +295,11 @@ class Backward:
             self.unfinished.add(unit.index)
         elif unit.settings.reshard_after_backward:
             self._gathers.release(unit)
-        is_asked_for = unit.shows_unsharded and not unit.syncs_gradients
+        state = self._states[unit.index]
+        is_asked_for = state.shows_unsharded and not unit.syncs_gradients
         if unit.index not in self.shown and not is_asked_for:
-            self._transfers.to_sharded(unit)
+            state.shows_unsharded = False
+            unit.to_sharded()
 
     def _comes_back_to(self, unit: UnitIndex) -> bool:
         """Whether a call of ``unit`` is yet to be reached."""

@@ -98,7 +98,7 @@ class Finalization:
     def _issue_all(self) -> None:
         for unit in self._units():
             if unit.settings.reshard_after_backward and unit.is_gathered:
-                self._transfers.to_sharded(unit)
+                self._gathers.to_sharded(unit)
                 self._gathers.release(unit)
         self._gathers.flush()
         self._reductions.issue_rest(self._units())

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
-from fsdp_overlap.schedule.interface import Mark, Transfers, Unit, UnitIndex, UnitRefs
+from fsdp_overlap.schedule.interface import Mark, Transfers, Unit, UnitIndex, UnitRefs, UnitStates
 from fsdp_overlap.schedule.stats import Stats
 
 
@@ -25,11 +24,13 @@ class Gathers:
         prefetch: int,
         stats: Stats,
         refs: UnitRefs,
+        states: UnitStates,
     ) -> None:
         self._transfers = transfers
         self.prefetch = prefetch
         self.stats = stats
         self._refs = refs
+        self._states = states
         # Each mark is of the compute that still reads the buffer, None if no compute has used it.
         self._ahead: dict[UnitIndex, Mark] = {}
         self._delayed: dict[UnitIndex, Mark] = {}
@@ -106,7 +107,7 @@ class Gathers:
         pass is expected to begin with them: Note [after a step]."""
         for unit in units:
             # The user may edit what rests on the host at any time, without waiting for reads.
-            if unit.seen_version == unit.version or unit.is_offloaded:
+            if unit.is_offloaded or self._states[unit.index].synced_version == unit.version:
                 continue
             is_for_pass = not unit.is_gathered
             if unit.index in self._for_next_pass:  # by the step before, and no pass came
@@ -121,24 +122,31 @@ class Gathers:
         for index in self._for_next_pass:
             unit = self._refs[index]()
             if unit is not None:
-                self._transfers.wait(unit)
+                unit.wait()
 
     def release(self, unit: Unit) -> None:
         """Frees the full buffer of ``unit`` once the compute enqueued so far has read it. That is
         put off until the next all-gather has been enqueued, so that this one does not wait."""
-        if unit.shows_unsharded:
-            self._transfers.to_sharded(unit)
+        if self._states[unit.index].shows_unsharded:
+            self.to_sharded(unit)
         if unit.is_gathered and unit.index not in self.in_graphs:
             self._ahead.pop(unit.index, None)
             self._asked.pop(unit.index, None)
             self._for_next_pass.pop(unit.index, None)
             self._delayed[unit.index] = self._transfers.mark_compute()
 
+    def to_sharded(self, unit: Unit) -> None:
+        """Registers the sharded parameters of ``unit``, also if the user asked for the unsharded
+        ones."""
+        self._states[unit.index].shows_unsharded = False
+        unit.to_sharded()
+
     def take_out_of_graphs(self, unit: Unit) -> None:
         """Removes ``unit`` from :attr:`in_graphs`, because its full buffer is to be freed or
         refilled. From now on autograd refuses to read the buffer for an old graph."""
         if self.in_graphs.pop(unit.index, None) is not None:
-            self._transfers.forbid_old_graphs(unit)
+            skipped = self._states[unit.index].skipped_modules
+            self._transfers.forbid_old_graphs(unit, skipped)
 
     def release_stale(self) -> None:
         """Releases the units of :attr:`in_graphs` whose shards were edited since."""
@@ -188,34 +196,34 @@ class Gathers:
                 self.take_out_of_graphs(unit)
         self.in_graphs.clear()
 
-    def wait_once_for(self, event: Any, units: Iterable[Unit]) -> None:
-        """Makes all-gathers wait for ``event``, which comes after all edits of ``units`` so far. So
-        those of the next pass need not wait for all compute."""
-        self._transfers.after_event(event)
-        self._note_edits_seen(units)
+    def wait_once_for_event(self, units: Iterable[Unit]) -> None:
+        """All-gathers wait for an event, which comes after all edits of ``units`` so far. So those
+        of the next pass need not wait for all compute."""
+        self._note_edits_synced(units)
         self._waits_for_event = True
 
     def begin_pass(self, units: Iterable[Unit]) -> None:
         """Makes the all-gathers of this pass see the edits of ``units`` made before it. If there
         are none, they need not wait for compute: Note [between passes]."""
         units = list(units)
-        is_edited = any(unit.seen_version != unit.version for unit in units)
+        states = self._states
+        is_edited = any(states[unit.index].synced_version != unit.version for unit in units)
         if is_edited and not self._waits_for_event:
             self._transfers.after_compute()
-            self._note_edits_seen(units)
+            self._note_edits_synced(units)
         self._waits_for_event = False
 
-    def _note_edits_seen(self, units: Iterable[Unit]) -> None:
+    def _note_edits_synced(self, units: Iterable[Unit]) -> None:
         """Notes that all-gathers from now on see every edit of ``units`` made so far."""
         for unit in units:
-            unit.seen_version = unit.version
+            self._states[unit.index].synced_version = unit.version
 
     def _gather(self, unit: Unit) -> None:
         # Compute may have edited the shard, or may still read a buffer that is gathered again.
-        version = unit.version
-        if unit.seen_version != version or unit.is_gathered:
+        version, state = unit.version, self._states[unit.index]
+        if state.synced_version != version or unit.is_gathered:
             self._transfers.after_compute()
-            unit.seen_version = version
+            state.synced_version = version
             self.take_out_of_graphs(unit)
         self._issued += 1
         self._transfers.gather(unit)
@@ -275,6 +283,6 @@ class Gathers:
     def _free(self, index: UnitIndex, mark: Mark, waits: bool = True) -> None:
         unit = self._refs[index]()
         if unit is not None:
-            if unit.shows_unsharded:  # it was gathered anew after an edit, ahead of use
-                self._transfers.to_sharded(unit)
+            if self._states[index].shows_unsharded:  # gathered anew after an edit, ahead of use
+                self.to_sharded(unit)
             self._transfers.free(unit, mark, waits)

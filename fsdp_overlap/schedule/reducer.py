@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from fsdp_overlap.schedule.interface import Gradients, Ticket, Transfers, Unit
+from fsdp_overlap.schedule.interface import Gradients, Ticket, Transfers, Unit, UnitStates
 
 # How many units have reduce inputs at once at most: one travels while the next is filled. Those
 # held by backwards without synchronization do not count. With prefetch=0, for the least memory, it
@@ -35,12 +35,15 @@ class Reductions:
     with zeros in its turn. See Note [turns].
     """
 
-    def __init__(self, transfers: Transfers, max_inputs: int) -> None:
+    def __init__(self, transfers: Transfers, max_inputs: int, states: UnitStates) -> None:
         self._transfers = transfers
+        self._states = states
         self.max_inputs = max_inputs
         self._turns: list[Turn] = []
         self._by_unit: dict[Unit, Turn] = {}
         self._in_flight: deque[tuple[Unit, Gradients, Ticket]] = deque()
+        self._reading: set[Gradients] = set()
+        """Those of :attr:`_in_flight`: a reduce-scatter reads their reduce inputs."""
         self._filling: dict[Gradients, Unit] = {}
         self._goes_ahead = False
         """Whether the last unit's buckets are reduced as they become complete."""
@@ -70,7 +73,7 @@ class Reductions:
         if turn is None or (turn.reduced and gradients in _last_first(unit)[: turn.reduced]):
             return  # It is late. :meth:`issue_rest` finds it where autograd holds it.
         if gradients.leaves_early(index) and self._may_fill(turn, gradients):
-            self._transfers.absorb(gradients, index)
+            gradients.absorb([index])
         if unit.is_in_pieces:
             turn.arrived.setdefault(gradients, set()).add(index)
             if self._goes_ahead and turn is self._turns[0] and unit.syncs_gradients:
@@ -95,7 +98,8 @@ class Reductions:
             # a module that runs several times), gradients of parameters that were used outside
             # their unit's forward, and units that ran only in backwards without synchronization,
             # or without reduction across copies.
-            if unit.is_waiting or (unit.has_unreduced and unit.completes_gradients):
+            has_unreduced = self._states[unit.index].has_unreduced
+            if unit.is_waiting or (has_unreduced and unit.completes_gradients):
                 self._reduce(unit)
 
     def wait(self) -> None:
@@ -112,6 +116,7 @@ class Reductions:
         """Forgets everything under way."""
         self._transfers.abandon((gradients, ticket) for _, gradients, ticket in self._in_flight)
         self._in_flight.clear()
+        self._reading.clear()
         self._filling.clear()
         self._turns.clear()
         self._by_unit.clear()
@@ -134,18 +139,19 @@ class Reductions:
 
     def _reduce(self, unit: Unit, done: int = 0) -> None:
         """Reduces all buckets of ``unit`` but the first ``done``."""
-        unit.has_unreduced = not (unit.syncs_gradients and unit.completes_gradients)
+        is_complete = unit.syncs_gradients and unit.completes_gradients
+        self._states[unit.index].has_unreduced = not is_complete
         for gradients in _last_first(unit)[done:]:
             self._reduce_bucket(unit, gradients)
 
     def _reduce_bucket(self, unit: Unit, gradients: Gradients) -> None:
         self._ensure_input(unit, gradients)
-        self._transfers.absorb_all(gradients)
+        gradients.absorb_all()
         if unit.syncs_gradients:
             while self._in_flight and not self._has_room(unit):
                 self._wait_for_oldest()
             self._filling.pop(gradients, None)
-            gradients.is_in_flight = True
+            self._reading.add(gradients)
             self._in_flight.append((unit, gradients, self._transfers.reduce(gradients)))
 
     def _may_fill(self, turn: Turn, gradients: Gradients) -> bool:
@@ -153,7 +159,7 @@ class Reductions:
         input memory if so. If two inputs may exist, the answer is yes only if nobody has to wait.
         If only one may exist, compute waits for it now: otherwise autograd would hold more and more
         gradients until the bucket is complete."""
-        if gradients.is_in_flight:
+        if gradients in self._reading:
             return False
         if gradients.has_input:
             return True
@@ -170,7 +176,7 @@ class Reductions:
         return True
 
     def _ensure_input(self, unit: Unit, gradients: Gradients) -> None:
-        while gradients.is_in_flight:  # with an earlier gradient
+        while gradients in self._reading:  # with an earlier gradient
             self._wait_for_oldest()
         if gradients.has_input:
             return
@@ -191,7 +197,7 @@ class Reductions:
         _, gradients, ticket = self._in_flight[0]
         self._transfers.finish(gradients, ticket)  # calls users' hooks, which may raise
         self._in_flight.popleft()
-        gradients.is_in_flight = False
+        self._reading.discard(gradients)
 
 
 def _last_first(unit: Unit) -> Sequence[Gradients]:

@@ -13,13 +13,22 @@ call's all-gather is enqueued all the same.
 from __future__ import annotations
 
 import sys
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from itertools import count
 
 from fsdp_overlap.schedule.backward import Backward
 from fsdp_overlap.schedule.finalization import Finalization
-from fsdp_overlap.schedule.interface import Engine, Gradients, Transfers, Unit, UnitIndex, UnitRefs
+from fsdp_overlap.schedule.interface import (
+    Engine,
+    Gradients,
+    Transfers,
+    Unit,
+    UnitIndex,
+    UnitRefs,
+    UnitState,
+    UnitStates,
+)
 from fsdp_overlap.schedule.order import Call, ForwardOrder, ForwardPass, Run
 from fsdp_overlap.schedule.prefetch import Gathers
 from fsdp_overlap.schedule.recompute import Reruns
@@ -62,8 +71,9 @@ class Schedule:
         self._graph_task = engine.graph_task  # asked in every event
         self._refs = refs
         self._units = units
-        self.gathers = Gathers(transfers, prefetch, stats, refs)
-        self.reductions = Reductions(transfers, max_reduce_inputs)
+        self._states: UnitStates = defaultdict(UnitState)
+        self.gathers = Gathers(transfers, prefetch, stats, refs, self._states)
+        self.reductions = Reductions(transfers, max_reduce_inputs, self._states)
         self.finalization = Finalization(self.gathers, self.reductions, transfers, engine, units)
         self.order = ForwardOrder()
         self._reruns = Reruns(refs)
@@ -101,12 +111,13 @@ class Schedule:
             upcoming = self.order.upcoming(self.gathers.prefetch)
             if self.gathers.use(unit, upcoming, unit.forward_prefetch):
                 self.order.teach()
-            self._transfers.wait(unit)
+            unit.wait()
 
-    def after_forward(self, unit: Unit, raised: bool = False) -> Call | None:
-        """``unit``'s forward has run, or ``raised``. Returns its call, or ``None`` if backward will
-        not need the unit's full buffers for it. If gradients will flow back through the call, the
-        caller gives it to :meth:`add_call`, and later to :meth:`before_backward`."""
+    def after_forward(self, unit: Unit, module: int, raised: bool = False) -> Call | None:
+        """``unit``'s forward has run, or ``raised``. ``module`` is the id of the module that ran.
+        Returns its call, or ``None`` if backward will not need the unit's full buffers for it. If
+        gradients will flow back through the call, the caller gives it to :meth:`add_call`, and
+        later to :meth:`before_backward`."""
         running = self._running
         backward = self._backward if self._graph_task() != -1 else None
         if backward is not None:
@@ -117,20 +128,25 @@ class Schedule:
         end = self._tick()
         if backward is not None:
             is_in_use = self.is_in_use(unit)
-            if not is_in_use and not unit.shows_unsharded:
-                self._transfers.to_sharded(unit)
+            if not is_in_use and not self._states[unit.index].shows_unsharded:
+                unit.to_sharded()
             return backward.after_recompute(unit, start, end, is_in_use)
         self._pass.note(unit.index, start, end)
-        if unit.is_list and unit in self._unfinished:
-            self._unfinished.remove(unit)
+        state = self._states[unit.index]
+        if unit.is_list:
+            if not state.pending_modules:
+                state.pending_modules.update(unit.module_ids)
+            state.pending_modules.discard(module)
+            if unit in self._unfinished:
+                self._unfinished.remove(unit)
         if not self.is_in_use(unit):
-            if unit.to_run and running and not raised:
+            if state.pending_modules and running and not raised:
                 self._unfinished.append(unit)
             else:
-                if unit.to_run:
-                    unit.to_run.clear()
-                if not unit.shows_unsharded:
-                    self._transfers.to_sharded(unit)
+                if state.pending_modules:
+                    state.pending_modules.clear()
+                if not state.shows_unsharded:
+                    unit.to_sharded()
                 if raised or unit.reshards_after_forward():
                     self.gathers.release(unit)
         if self._unfinished and not running:
@@ -184,9 +200,13 @@ class Schedule:
             return "a forward whose backward has not run"
         if self.finalization.is_under_way:
             return "a backward that is not finalized"
-        if any(unit.is_waiting or unit.has_unreduced for unit in self._units()):
+        if any(unit.is_waiting or self.has_unreduced(unit) for unit in self._units()):
             return "a backward whose gradients are not reduced"
         return None
+
+    def has_unreduced(self, unit: Unit) -> bool:
+        """Whether backwards left gradients of ``unit`` that are not reduced."""
+        return self._states[unit.index].has_unreduced
 
     def add_call(self, call: Call) -> None:
         """Notes that backward will come back to ``call``."""
@@ -198,18 +218,18 @@ class Schedule:
         tells when backward reads them again. So if there is a graph, the units stay gathered."""
         has_graph = self._engine.is_grad_enabled() or bool(self._pass.calls)
         for unit in self._unfinished:
-            left_out = set(unit.to_run)
-            unit.to_run.clear()
-            if not unit.shows_unsharded:
-                self._transfers.to_sharded(unit)
+            state = self._states[unit.index]
+            skipped, state.pending_modules = state.pending_modules, set()
+            if not state.shows_unsharded:
+                unit.to_sharded()
             if has_graph and not raised:
                 index = unit.index
                 if index not in self.gathers.in_graphs:
                     self.gathers.in_graphs[index] = self._pass.spans[index][0]
                     self._read_by_others.pop(index, None)
-                    unit.left_out = left_out
-                elif unit.left_out:  # else a graph may read all
-                    unit.left_out |= left_out
+                    state.skipped_modules = skipped
+                elif state.skipped_modules:  # else a graph may read all
+                    state.skipped_modules |= skipped
                 passes = self._read_by_others.setdefault(index, deque(maxlen=MAX_OPEN_PASSES))
                 passes.append(self._pass)
             elif raised or unit.reshards_after_forward():
@@ -272,10 +292,10 @@ class Schedule:
     def _come_back_to(self, call: Call, unit: Unit, backward: Backward) -> None:
         backward.advance_to(call)
         if call.needs_parameters:
-            self._transfers.wait(unit)
+            unit.wait()
             # Activation checkpointing inside the unit runs its modules again, without the unit's
             # hooks.
-            self._transfers.to_unsharded(unit)
+            unit.to_unsharded()
 
     def gradient_arrived(self, unit: Unit, gradients: Gradients, index: int) -> None:
         """Autograd accumulated into the unsharded parameter ``index`` of a bucket."""
@@ -297,6 +317,7 @@ class Schedule:
             self._transfers,
             self._engine,
             self._refs,
+            self._states,
             self._open_passes,
             self._read_by_others,
             self._reruns,
@@ -316,7 +337,7 @@ class Schedule:
             self.gathers.finish_pass()
             for unit in self._units():
                 if unit.keeps_part:
-                    self._transfers.drop_parts(unit)  # where backward did not come back to it
+                    unit.drop_parts()  # where backward did not come back to it
             self.finalization.end_backward()
             if backward.lost is not None:
                 raise RuntimeError(backward.lost)
@@ -339,7 +360,9 @@ class Schedule:
                 continue
             del self._read_by_others[index]
             unit = self._refs[index]()
-            if unit is not None and unit.left_out and unit.settings.reshard_after_backward:
+            if unit is None or not unit.settings.reshard_after_backward:
+                continue
+            if self._states[index].skipped_modules:
                 self.gathers.take_out_of_graphs(unit)
                 self.gathers.release(unit)
 
@@ -371,17 +394,34 @@ class Schedule:
         """Does what :meth:`start_param_sync` does, and makes compute wait for all units."""
         self.start_param_sync()
         for unit in self._units():
-            self._transfers.wait(unit)
+            unit.wait()
 
     def release_unsharded(self) -> None:
         """Frees every full buffer that is not in use."""
         for unit in self._units():
             if not self.is_in_use(unit):
-                self._transfers.to_sharded(unit)
+                self.gathers.to_sharded(unit)
                 self.gathers.take_out_of_graphs(unit)
                 self.gathers.release(unit)
-                self._transfers.drop_parts(unit)
+                unit.drop_parts()
         self.gathers.flush()
+
+    # On the user's command
+
+    def show_unsharded(self, unit: Unit) -> None:
+        """Makes compute wait for ``unit``, and registers its unsharded parameters until its full
+        buffers are freed."""
+        unit.wait()
+        unit.to_unsharded()
+        self._states[unit.index].shows_unsharded = True
+
+    def reshard(self, unit: Unit) -> None:
+        """Frees the full buffers of ``unit`` now, also if a graph may read them."""
+        self.gathers.to_sharded(unit)
+        if unit.is_gathered:
+            self.gathers.take_out_of_graphs(unit)
+            self.gathers.release(unit)
+            self.gathers.flush()
 
     # Reset
 
@@ -399,3 +439,4 @@ class Schedule:
         self._unfinished.clear()
         self._read_by_others.clear()
         self._open_passes.clear()
+        self._states.clear()

@@ -7,7 +7,7 @@ while it is used, used while it is not there, or where more exist than should.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain, combinations
@@ -70,13 +70,22 @@ class Gradients:
     unit: Unit
     piece: int
     count = 2
-    is_in_flight: bool = False
+    is_read: bool = False
+    """Whether a reduce-scatter reads the reduce input."""
     has_input: bool = False
     arrived: set[int] = field(default_factory=set)
     """Which gradients autograd holds."""
 
     def leaves_early(self, index: int) -> bool:
         return index == LARGE
+
+    def absorb(self, indices: Sequence[int]) -> None:
+        if self.is_read or not self.has_input:
+            raise Wrong(f"a gradient of {self.unit.name} goes to an input that travels")
+        self.arrived.difference_update(indices)
+
+    def absorb_all(self) -> None:
+        self.absorb((LARGE, SMALL))
 
 
 @dataclass(eq=False)
@@ -87,7 +96,7 @@ class Settings:
 
 class Unit:
     is_list = is_offloaded = False
-    keeps_part = shows_unsharded = False
+    keeps_part = False
     has_parameters = accumulates = True
     forward_prefetch: Sequence[Callable[[], Any]] = ()
     backward_prefetch: Sequence[Callable[[], Any]] = ()
@@ -95,10 +104,6 @@ class Unit:
     def __init__(self, index: int, rank: Rank) -> None:
         self.index, self.name, self._rank = index, f"unit {index}", rank
         self.is_root = index == 0
-        self.to_run: set[int] = set()
-        self.left_out: set[int] = set()
-        self.seen_version = -1
-        self.has_unreduced = False
         self.settings = Settings(rank.options.reshard_after_backward)
         self.gradients = [Gradients(self, piece) for piece in range(rank.options.pieces)]
         self.is_in_pieces = rank.options.pieces > 1
@@ -139,6 +144,22 @@ class Unit:
 
     def edited(self) -> str | None:
         return None
+
+    def wait(self) -> None:
+        self.is_ready = self.is_gathered
+
+    def to_unsharded(self) -> None:
+        if not self.is_gathered:
+            raise Wrong(f"{self.name} is to be used and not there")
+
+    def to_sharded(self) -> None:
+        pass
+
+    def hook_gradients(self) -> None:
+        pass
+
+    def drop_parts(self) -> None:
+        pass
 
 
 class Engine:
@@ -234,9 +255,6 @@ class Rank:
     def after_compute(self) -> None:
         pass
 
-    def after_event(self, event: Any) -> None:
-        pass
-
     def mark_compute(self) -> int:
         return self.clock
 
@@ -255,9 +273,6 @@ class Rank:
     def finish_putting_together(self, raised: bool) -> None:
         pass
 
-    def wait(self, unit: Unit) -> None:
-        unit.is_ready = unit.is_gathered
-
     def free(self, unit: Unit, after: int | None, waits: bool = True) -> None:
         if unit.in_use:
             raise Wrong(f"{unit.name} is freed while it is used")
@@ -265,20 +280,7 @@ class Rank:
             raise Wrong(f"{unit.name} is freed before compute is done with it")
         unit.gathered_version, unit.is_ready, unit.last_use = None, False, -1
 
-    def drop_parts(self, unit: Unit) -> None:
-        pass
-
-    def forbid_old_graphs(self, unit: Unit) -> None:
-        pass
-
-    def to_unsharded(self, unit: Unit) -> None:
-        if not unit.is_gathered:
-            raise Wrong(f"{unit.name} is to be used and not there")
-
-    def to_sharded(self, unit: Unit) -> None:
-        pass
-
-    def hook_gradients(self, unit: Unit) -> None:
+    def forbid_old_graphs(self, unit: Unit, modules: Collection[int]) -> None:
         pass
 
     def allocate_input(self, gradients: Gradients) -> None:
@@ -288,23 +290,15 @@ class Rank:
         if self.syncs and self.inputs > most:
             raise Wrong(f"{self.inputs} units have reduce inputs")
 
-    def absorb(self, gradients: Gradients, index: int) -> None:
-        if gradients.is_in_flight or not gradients.has_input:
-            raise Wrong(f"a gradient of {gradients.unit.name} goes to an input that travels")
-        gradients.arrived.discard(index)
-
-    def absorb_all(self, gradients: Gradients) -> None:
-        for index in (LARGE, SMALL):
-            self.absorb(gradients, index)
-
     def reduce(self, gradients: Gradients) -> Ticket:
         self.collectives.append(("reduce", gradients.unit.index, gradients.piece))
         if not self.is_ending:
             self.reduced_in_backward.append((gradients.unit.index, gradients.piece))
+        gradients.is_read = True
         return Ticket()
 
     def finish(self, gradients: Gradients, ticket: Ticket) -> None:
-        gradients.has_input = False
+        gradients.has_input = gradients.is_read = False
 
     def finish_sums(self) -> None:
         pass
@@ -354,7 +348,7 @@ class Rank:
             self.engine.grad = False
         self._event(unit)
         self.schedule.before_forward(unit)
-        self.to_unsharded(unit)
+        unit.to_unsharded()
         self._use(unit)
         unit.in_use += 1
         done: list[Done] = []
@@ -364,7 +358,7 @@ class Rank:
                 done[-1] = replace(done[-1], end=self.clock, same=(*done[-1].same, inner))
         self._use(unit)
         unit.in_use -= 1
-        call = self.schedule.after_forward(unit)
+        call = self.schedule.after_forward(unit, id(unit))
         if not self.engine.grad:  # its output has no graph, which hooks look for
             call = None
         self.engine.grad = grad
@@ -422,7 +416,7 @@ class Rank:
             self._recompute(inner)
         self._use(unit)
         unit.in_use -= 1
-        call = self.schedule.after_forward(unit)
+        call = self.schedule.after_forward(unit, id(unit))
         if call is not None:  # what this makes, backward does not come to
             self.schedule.add_call(call)
 
