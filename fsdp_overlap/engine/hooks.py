@@ -103,16 +103,12 @@ def _begin_forward(unit: Unit, module: nn.Module, context: FsdpContext) -> None:
     unit.to_unsharded()
     if torch.is_grad_enabled() and unit.unowned.is_due():
         _check_all_are_owned(unit)
-    if (id(module), module.training) not in unit.compared and _compares(context):
+    mode = id(module), module.training
+    if mode not in unit.compared and not context.captured_steps.is_under_way:
         for edits in unit.edits:
             edits.begin_comparison()
         unit.saved_tensors.look_again()
     unit.saved_tensors.begin(unit, context.schedule)
-
-
-def _compares(context: FsdpContext) -> bool:
-    """Return whether the host may read what a comparison finds."""
-    return not context.captured_steps.is_under_way
 
 
 def _check_all_are_owned(unit: Unit) -> None:
@@ -152,10 +148,11 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
     error = _error_of_forward(handled) if output is None else None
     raised = error is not None
     if not raised:
+        mode = id(module), module.training
         if (lost := unit.changed()) is not None:
             error = RuntimeError(lost)
-        elif (id(module), module.training) not in unit.compared and _compares(context):
-            unit.compared.add((id(module), module.training))
+        elif mode not in unit.compared and not context.captured_steps.is_under_way:
+            unit.compared.add(mode)
             for edits in unit.edits:
                 edits.end_comparison(context.uncompared)
     if profiler_enabled():

@@ -1,7 +1,7 @@
 """What the schedule knows, and what it can command. Everything else is hidden from it.
 
 The facts come from units and from the autograd engine, and are read-only. Commands that need a lane
-go to the transfers, others to the unit or its gradients.
+go to the comm, others to the unit or its gradients.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Gradients(Protocol):
         complete."""
         ...
 
-    def absorb(self, indices: Sequence[int]) -> None:
+    def copy_in(self, indices: Sequence[int]) -> None:
         """Move the gradients of these parameters into the reduce input."""
         ...
 
-    def absorb_all(self) -> None:
+    def copy_in_all(self) -> None:
         """Move every gradient that autograd holds into the reduce input."""
         ...
 
@@ -101,7 +101,7 @@ class Unit(Protocol):
         ...
 
     @property
-    def is_whole(self) -> bool:
+    def is_unsharded(self) -> bool:
         """Whether it is gathered, and no shard was edited since."""
         ...
 
@@ -121,13 +121,14 @@ class Unit(Protocol):
         ...
 
     @property
-    def keeps_part(self) -> bool:
+    def has_post_forward_shard(self) -> bool:
         """Whether a part of the full buffer is kept between forward and backward."""
         ...
 
     @property
     def is_kept_for_backward(self) -> bool:
-        """Whether it stays gathered for backward if it ran last in a forward."""
+        """Whether it stays gathered for backward if it ran last in a forward: the user did not say
+        otherwise. See Note [kept for backward]."""
         ...
 
     def reshards_after_forward(self) -> bool: ...
@@ -149,7 +150,7 @@ class Unit(Protocol):
 
     @property
     def completes_gradients(self) -> bool:
-        """Whether backward also reduces them across copies."""
+        """Whether backward also reduces them over replicas."""
         ...
 
     def edited(self) -> str | None:
@@ -172,7 +173,7 @@ class Unit(Protocol):
         """Make every gradient of the unit be noticed when it arrives."""
         ...
 
-    def drop_parts(self) -> None:
+    def free_post_forward_shards(self) -> None:
         """Free the parts of full buffers that were kept between forward and backward."""
         ...
 
@@ -197,7 +198,7 @@ class UnitState:
     """Whether its unsharded parameters stay registered until the full buffers are freed, because
     the user asked for them by ``unshard()``."""
     has_unreduced: bool = False
-    """Whether backwards left gradients that are not reduced, or not across copies. The same on
+    """Whether backwards left gradients that are not reduced, or not over replicas. The same on
     every rank."""
 
 
@@ -212,7 +213,7 @@ class Ticket(Protocol):
     def abandon(self) -> None: ...
 
 
-class Transfers(Protocol):
+class CommContext(Protocol):
     """Does on lanes what was decided. Only tickets and marks come back to the schedule."""
 
     def after_compute(self) -> None:
@@ -225,11 +226,11 @@ class Transfers(Protocol):
         """Enqueue the all-gathers of the buckets that are not whole."""
         ...
 
-    def put_together(self, unit: Unit) -> None:
-        """Enqueue the collectives that put divided shards together."""
+    def gather_outer_shards(self, unit: Unit) -> None:
+        """Enqueue the all-gathers of outer shards over replicas."""
         ...
 
-    def finish_putting_together(self, raised: bool) -> None:
+    def wait_for_outer_shards(self, raised: bool) -> None:
         """Make compute wait for all of these that nobody has waited for: it may edit shards. After
         a forward that ``raised`` they may fail, which is no other error."""
         ...
@@ -254,11 +255,11 @@ class Transfers(Protocol):
 
     def finish(self, gradients: Gradients, ticket: Ticket) -> None:
         """Make compute wait for a reduce-scatter, give the gradient to the parameters, and free
-        the reduce input. On a mesh with copies the gradient is there after :meth:`finish_sums`."""
+        the reduce input. With replicas the gradient is there after :meth:`finish_all_reduces`."""
         ...
 
-    def finish_sums(self) -> None:
-        """Make compute wait for all reductions across copies."""
+    def finish_all_reduces(self) -> None:
+        """Make compute wait for all reductions over replicas."""
         ...
 
     def abandon(self, reductions: Iterable[tuple[Gradients, Ticket]]) -> None:
@@ -298,5 +299,5 @@ class Engine(Protocol):
         ...
 
     def at_end_of_backward(self, function: Callable[[], None]) -> None:
-        """Has ``function`` called when the backward under way has run."""
+        """Have ``function`` called when the backward under way has run."""
         ...

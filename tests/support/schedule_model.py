@@ -79,13 +79,13 @@ class Gradients:
     def leaves_early(self, index: int) -> bool:
         return index == LARGE
 
-    def absorb(self, indices: Sequence[int]) -> None:
+    def copy_in(self, indices: Sequence[int]) -> None:
         if self.is_read or not self.has_input:
             raise Wrong(f"a gradient of {self.unit.name} goes to an input that travels")
         self.arrived.difference_update(indices)
 
-    def absorb_all(self) -> None:
-        self.absorb((LARGE, SMALL))
+    def copy_in_all(self) -> None:
+        self.copy_in((LARGE, SMALL))
 
 
 @dataclass(eq=False)
@@ -96,7 +96,7 @@ class Settings:
 
 class Unit:
     is_list = is_offloaded = False
-    keeps_part = False
+    has_post_forward_shard = False
     has_parameters = accumulates = True
     forward_prefetch: Sequence[Callable[[], Any]] = ()
     backward_prefetch: Sequence[Callable[[], Any]] = ()
@@ -119,7 +119,7 @@ class Unit:
         return self.gathered_version is not None
 
     @property
-    def is_whole(self) -> bool:
+    def is_unsharded(self) -> bool:
         return self.gathered_version == self.version
 
     @property
@@ -158,7 +158,7 @@ class Unit:
     def hook_gradients(self) -> None:
         pass
 
-    def drop_parts(self) -> None:
+    def free_post_forward_shards(self) -> None:
         pass
 
 
@@ -242,7 +242,7 @@ class Rank:
             lambda: self.units,
             options.prefetch,
             MAX_INPUTS if options.prefetch else 1,
-            divides_copies=False,
+            shards_replicas=False,
         )
 
     @property
@@ -259,7 +259,7 @@ class Rank:
         return self.clock
 
     def gather(self, unit: Unit) -> None:
-        if unit.is_whole:
+        if unit.is_unsharded:
             raise Wrong(f"{unit.name} is gathered twice")
         if unit.is_gathered and unit.in_use:
             raise Wrong(f"{unit.name} is gathered again while it is used")
@@ -267,10 +267,10 @@ class Rank:
         unit.gathered_version, unit.is_ready = unit.version, False
         self._check_memory()
 
-    def put_together(self, unit: Unit) -> None:
+    def gather_outer_shards(self, unit: Unit) -> None:
         pass
 
-    def finish_putting_together(self, raised: bool) -> None:
+    def wait_for_outer_shards(self, raised: bool) -> None:
         pass
 
     def free(self, unit: Unit, after: int | None, waits: bool = True) -> None:
@@ -286,7 +286,7 @@ class Rank:
     def allocate_input(self, gradients: Gradients) -> None:
         gradients.has_input = True
         # What runs again in backward is not expected while the unit around it fills its own.
-        most = self.schedule.reductions.max_inputs + self.runs_again + self.held
+        most = self.schedule.reducer.max_inputs + self.runs_again + self.held
         if self.syncs and self.inputs > most:
             raise Wrong(f"{self.inputs} units have reduce inputs")
 
@@ -300,7 +300,7 @@ class Rank:
     def finish(self, gradients: Gradients, ticket: Ticket) -> None:
         gradients.has_input = gradients.is_read = False
 
-    def finish_sums(self) -> None:
+    def finish_all_reduces(self) -> None:
         pass
 
     def abandon(self, reductions: Any) -> None:
@@ -461,7 +461,7 @@ class Rank:
 
     def _use(self, unit: Unit) -> None:
         """Compute reads the unit's parameters."""
-        if not unit.is_whole or not unit.is_ready:
+        if not unit.is_unsharded or not unit.is_ready:
             raise Wrong(f"{unit.name} is used and not whole")
         self.clock += 1
         unit.last_use = self.clock
