@@ -663,8 +663,8 @@ def _check_exclusive(unit: Unit, method: str, *others: str) -> None:
         if used[other]:
             allocate = ", or allocate it there" if other == "custom collectives" else ""
             raise ValueError(
-                f"{method}() on unit {unit.name!r}, which uses {other}: use one of the two and not "
-                f"both{allocate}"
+                f"{method}() on unit {unit.name!r}, which uses {other} already: use one of the two "
+                f"and not both{allocate}"
             )
 
 

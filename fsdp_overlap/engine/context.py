@@ -237,8 +237,7 @@ class FsdpContext:
         self.validate_layouts = validate_layouts
         self.shard_optimizer_over_replicas = shard_optimizer_over_replicas
         self.sync_module_states = sync_module_states
-        self.stats = Stats()
-        """What was gathered, reduced and prefetched. ``stats.reset()`` counts anew."""
+        self._stats = Stats()
         self.is_implicit = False
         """Whether :func:`fully_shard` made the context. Those of one tree are merged."""
         self.lane_factory: Callable[[str, torch.device], Lane] = lambda _, device: make_lane(device)
@@ -313,6 +312,11 @@ class FsdpContext:
         return has_streams(self.device)
 
     @property
+    def stats(self) -> Stats:
+        """What was gathered, reduced and prefetched. ``stats.reset()`` counts anew."""
+        return self._stats
+
+    @property
     def groups(self) -> LaneGroups:
         """The process groups over :attr:`mesh`."""
         return self.mesh_info_of(self.mesh).groups
@@ -342,7 +346,7 @@ class FsdpContext:
                 self.layout,
                 self._groups,
                 self.faults,
-                self.stats,
+                self._stats,
                 self.shard_optimizer_over_replicas,
             )
         return mesh_info
@@ -353,7 +357,7 @@ class FsdpContext:
         make_lane, device = self.lane_factory, self.device
         return CommContext(
             lambda name: make_lane(name, device),
-            self.stats,
+            self._stats,
             self._mesh_infos.values,
             partial(_existing, self._refs),
         )
@@ -369,7 +373,7 @@ class FsdpContext:
         return Schedule(
             self.comm_context,
             autograd,
-            self.stats,
+            self._stats,
             self._refs,
             partial(_existing, self._refs),
             self.prefetch,

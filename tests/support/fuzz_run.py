@@ -241,7 +241,9 @@ class Run(Twins):
             assert self.ctx.stats.current_reduce_inputs == 0, self.ctx.stats
             for unit in self.ctx.units:
                 for gradients in unit._known_gradients.values():
-                    assert gradients.reduce_scatter_input.flat.untyped_storage().nbytes() == 0, unit.name
+                    assert gradients.reduce_scatter_input.flat.untyped_storage().nbytes() == 0, (
+                        unit.name
+                    )
 
 
 def has_copies(unit: Unit) -> bool:
