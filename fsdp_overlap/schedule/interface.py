@@ -201,6 +201,12 @@ class UnitState:
     """Whether backwards left gradients that are not reduced, or not over replicas. The same on
     every rank."""
 
+    def drop(self) -> None:
+        """Forget what is under way."""
+        self.pending_modules.clear()
+        self.shows_unsharded = False
+        self.has_unreduced = False
+
 
 UnitStates = defaultdict[UnitIndex, UnitState]
 

@@ -448,4 +448,5 @@ class Schedule:
         self._unfinished.clear()
         self._read_by_others.clear()
         self._open_passes.clear()
-        self._states.clear()
+        for state in self._states.values():
+            state.drop()
