@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 from weakref import ref
 
 import torch
 from torch import nn
 from torch.distributed import fsdp as fsdp2
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
@@ -22,7 +22,7 @@ from fsdp_overlap.comm.group_memory import check_memory
 from fsdp_overlap.comm.lanes import Lane
 from fsdp_overlap.comm.symmetric_memory import use_symmetric_memory
 from fsdp_overlap.engine import hooks
-from fsdp_overlap.engine.context import context_of, share_comm_context
+from fsdp_overlap.engine.context import context_of
 from fsdp_overlap.engine.hooks import ForwardMethod
 from fsdp_overlap.engine.meta_init import cast as cast_bucket
 from fsdp_overlap.engine.meta_init import materialize, register_unsharded_once, validate_cast
@@ -38,7 +38,6 @@ from fsdp_overlap.engine.unit import Unit, unit_names, unit_of
 from fsdp_overlap.engine.unit_init import make_unit
 from fsdp_overlap.schedule.finalization import GradientReductionHandle
 from fsdp_overlap.tensor.ragged_dtensor import attributes_of
-from fsdp_overlap.tensor.spmd_mesh import SPMDMesh
 from fsdp_overlap.torch_internals import AllGather, ReduceScatter
 
 
@@ -52,9 +51,7 @@ class UnshardHandle(fsdp2.UnshardHandle):
         """Make compute wait for the all-gather and register the unsharded parameters. Do nothing
         if they were freed meanwhile, for example by a forward."""
         if self._unit is not None and self._unit.is_gathered:
-            self._unit.wait()
-            self._unit.to_unsharded()
-            self._unit.shows_unsharded = True
+            context_of(self._unit).schedule.show_unsharded(self._unit)
         self._unit = None
 
 
@@ -99,7 +96,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         context.join_capture(unit)
         unit.sync_requires_grad()
         unit.hook_gradients()
-        context.schedule.gathers.use(unit)
+        context.schedule.prefetcher.use(unit)
         handle = UnshardHandle(unit)
         if async_op:
             return handle
@@ -116,12 +113,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         unit, context = self._fsdp_unit, context_of(self._fsdp_unit)
         unit.check_registrations()
         lost = unit.changed() if unit.is_gathered else None
-        unit.to_sharded()
-        if unit.is_gathered:
-            gathers = context.schedule.gathers
-            gathers.take_out_of_graphs(unit)
-            gathers.release(unit)
-            gathers.flush()
+        context.schedule.reshard(unit)
         if unit.is_offloaded:
             context.comm_context.finish_reading()
         if lost is not None:
@@ -143,9 +135,9 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         """Set the all-gather of this unit: ``comm``, with ``torch.distributed.fsdp``'s interface
         ``AllGather``. Call this on every rank, between iterations.
 
-        ``comm`` gathers into memory that it allocates. Parameters are views of memory that the
-        library allocates, so the result is copied, and the unit takes twice the memory meanwhile.
-        On a CPU no compute hides ``comm``. With a world size of 1 it is not called.
+        ``comm`` gathers into memory that it allocates, so the result is copied, and the unit takes
+        twice the memory meanwhile. On a CPU no compute hides ``comm``. With a world size of 1 it is
+        not called.
 
         Raises:
             ValueError: ranks hold shards of different sizes, the unit lies on several meshes, or
@@ -169,17 +161,15 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
                 "unit for each"
             )
         _check_shards_are_equal(unit, method)
-        _check_no_symmetric_memory(unit, method)
+        _check_exclusive(unit, method, "symmetric memory")
         unit.settings.comms = comms
         context_of(unit).require_lazy_init()
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Set whether this unit's full buffers and reduce inputs lie in memory that the backend of
-        its process groups allocates. It is registered with the groups of gathers and reductions, so
-        that NCCL can work on it without copies of its own, on NVSwitch by NVLink SHARP. Gradients
-        are summed then and divided after it, because NCCL takes means of them without that memory.
-        A buffer that is kept moves there when it was freed. Call this on every rank of the mesh,
-        between iterations.
+        its process groups allocates and registers, so that NCCL works on it without copies of its
+        own, on NVSwitch by NVLink SHARP. Gradients are summed, then divided. A buffer that is kept
+        moves there when it was freed. Call this on every rank of the mesh, between iterations.
 
         Raises:
             ValueError: the backend allocates none, or the unit has custom collectives, which work
@@ -187,13 +177,8 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         """
         unit = self._fsdp_unit
         if enable:
-            if unit.settings.comms != CustomComms():
-                raise ValueError(
-                    "set_allocate_memory_from_process_group_for_comm(True) on unit "
-                    f"{unit.name!r}, whose custom collectives work on memory that they allocate: "
-                    "allocate it there"
-                )
-            _check_no_symmetric_memory(unit, "set_allocate_memory_from_process_group_for_comm")
+            method = "set_allocate_memory_from_process_group_for_comm"
+            _check_exclusive(unit, method, "custom collectives", "symmetric memory")
             for bucket in unit.buckets:
                 mesh = bucket.mesh_info.mesh
                 check_memory(mesh.get_group(mesh.ndim - 1), bucket.mesh_info.device)
@@ -202,15 +187,13 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Use symmetric memory for this unit's all-gathers and reduce-scatters: memory that all
-        ranks of a process group have registered together. NCCL has faster collectives for it,
-        which take fewer of a GPU's cores or none. Call this on every rank of the mesh, between
-        iterations. There is no way back.
+        ranks of a process group have registered together, for which NCCL has faster collectives.
+        Call this on every rank of the mesh, between iterations. There is no way back.
 
-        Units on one mesh share this memory, one collective after the other. It has the size of the
-        largest full buffer, of the largest reduce input and of a shard of the latter, and is kept
-        while the context lives. What travels is copied there and back, on the lanes. A rank that
-        has no other to send to uses none. What neighbours keep and what travels between copies is
-        not moved there. Gradients are summed, then divided.
+        Units on one mesh share this memory: the largest full buffer, the largest reduce input and
+        a shard of it, kept while the context lives, with a copy there and back on the lanes. What
+        neighbours keep and collectives among replicas do not use it. Gradients are summed, then
+        divided.
 
         Raises:
             ValueError: there is no symmetric memory for this unit's process group and device,
@@ -218,17 +201,12 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
                 has custom collectives or memory of its process groups. Nothing was changed then.
         """
         unit, method = self._fsdp_unit, "set_symm_mem_for_comm"
-        settings = unit.settings
-        if settings.comms != CustomComms() or settings.uses_group_memory:
-            raise ValueError(
-                f"{method}() on unit {unit.name!r}, which has custom collectives or memory of its "
-                "process groups: use one of these and symmetric memory, not both"
-            )
+        _check_exclusive(unit, method, "custom collectives", "memory of its process groups")
         _check_shards_are_equal(unit, method)
         for bucket in unit.buckets:
             mesh = bucket.mesh_info.mesh
             use_symmetric_memory(backend, mesh.get_group(mesh.ndim - 1), bucket.mesh_info.device)
-        settings.uses_symmetric_memory = True
+        unit.settings.uses_symmetric_memory = True
         context_of(unit).require_lazy_init()
 
     def set_zero_stage(self, stage: int, *, recurse: bool = True) -> None:
@@ -322,9 +300,10 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         Edits of parameters after this call are waited for all the same. On a CPU there is nothing
         to wait for."""
         context = context_of(self._fsdp_unit)
-        context.schedule.gathers.wait_once_for(event, context.units)
+        context.comm_context.gather_lane.after_event(event)
+        context.schedule.prefetcher.wait_once_for_event(context.units)
         if context.shard_optimizer_over_replicas:
-            context.comm_context.copies_lane.after_event(event)
+            context.comm_context.all_reduce_lane.after_event(event)
 
     def reset_iter_state(self) -> None:
         """Reset the state of the iteration, as :meth:`FsdpContext.reset` does. This is its name in
@@ -347,7 +326,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         a copy of the model has none."""
         for unit in self._units(recurse):
             unit.settings.requires_gradient_sync = requires_gradient_sync
-            unit.settings.reduce_options.across_copies = requires_gradient_sync
+            unit.settings.reduce_options.all_reduce_grads = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether backward all-reduces gradients over replicas too, on a mesh ``(replicate,
@@ -355,7 +334,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         is gradient accumulation that communicates inside a node alone. ``.grad`` does not change
         until then. :meth:`set_requires_gradient_sync` sets this too."""
         for unit in self._units(recurse):
-            unit.settings.reduce_options.across_copies = requires_all_reduce
+            unit.settings.reduce_options.all_reduce_grads = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward is the last before the optimizer's step. At stage 1 of
@@ -401,10 +380,10 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
             ValueError: ``stream`` is given on a mesh ``(replicate, shard)``.
         """
         unit = self._fsdp_unit
-        if stream is not None and unit.has_copies:
+        if stream is not None and unit.has_replicas:
             raise ValueError(
                 "set_all_reduce_hook(stream=...) on a mesh (replicate, shard): the hook runs where "
-                "the reduction across copies does; leave stream out"
+                "the reduction over replicas does; leave stream out"
             )
         unit.settings.reduce_options.hook, unit.settings.reduce_options.hook_stream = hook, stream
 
@@ -572,17 +551,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
             plain = plain_class(type(module))
             memo[id(module)] = duplicate = plain.__new__(plain)
             duplicates.append(duplicate)
-        for bucket in unit.buckets:
-            # Not before, because attributes may lead to modules and other parameters.
-            for parameter, sharded in zip(
-                bucket.parameters, bucket.sharded_parameters, strict=True
-            ):
-                attributes = attributes_of(parameter) | attributes_of(sharded)
-                del attributes["_fsdp_owner"]
-                copied = memo[id(parameter)]
-                own = vars(tp_local_tensor(copied))  # of its class, if it has one of its own
-                given = {name: value for name, value in attributes.items() if name not in own}
-                vars(copied).update(deepcopy(given, memo))
+        _copy_attributes(unit, memo)  # not before: they may lead to modules and other parameters
         for module, duplicate in zip(originals, duplicates, strict=True):
             state = hooks.without_hooks(module.__getstate__())
             del state["_fsdp_unit"]
@@ -593,11 +562,15 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
             mesh_info = context.mesh_info_of(bucket.mesh_info.mesh)
             mesh_info.plans.place(duplicates, [bucket.plan])
             for item in bucket.owned:
-                result_mesh = _MeshInfo(mesh_info.mesh)
-                if (spmd := item.spmd) is not None:
-                    result_mesh = _MeshInfo(mesh_info.mesh, spmd.full.mesh, spmd.full)
-                meshes[memo[id(item.parameter)]] = _PlacementResult(
-                    result_mesh, Shard(item.cut_dim)
+                full = item.spmd.full if item.spmd is not None else None
+                # As FSDP2's ShardPlacementResult.
+                meshes[memo[id(item.parameter)]] = SimpleNamespace(
+                    mesh_info=SimpleNamespace(
+                        mesh=mesh_info.mesh,
+                        spmd_mesh=full and full.mesh,
+                        dp_mesh_dims=full,
+                    ),
+                    placement=Shard(item.cut_dim),
                 )
         copied_unit = make_unit(
             duplicates,
@@ -667,11 +640,8 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
 
 
 def _check_shards_are_equal(unit: Unit, method: str) -> None:
-    """Check that ranks hold equally much of ``unit``, for the method ``method``.
-
-    Raises:
-        ValueError: they do not.
-    """
+    """Raise ValueError if ranks hold different numbers of elements of ``unit``. ``method`` names
+    the caller."""
     for bucket in unit.buckets:
         if not bucket.plan.is_equal:
             raise ValueError(
@@ -681,17 +651,21 @@ def _check_shards_are_equal(unit: Unit, method: str) -> None:
             )
 
 
-def _check_no_symmetric_memory(unit: Unit, method: str) -> None:
-    """Check that ``unit`` may communicate in other memory, for the method ``method``.
-
-    Raises:
-        ValueError: it uses symmetric memory.
-    """
-    if unit.settings.uses_symmetric_memory:
-        raise ValueError(
-            f"{method}() on unit {unit.name!r}, which has set_symm_mem_for_comm(): use one of the "
-            "two, not both"
-        )
+def _check_exclusive(unit: Unit, method: str, *others: str) -> None:
+    """Raise ValueError if ``unit`` uses one of ``others``, which exclude what ``method`` sets."""
+    settings = unit.settings
+    used = {
+        "custom collectives": settings.comms != CustomComms(),
+        "memory of its process groups": settings.uses_group_memory,
+        "symmetric memory": settings.uses_symmetric_memory,
+    }
+    for other in others:
+        if used[other]:
+            allocate = ", or allocate it there" if other == "custom collectives" else ""
+            raise ValueError(
+                f"{method}() on unit {unit.name!r}, which uses {other} already: use one of the two "
+                f"and not both{allocate}"
+            )
 
 
 def _set_reshard_after_forward(unit: Unit, reshard_after_forward: bool | None) -> None:
@@ -731,16 +705,25 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
         if unit is None:
             raise ValueError(f"share_comm_ctx takes units, got a {type(module).__name__}")
         contexts.append(context_of(unit))
-    if contexts:
-        share_comm_context(contexts)
+    for context in contexts[1:]:
+        first = contexts[0]
+        if context.device != first.device:
+            raise ValueError(f"a context on {context.device} cannot use lanes on {first.device}")
+        if (
+            context.is_initialized
+            and context.comm_context.gather_lane is not first.comm_context.gather_lane
+        ):
+            raise RuntimeError(
+                "a context that has run has lanes of its own: call share_comm_ctx() before the "
+                "first forward"
+            )
+    for context in contexts[1:]:
+        context.comm_context.use_lanes_of(contexts[0].comm_context)
 
 
 def _check_apply(unit: Unit, fn: Any) -> None:
-    """Check that ``fn``, which ``_apply()`` is to call, leaves shards where they can be.
-
-    Raises:
-        RuntimeError: it does not.
-    """
+    """Raise RuntimeError if ``fn``, which ``_apply()`` is to call, would move or cast shards where
+    they cannot be."""
     has_run = context_of(unit).was_initialized
     for bucket in unit.buckets:
         with torch.no_grad():
@@ -779,6 +762,18 @@ def _copy_parameters(unit: Unit, memo: dict[int, Any]) -> set[nn.Parameter]:
     return kept
 
 
+def _copy_attributes(unit: Unit, memo: dict[int, Any]) -> None:
+    """Give the parameters in ``memo`` copies of the attributes that the unit's have."""
+    for bucket in unit.buckets:
+        for parameter, sharded in zip(bucket.parameters, bucket.sharded_parameters, strict=True):
+            attributes = attributes_of(parameter) | attributes_of(sharded)
+            del attributes["_fsdp_owner"]
+            copied = memo[id(parameter)]
+            own = vars(tp_local_tensor(copied))  # of its class, if it has one of its own
+            given = {name: value for name, value in attributes.items() if name not in own}
+            vars(copied).update(deepcopy(given, memo))
+
+
 @contextmanager
 def _hidden(buckets: Sequence[Bucket]) -> Iterator[None]:
     """Take the parameters of ``buckets`` out of their modules inside the ``with`` block."""
@@ -800,21 +795,6 @@ def _keeping_dtypes(
         return policy
     changes: Any = {"param_dtype_override_fn": lambda p: p.dtype if p in parameters else None}
     return replace(policy, **changes)
-
-
-@dataclass(frozen=True)
-class _MeshInfo:
-    mesh: DeviceMesh
-    spmd_mesh: DeviceMesh | None = None
-    dp_mesh_dims: SPMDMesh | None = None
-
-
-@dataclass(frozen=True)
-class _PlacementResult:
-    """A ``ShardPlacementResult``: over which mesh a parameter is sharded, and how."""
-
-    mesh_info: _MeshInfo
-    placement: Shard
 
 
 class FSDPState:

@@ -78,72 +78,45 @@ def fully_shard(
 ) -> FSDPModule | Sequence[FSDPModule]:
     """Make ``module`` a unit: shard its parameters, gradients and optimizer states over a mesh.
 
-    Call it on inner modules first, then on the module around them, with one context. A unit owns
-    the parameters of ``module``'s subtree that no inner unit owns. They become ``RaggedDTensor``
-    parameters, in place, or under the layout ``PerTensor()`` DTensors as FSDP2's are. A parameter
-    may be a DTensor already, over another dimension of the mesh, as tensor parallelism makes it.
-    It then lies over both dimensions, and compute sees the DTensor. Or it lies over all dimensions
-    of the mesh, of which ``dp_mesh_dims`` names those of data parallelism. Under ``PerTensor()``
-    its class may have FSDP2's ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``. Every rank must
-    hold the same values before, and must call this in the same order. A model that was built on
-    the meta device gets memory by ``model.to_empty(device=...)`` afterwards, and only for its
-    shards. If the layout keeps matrices whole, balance them over all units by
-    :meth:`FsdpContext.plan_layout` before, or by :func:`fully_shard_model`. Otherwise each call
-    places its unit given those before it.
+    Call it on inner modules first, then on the module around them, with one context, in the same
+    order on every rank, and with the same values on every rank. A unit owns the parameters of
+    ``module``'s subtree that no inner unit owns. They become ``RaggedDTensor`` parameters, in
+    place, or under the layout ``PerTensor()`` DTensors as FSDP2's are. If the layout keeps matrices
+    whole, balance them over all units by :meth:`FsdpContext.plan_layout` before, or by
+    :func:`fully_shard_model`; otherwise each call places its unit given those before it.
 
-    A list of modules, such as ``[norm, head]``, becomes one unit, and what they own travels
-    together. It is whole from the moment the first of them runs until each has run, and at the
-    longest until the outermost unit around them ends. Any of them may run several times, or alone
-    after the model's forward, as a head does that computes the loss in chunks: the unit is whole
-    already then.
+    A list of modules, such as ``[norm, head]``, becomes one unit. It is unsharded from the first of
+    them that runs until each has run, or the outermost unit around them ends.
 
     Args:
-        module: its parameters are sharded at rest; its forward sees them whole. The inputs of the
-            root are moved to the GPU, if the mesh is on GPUs. The host does not wait until inputs
-            in pinned memory are copied: do not overwrite them before the step is over. In a list, a
-            module that lies within another of the list adds nothing.
+        module: the module, or a list of modules. Inputs of the root are moved to the mesh's GPU
+            without waiting: do not overwrite pinned inputs before the step is over.
         ctx: what the units of one model share. Without it, the units of a tree share a context from
             the first forward of their root on.
-        mesh: the ranks that the unit is sharded over. It has one dimension, or two:
-            ``(replicate, shard)``. By default it is the mesh of ``ctx``, and all ranks if there is
-            no ``ctx`` either. An inner unit may have a mesh of its own, as experts have. Its
-            gradients are divided by the size of that mesh, unless
-            :meth:`FSDPModule.set_gradient_divide_factor` says otherwise.
-        reshard_after_forward: whether the full parameters are freed between forward and backward.
+        mesh: the ranks to shard over: one dimension, or two, ``(replicate, shard)``. By default the
+            mesh of ``ctx``, else all ranks. An inner unit may have its own, as experts have.
+        reshard_after_forward: whether to free the full parameters between forward and backward.
             ``None`` frees them in all units but the root, whose parameters backward needs first. A
-            number keeps them sharded among that many neighbouring ranks, usually the ranks of one
-            machine, and backward gathers them from there. So 1 keeps them whole, and the number of
-            all ranks frees them.
-        shard_placement_fn: gives some parameters a mesh of their own, by returning a
-            ``ShardPlacementResult``, as FSDP2's own take it. ``None`` and ``Shard(0)`` change
-            nothing: the context's ``layout`` decides where parameters are cut. Under
-            ``PerTensor()``, ``Shard(d)`` chooses the dimension.
-        mp_policy: the dtypes of compute, of the reduction, of inputs and of outputs. Sharded
-            parameters and their gradients keep the dtype they have. Without a ``reduce_dtype``,
-            gradients are reduced in the dtype of their parameter, and unsynchronized ones are
-            summed in it, as in torch 2.15. Older releases of FSDP2 use the dtype of compute.
-        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer states in the
-            host's memory. Shard are copied to the device when they are gathered. Gradients are
-            copied back when they are reduced, and backward ends when they have arrived. On a CPU
-            the policy changes nothing.
-        comm_policy: sends matrices, their gradients or both in few bits. By default they travel in
-            the dtypes of ``mp_policy``.
+            number keeps them sharded among that many neighbouring ranks, usually those of one
+            machine.
+        shard_placement_fn: gives parameters a mesh of their own, by a ``ShardPlacementResult`` as
+            in FSDP2, or under ``PerTensor()`` another dimension, by ``Shard(d)``. ``None`` and
+            ``Shard(0)`` change nothing.
+        mp_policy: the dtypes of compute, reduction, inputs and outputs. Without a ``reduce_dtype``
+            gradients are reduced, and unsynchronized ones summed, in the dtype of their parameter.
+        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer states on the
+            host. It changes nothing on a CPU.
+        comm_policy: sends matrices, their gradients or both in few bits.
         ignored_params: the parameters to leave as they are.
-        dp_mesh_dims: which dimensions of ``mesh`` to shard and to copy along, by name. Several of a
-            kind become one. ``mesh`` may have others, as those of tensor parallelism. Parameters
-            lie over all of it, with ``Replicate()`` along the named dimensions: as DTensors, or as
-            plain tensors that ``spmd_types`` has annotated. What autograd leaves on the latter is
-            summed over the other dimensions where the annotation is ``R``. A context made for such
-            units takes the named dimensions alone, as ``FsdpContext(mesh["dp"])``.
+        dp_mesh_dims: which dimensions of ``mesh`` to shard and to replicate along, by name.
+            Parameters lie over all of ``mesh``, replicated along these: as DTensors, or annotated
+            by ``spmd_types``. A context takes the named dimensions alone.
 
     Returns:
-        ``module`` itself. Its class, or the class of each module of a list, is now a subclass of
-        :class:`FSDPModule` too. A type checker knows the methods of what is returned and believes
-        everything else; after ``assert isinstance(module, FSDPModule)`` it knows both classes.
+        ``module``. Its class, or each module's of a list, now derives from :class:`FSDPModule`.
 
     Raises:
-        TypeError, ValueError: the module or a parameter cannot be sharded. Nothing was changed
-            then.
+        TypeError, ValueError: the module or a parameter cannot be sharded. Nothing was changed.
     """
     modules = _modules_of(module)
     classes = [_fsdp_class(type(each)) for each in modules]
@@ -359,21 +332,16 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
         for module in model.modules()
         for name in getattr(module, "_no_split_modules", ()) or ()
     }
-    users = _users_in(model)
+    users: Users = {}
+    for module in model.modules():
+        for used in _registered(module):
+            users.setdefault(used, set()).add(module)
     blocks = _outermost(model, users, lambda module: type(module).__name__ in classes)
     if not blocks:
         blocks = _outermost(model, users, lambda module: _is_listed(module, users))
     if not blocks:
         raise ValueError(_why_none(model, users, classes))
     return blocks
-
-
-def _users_in(model: nn.Module) -> Users:
-    users: Users = {}
-    for module in model.modules():
-        for used in _registered(module):
-            users.setdefault(used, set()).add(module)
-    return users
 
 
 def _registered(module: nn.Module) -> list[object]:
@@ -388,7 +356,12 @@ def _outermost(
     others."""
     blocks, seen = [], {model}
     for module in model.modules():
-        if module not in seen and is_wanted(module) and _can_be_unit(module, users):
+        if (
+            module not in seen
+            and is_wanted(module)
+            and next(module.parameters(), None) is not None
+            and not _shares(module, users)
+        ):
             blocks.append(module)
             seen.update(module.modules())
     return blocks
@@ -400,10 +373,6 @@ def _is_listed(module: nn.Module, users: Users) -> bool:
     return not isinstance(module, _CONTAINERS) and any(
         isinstance(user, nn.ModuleList) for user in users[module]
     )
-
-
-def _can_be_unit(module: nn.Module, users: Users) -> bool:
-    return any(True for _ in module.parameters()) and not _shares(module, users)
 
 
 def _shares(module: nn.Module, users: Users) -> bool:

@@ -135,7 +135,7 @@ profiler_enabled = torch._C._autograd._profiler_enabled
 
 @contextmanager
 def running_backwards_by(run: Callable[..., Any]) -> Iterator[None]:
-    """Has ``run(engine, *args, **kwargs)`` called for every backward within, where torch would call
+    """Call ``run(engine, *args, **kwargs)`` for every backward within, where torch would call
     ``engine(*args, **kwargs)``. No mode sees a backward begin and end."""
     engine: Any = autograd._engine_run_backward
     autograd._engine_run_backward = partial(run, engine)
@@ -234,7 +234,7 @@ allow_access = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", Non
 
 
 def allow_foreach(tensor_class: type[torch.Tensor]) -> None:
-    """Lets optimizers and clipping choose foreach and fused forms for tensors of this class."""
+    """Let optimizers and clipping choose foreach and fused forms for tensors of this class."""
     for types in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
         if tensor_class not in types:
             types.append(tensor_class)
@@ -244,7 +244,7 @@ def allow_foreach(tensor_class: type[torch.Tensor]) -> None:
 
 
 def keep_from_compile(function: Callable[..., Any], reason: str) -> None:
-    """Makes ``torch.compile`` end its graph before ``function`` and run it, and all that it calls,
+    """Make ``torch.compile`` end its graph before ``function`` and run it, and all that it calls,
     as they are. ``torch.compiler.disable()`` would import ``torch._dynamo``, half a second in every
     rank, and put two frames around every call."""
     skip = eval_frame._FrameAction.SKIP
@@ -255,7 +255,7 @@ def keep_from_compile(function: Callable[..., Any], reason: str) -> None:
 
 
 def refuse_tracing(reason: str) -> None:
-    """Makes ``torch.compile``, if it is what asks, run the function that it traces, and all that
+    """Make ``torch.compile``, if it is what asks, run the function that it traces, and all that
     this calls, as they are. With ``fullgraph=True`` the error is the user's."""
     dynamo: Any = sys.modules.get("torch._dynamo")
     if dynamo is not None and torch._guards.TracingContext.try_get() is not None:
@@ -274,7 +274,7 @@ hides the second behind a function of the same name. ``patching.py`` replaces al
 
 
 def teach_fully_shard(state_of: Callable[[Any], Any]) -> None:
-    """Makes FSDP2's ``fully_shard.state(module)`` give what ``state_of`` gives, unless ``None``."""
+    """Make FSDP2's ``fully_shard.state(module)`` give what ``state_of`` gives, unless ``None``."""
     torchs_fully_shard: Any = fully_shard
     torchs_state_of = torchs_fully_shard.state
 
@@ -287,7 +287,7 @@ def teach_fully_shard(state_of: Callable[[Any], Any]) -> None:
 
 
 def note_fully_sharded(module: nn.Module) -> None:
-    """Notes on ``module`` that ``fully_shard`` was called on it, where torch's other composable
+    """Note on ``module`` that ``fully_shard`` was called on it, where torch's other composable
     calls look. ``replicate()`` on a module around it leaves its parameters alone then."""
     module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
 
@@ -380,7 +380,7 @@ def make_group(
     timeout: timedelta,
     split_from: Any = None,
 ) -> dist.ProcessGroup:
-    """Makes a process group of ``ranks``, in this order. Only they take part in making it. NCCL
+    """Make a process group of ``ranks``, in this order. Only they take part in making it. NCCL
     splits its communicator from that of the backend ``split_from``, which connects the same
     ranks.
 
@@ -413,7 +413,7 @@ def make_group(
 
 
 def let_go_of_groups(mesh: DeviceMesh) -> None:
-    """Makes ``mesh`` forget its process groups. Otherwise it keeps them until Python ends."""
+    """Make ``mesh`` forget its process groups. Otherwise it keeps them until Python ends."""
     mesh._pg_registry.clear()
 
 
@@ -437,7 +437,7 @@ def teach_state_dicts(
 
 
 def register_device(name: str, module: ModuleType) -> None:
-    """Gives torch a device type ``name``. ``module`` is what ``torch.cuda`` is for CUDA."""
+    """Give torch a device type ``name``. ``module`` is what ``torch.cuda`` is for CUDA."""
 
     class Hooks(torch._C._acc.PrivateUse1Hooks):
         """What C++ asks about the device, as in a barrier."""

@@ -27,7 +27,11 @@ def train(name: str, layout: LayoutRule, prefetch: int) -> None:
 
 def parts(ctx: FsdpContext) -> list[torch.Tensor]:
     buckets = [bucket for unit in ctx.units for bucket in unit.buckets]
-    kept = [bucket.part._values for bucket in buckets if bucket.part is not None]
+    kept = [
+        bucket.post_forward_shard._values
+        for bucket in buckets
+        if bucket.post_forward_shard is not None
+    ]
     return [values for values in kept if values is not None]
 
 

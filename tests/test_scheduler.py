@@ -13,8 +13,8 @@ from unittest.mock import patch
 import pytest
 
 from fsdp_overlap.schedule.backward import Backward
-from fsdp_overlap.schedule.prefetch import Gathers
-from fsdp_overlap.schedule.reducer import Reductions
+from fsdp_overlap.schedule.prefetch import Prefetcher
+from fsdp_overlap.schedule.reducer import GradReducer
 from fsdp_overlap.schedule.scheduler import Schedule
 from support.schedule_model import (
     Action,
@@ -168,7 +168,7 @@ def every_unit(schedule: Schedule) -> list[Any]:
     ("owner", "method", "instead"),
     [
         (Schedule, "next_units", every_unit),
-        (Gathers, "_take_over", lambda _: None),
+        (Prefetcher, "_take_over", lambda _: None),
     ],
 )
 def test_what_is_wrong_after_a_step_is_found(
@@ -275,11 +275,11 @@ def forever(*_: object) -> bool:
         (Backward, "_walk_to_end", nothing, "ranks issue"),
         (Backward, "_advance_to_checkpoint", nothing, "ranks issue|gathered beside"),
         (Backward, "_leave", nothing, "gathered beside"),
-        (Gathers, "flush", nothing, "gathered beside"),
-        (Gathers, "finish_pass", nothing, "not released|gathered beside"),
-        (Gathers, "_make_room", nothing, "gathered beside"),
-        (Reductions, "_has_room", forever, "reduce inputs"),
-        (Reductions, "issue_rest", nothing, "ranks issue|is left|is not freed"),
+        (Prefetcher, "flush", nothing, "gathered beside"),
+        (Prefetcher, "finish_pass", nothing, "not released|gathered beside"),
+        (Prefetcher, "_make_room", nothing, "gathered beside"),
+        (GradReducer, "_has_room", forever, "reduce inputs"),
+        (GradReducer, "issue_rest", nothing, "ranks issue|is left|is not freed"),
     ],
 )
 def test_what_decides_wrongly_is_found(

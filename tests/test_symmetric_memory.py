@@ -168,7 +168,7 @@ def refused_together() -> None:
         ):
             model: Any = Trained.of("root only").model
             getattr(model, first)("NCCL" if first == "set_symm_mem_for_comm" else True)
-            with pytest.raises(ValueError, match="not both"):
+            with pytest.raises(ValueError, match="and not both"):
                 getattr(model, second)(argument)
         with pytest.raises(ValueError, match="use 'NCCL'"):
             Trained.of("root only").model.set_symm_mem_for_comm("CUDA")

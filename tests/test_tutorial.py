@@ -184,7 +184,7 @@ def _held(unit: Any, kind: str) -> str:
     if gradients is None:
         return "-"
     has_some = any(parameter.grad is not None for parameter in bucket.parameters)
-    return "W" if gradients.input.allocated or has_some else "-"
+    return "W" if gradients.reduce_scatter_input.allocated or has_some else "-"
 
 
 def test_the_picture_shows_what_ranks_hold(tmp_path: Path) -> None:

@@ -24,15 +24,16 @@ from fsdp_overlap.engine import comm_context
 from fsdp_overlap.engine.autograd import SavedForward, VersionCounters
 from fsdp_overlap.engine.comm_context import CommContext
 from fsdp_overlap.engine.grads import BucketGradients
-from fsdp_overlap.engine.hsdp import DividedShard, ReplicaReduction
+from fsdp_overlap.engine.hsdp import OuterShard, ReplicaReduction
 from fsdp_overlap.engine.mesh import MeshInfo
 from fsdp_overlap.engine.options import ReduceOptions
 from fsdp_overlap.engine.param_group import Bucket, D2HCopy
+from fsdp_overlap.fsdp_module import FSDPModule
 from fsdp_overlap.layout import TensorAtomic
 from fsdp_overlap.optim import Muon, clip_grad_norm_
 from fsdp_overlap.optim.exchange import Exchange
-from fsdp_overlap.schedule.prefetch import Gathers
-from fsdp_overlap.schedule.reducer import Reductions
+from fsdp_overlap.schedule.prefetch import Prefetcher
+from fsdp_overlap.schedule.reducer import GradReducer
 from fsdp_overlap.weights import WeightResharder, export, files
 from fsdp_overlap.weights.exchange import WeightExchange
 from support.defects import Defect
@@ -130,25 +131,30 @@ DEFECTS = [
     Defect(StreamLane, "free", "compute.wait_event(after)", UNEDITED),
     Defect(StreamLane, "free", "buffer.record_stream(compute)", UNEDITED),
     Defect(StreamLane, "free", " or buffer.keeps_storage", f"{UNEDITED} with storage kept", new=""),
-    Defect(Gathers, "begin_pass", "self._transfers.after_compute()", PLAIN),
-    Defect(Gathers, "_gather", "self._transfers.after_compute()", "an edit past the event"),
+    Defect(Prefetcher, "begin_pass", "self._comm.after_compute()", PLAIN),
+    Defect(Prefetcher, "_gather", "self._comm.after_compute()", "an edit past the event"),
     Defect(
-        Gathers,
+        Prefetcher,
         "_gather",
-        "unit.seen_version != version or ",
+        "state.synced_version != version or ",
         "an edit past the event",
         new="",
     ),
     Defect(
-        Gathers,
+        Prefetcher,
         "_gather",
         " or unit.is_gathered",
         "a kept parameter read beside the optimizer",
         new="",
     ),
-    Defect(Gathers, "before_step", "self._transfers.wait(unit)", "stepped twice"),
-    Defect(Gathers, "release", "self._transfers.mark_compute()", PLAIN, new="None"),
-    Defect(Gathers, "wait_once_for", "self._transfers.after_event(event)", SIDE),
+    Defect(Prefetcher, "before_step", "unit.wait()", "stepped twice"),
+    Defect(Prefetcher, "release", "self._comm.mark_compute()", PLAIN, new="None"),
+    Defect(
+        FSDPModule,
+        "set_post_optim_event",
+        "context.comm_context.gather_lane.after_event(event)",
+        SIDE,
+    ),
     Defect(Bucket, "wait", "self._ticket.wait()", PLAIN),
     Defect(Bucket, "free", "self._ticket.abandon()", "the model of unused parameters"),
     Defect(
@@ -158,7 +164,7 @@ DEFECTS = [
         "a backward that raised and a reset",
         new="self.free(lane, None)",
     ),
-    Defect(Bucket, "_gathered_shard", "self.divided.wait()", DIVIDED),
+    Defect(Bucket, "_gathered_shard", "self.outer_shard.wait()", DIVIDED),
     Defect(Bucket, "is_filled_by", "self.mesh_info.reading = ticket", OFFLOADED),
     Defect(
         comm_context,
@@ -167,7 +173,7 @@ DEFECTS = [
         IN_ONE,
         new=aside("received[0]", TOGETHER),
     ),
-    Defect(DividedShard, "gather", "lane.after_compute()", DIVIDED),
+    Defect(OuterShard, "gather", "lane.after_compute()", DIVIDED),
     Defect(ReplicaReduction, "start", "lane.after_compute()", COPIES),
     Defect(
         ReplicaReduction,
@@ -180,20 +186,20 @@ DEFECTS = [
     Defect(ReplicaReduction, "finish_before", "lane.after_ticket(ticket)", COPIES),
     Defect(BucketGradients, "reduce", "lane.after_compute()", PLAIN),
     Defect(BucketGradients, "reduce", "lane.after_compute()", "in pieces"),
-    Defect(Gathers, "_gather", "self._transfers.after_compute()", "stepped twice"),
+    Defect(Prefetcher, "_gather", "self._comm.after_compute()", "stepped twice"),
     Defect(CommContext, "finish", "ticket.wait()", PLAIN),
-    Defect(CommContext, "finish_sums", "copies.finish()", COPIES),
+    Defect(CommContext, "finish_all_reduces", "reduction.finish()", COPIES),
     Defect(
-        Reductions,
+        GradReducer,
         "_may_fill",
-        "if gradients.is_in_flight:",
+        "if gradients in self._reading:",
         "finalized by hand after two backwards",
         new="if False:",
     ),
     Defect(
-        Reductions,
+        GradReducer,
         "_ensure_input",
-        "while gradients.is_in_flight:",
+        "while gradients in self._reading:",
         "finalized by hand after two backwards",
         new="while False:",
     ),
@@ -276,8 +282,8 @@ DEFECTS = [
     Defect(stager, "_copy_remaining", "save.copy_remaining()", SAVED),
     Defect(
         CommContext,
-        "finish_putting_together",
-        "bucket.divided.wait()",
+        "wait_for_outer_shards",
+        "bucket.outer_shard.wait()",
         "an edit after a forward that raised over divided copies",
     ),
     Defect(MeshInfo, "finish_reading", "self.reading.wait_on_host()", OFFLOADED),

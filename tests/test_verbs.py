@@ -222,7 +222,7 @@ def chunks() -> None:
     first, second = (model._fsdp_unit.context for model in models)
     assert first.comm_context.gather_lane is second.comm_context.gather_lane
     assert first.comm_context.reduce_lane is second.comm_context.reduce_lane
-    assert first.comm_context.copies_lane is second.comm_context.copies_lane
+    assert first.comm_context.all_reduce_lane is second.comm_context.all_reduce_lane
     assert first.schedule is not second.schedule
     tokens = torch.arange(8).view(2, 4)
     for _ in range(2):

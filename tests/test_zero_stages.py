@@ -46,7 +46,7 @@ def poison(twins: Twins) -> None:
     for unit in twins.ctx.units:
         for bucket in unit.buckets:
             # A parameter without a gradient is not stepped, and stays fresh.
-            if bucket.is_gathered and not bucket.is_whole:
+            if bucket.is_gathered and not bucket.is_unsharded:
                 bucket.full.flat.fill_(torch.nan)
 
 
@@ -65,7 +65,7 @@ def train(stage: int, name: str, microbatches: int) -> list[list[torch.Tensor]]:
             accumulate(twins, batches, microbatches)
             twins.check_gradients()
             twins.step()
-            assert not any(unit.is_whole for unit in twins.ctx.units)
+            assert not any(unit.is_unsharded for unit in twins.ctx.units)
             poison(twins)
             SYNCS[sync](twins.ctx)
             twins.check_parameters()

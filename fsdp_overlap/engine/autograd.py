@@ -65,7 +65,7 @@ def is_in_backward() -> bool:
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:
-    """Has ``function`` called when the backward under way has run."""
+    """Have ``function`` called when the backward under way has run."""
     queue_callback(partial(_call, function))
 
 
@@ -221,11 +221,7 @@ class SavedForward:
         unit.wait()
 
     def check(self, tensor: torch.Tensor) -> None:
-        """Check that ``tensor`` may be read.
-
-        Raises:
-            RuntimeError: it lies in a full buffer of the unit, which is freed.
-        """
+        """Raise RuntimeError if ``tensor`` lies in a full buffer of the unit, which is freed."""
         unit = self.unit()
         if unit is None or unit.is_gathered or not any(map(unit.holds, inner_tensors(tensor))):
             return
@@ -288,8 +284,8 @@ class SavedTensors:
             self.under_way.append(None)  # the unit runs within its own forward
         if not torch.is_grad_enabled() or not unit.has_parameters:
             return
-        is_rerun = graph_task() != -1
-        if not is_rerun:
+        is_recompute = graph_task() != -1
+        if not is_recompute:
             self._forwards += 1
         hooks: Hooks | None = top_saved_tensors_default_hooks(True)
         is_looked_at = not self._forwards & (self._forwards - 1)
@@ -301,12 +297,12 @@ class SavedTensors:
         outer, others = _current_hooks()
         if others is not None:
             # The graph of the first forward reads what a checkpoint saves when it runs again.
-            is_tracked = not is_rerun
+            is_tracked = not is_recompute
         elif not unit.settings.unshard_in_backward:
             is_tracked = True
         if is_tracked and are_saved_tensors_hooks_enabled():
             forward = SavedForward(unit, schedule, others is not None)
-            forward.tells = is_looked_at and not is_rerun
+            forward.tells = is_looked_at and not is_recompute
             push_saved_tensors_hooks(partial(_pack, (*outer, forward), others), _unpack)
             self.under_way[-1:] = [forward]
             _adapt_torch(+1)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import chain
-from typing import Any, NoReturn
+from typing import NoReturn
 from weakref import WeakSet, ref
 
 import torch
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from fsdp_overlap.comm.collectives import Issued, gather_pieces
 from fsdp_overlap.comm.graphs import before_capture_or_replay, capture_under_way
 from fsdp_overlap.comm.lanes import Lane, Mark, Ticket, Travel, span
+from fsdp_overlap.desync.order_check import N_KINDS
 from fsdp_overlap.engine.grads import BucketGradients
 from fsdp_overlap.engine.hsdp import ReplicaReduction
 from fsdp_overlap.engine.mesh import MeshInfo
@@ -34,10 +35,10 @@ def gathers_of(unit: Unit) -> list[tuple[str, list[Bucket]]]:
     """Return what is to be gathered of a unit that is not whole: the name of each collective, and
     its buckets. A bucket that is asked to keep a part goes alone, because it may travel among other
     ranks than the rest."""
-    waiting = [bucket for bucket in unit.buckets if not bucket.is_whole]
+    waiting = [bucket for bucket in unit.buckets if not bucket.is_unsharded]
     together: dict[dist.ProcessGroup | Bucket, list[Bucket]] = {}
     for bucket in waiting:
-        key = bucket.groups.gather if bucket.part is None else bucket
+        key = bucket.groups.gather if bucket.post_forward_shard is None else bucket
         together.setdefault(key, []).append(bucket)
     return [
         (buckets[0].label if len(buckets) == 1 else unit.name, buckets)
@@ -92,9 +93,9 @@ def _issue(buckets: Sequence[Bucket]) -> Issued:
 
 # ---- What the schedule decided ----
 
-# If the host runs ahead: how many reductions across copies may be under way, beside those of reduce
+# If the host runs ahead: how many reductions over replicas may be under way, beside those of reduce
 # inputs that still travel.
-MAX_SUMS = 2
+MAX_ALL_REDUCES = 2
 
 
 class CommContext:
@@ -108,7 +109,7 @@ class CommContext:
         self,
         make_lane: Callable[[str], Lane],
         stats: Stats,
-        mesh_infos: Callable[[], Sequence[MeshInfo]],
+        mesh_infos: Callable[[], Iterable[MeshInfo]],
         units: Callable[[], Sequence[Unit]],
     ) -> None:
         self._make_lane = make_lane
@@ -116,103 +117,84 @@ class CommContext:
         self._mesh_infos = mesh_infos
         self._units = units
         self._use_lanes(make_lane("all_gather"), make_lane("reduce_scatter"))
-        self._copies_lane: Lane | None = None
-        self._across: deque[ReplicaReduction] = deque()
-        """The buckets' reductions across copies that are under way, oldest first."""
+        self._all_reduce_lane: Lane | None = None
+        self._all_reduces: deque[ReplicaReduction] = deque()
+        """The buckets' reductions over replicas that are under way, oldest first."""
 
     @property
-    def copies_lane(self) -> Lane:
+    def all_reduce_lane(self) -> Lane:
         """The lane of what travels between ranks with copies, on a mesh ``(replicate, shard)``."""
-        if self._copies_lane is None:
-            self._copies_lane = self._make_lane("all_reduce")
-        return self._copies_lane
+        if self._all_reduce_lane is None:
+            self._all_reduce_lane = self._make_lane("all_reduce")
+        return self._all_reduce_lane
 
     @property
     def lanes(self) -> list[Lane]:
         """The lanes that were made."""
         lanes = [self.gather_lane, self.reduce_lane]
-        return lanes if self._copies_lane is None else [*lanes, self._copies_lane]
+        return lanes if self._all_reduce_lane is None else [*lanes, self._all_reduce_lane]
 
     def use_lanes_of(self, other: CommContext) -> None:
-        """Communicates on the lanes of ``other``."""
+        """Communicate on the lanes of ``other``."""
         self._use_lanes(other.gather_lane, other.reduce_lane)
-        self._copies_lane = other.copies_lane
+        self._all_reduce_lane = other.all_reduce_lane
 
     def _use_lanes(self, gather: Lane, reduce: Lane) -> None:
         self.gather_lane = gather
         self.reduce_lane = reduce
         self.after_compute = gather.after_compute
-        self.after_event = gather.after_event
         self.mark_compute = gather.mark_compute
 
     is_profiled = staticmethod(profiler_enabled)
-
-    def span(self, kind: str, name: str) -> AbstractContextManager[Any]:
-        return span(kind, name)
+    span = staticmethod(span)
 
     # Full buffers
 
-    def gather(self, unit: Unit) -> None:
+    def gather(self, unit: interface.Unit) -> None:
+        assert isinstance(unit, Unit)
         stats = self._stats
         for label, buckets in unit.as_one or gathers_of(unit):
             for bucket in buckets:
-                bucket.mesh_info.note_gather(bucket)
+                order_check = bucket.mesh_info.order_check
+                order_check.note(bucket.index * N_KINDS, bucket, bucket.compute_dtype)
                 stats.all_gather_bytes += bucket.gathered_nbytes
                 if not bucket.full.allocated:
                     stats.count_full_buffer()
-                if bucket.divided is not None:
-                    bucket.divided.gather(self.copies_lane)
+                if bucket.outer_shard is not None:
+                    bucket.outer_shard.gather(self.all_reduce_lane)
             stats.all_gathers += 1
             gather(buckets, self.gather_lane, label)
 
-    def put_together(self, unit: Unit) -> None:
+    def gather_outer_shards(self, unit: interface.Unit) -> None:
+        assert isinstance(unit, Unit)
         for bucket in unit.buckets:
-            if bucket.divided is not None:
-                bucket.divided.gather(self.copies_lane)
+            if bucket.outer_shard is not None:
+                bucket.outer_shard.gather(self.all_reduce_lane)
 
-    def finish_putting_together(self, raised: bool) -> None:
+    def wait_for_outer_shards(self, raised: bool) -> None:
         for unit in self._units():
             for bucket in unit.buckets:
-                if bucket.divided is not None:
+                if bucket.outer_shard is not None:
                     with suppress(RuntimeError) if raised else nullcontext():
-                        bucket.divided.wait()
+                        bucket.outer_shard.wait()
 
-    def wait(self, unit: Unit) -> None:
-        for bucket in unit.buckets:
-            bucket.wait()
-
-    def free(self, unit: Unit, after: Mark, waits: bool = True) -> None:
+    def free(self, unit: interface.Unit, after: Mark, waits: bool = True) -> None:
+        assert isinstance(unit, Unit)
         for bucket in unit.buckets:
             if bucket.state is not BucketState.SHARDED:
                 if not bucket.full.keeps_storage:
                     self._stats.current_full_buffers -= 1
                 bucket.free(self.gather_lane, after, waits)
 
-    def drop_parts(self, unit: Unit) -> None:
-        for bucket in unit.buckets:
-            bucket.drop_part()
-
-    def forbid_old_graphs(self, unit: Unit) -> None:
-        # Graphs of modules that ran gather again.
-        inner = (m for each in unit.modules if id(each) in unit.left_out for m in each.modules())
+    def forbid_old_graphs(self, unit: interface.Unit, modules: Collection[int]) -> None:
+        assert isinstance(unit, Unit)
+        inner = (m for each in unit.modules if id(each) in modules for m in each.modules())
         tables = {id(module._parameters) for module in inner}
         for edits in unit.edits:
             edits.forbid_old_graphs(tables)
 
-    def to_unsharded(self, unit: Unit) -> None:
-        for bucket in unit.buckets:
-            bucket.module_info.to_unsharded(bucket.label)
-
-    def to_sharded(self, unit: Unit) -> None:
-        unit.shows_unsharded = False
-        for bucket in unit.buckets:
-            bucket.module_info.to_sharded()
-
-    def hook_gradients(self, unit: Unit) -> None:
-        unit.hook_gradients()
-
     def keep_storage(self, unit: Unit, keep: bool) -> None:
-        """Says whether full buffers of ``unit`` keep their memory while it is sharded."""
+        """Say whether full buffers of ``unit`` keep their memory while it is sharded."""
         for bucket in unit.buckets:
             bucket.full.keeps_storage = keep
             if not keep and bucket.full.allocated and not bucket.is_gathered:
@@ -221,52 +203,53 @@ class CommContext:
 
     # Gradients
 
-    def allocate_input(self, gradients: BucketGradients) -> None:
+    def allocate_input(self, gradients: interface.Gradients) -> None:
+        assert isinstance(gradients, BucketGradients)
         self._stats.count_reduce_input()
-        gradients.input.allocate()
+        gradients.reduce_scatter_input.allocate()
 
-    def absorb(self, gradients: BucketGradients, index: int) -> None:
-        gradients.absorb([index])
-
-    def absorb_all(self, gradients: BucketGradients) -> None:
-        gradients.absorb_all()
-
-    def reduce(self, gradients: BucketGradients) -> Ticket:
-        if self._across:
-            self._bound_sums()
+    def reduce(self, gradients: interface.Gradients) -> Ticket:
+        assert isinstance(gradients, BucketGradients)
+        if self._all_reduces:
+            self._bound_all_reduces()
         self._stats.reduce_scatters += 1
         self._stats.reduce_scatter_bytes += gradients.reduced_nbytes
-        bucket, across = gradients.bucket, gradients.goes_across
-        bucket.mesh_info.note_reduction(bucket, gradients.input.flat.dtype, across)
-        return gradients.reduce(self.reduce_lane, self.copies_lane if across else None)
+        bucket, across = gradients.bucket, gradients.all_reduces
+        mesh_info = bucket.mesh_info
+        mesh_info.has_reduced = True
+        code = bucket.index * N_KINDS + 1 + across
+        mesh_info.order_check.note(code, bucket, gradients.reduce_scatter_input.flat.dtype)
+        return gradients.reduce(self.reduce_lane, self.all_reduce_lane if across else None)
 
-    def finish(self, gradients: BucketGradients, ticket: Ticket) -> None:
+    def finish(self, gradients: interface.Gradients, ticket: interface.Ticket) -> None:
+        assert isinstance(gradients, BucketGradients)
         ticket.wait()
-        if gradients.copies is not None:
-            self._across.append(gradients.copies)
-            while self._across and self._across[0].is_done():
-                self._across.popleft().finish()  # lets go of what was sent
+        if gradients.replica_reduction is not None:
+            self._all_reduces.append(gradients.replica_reduction)
+            while self._all_reduces and self._all_reduces[0].is_done():
+                self._all_reduces.popleft().finish()  # lets go of what was sent
         self._stats.current_reduce_inputs -= 1
-        gradients.input.free()
+        gradients.reduce_scatter_input.free()
 
-    def finish_sums(self) -> None:
-        for copies in self._across:
-            copies.finish()
-        self._across.clear()
+    def finish_all_reduces(self) -> None:
+        for reduction in self._all_reduces:
+            reduction.finish()
+        self._all_reduces.clear()
 
-    def abandon(self, reductions: Iterable[tuple[BucketGradients, Ticket]]) -> None:
+    def abandon(self, reductions: Iterable[tuple[interface.Gradients, interface.Ticket]]) -> None:
         for gradients, ticket in reductions:
+            assert isinstance(gradients, BucketGradients)
             with suppress(RuntimeError):  # a collective failed
-                if gradients.copies is None:
+                if gradients.replica_reduction is None:
                     ticket.abandon()
                 ticket.wait()  # what the lane reads is about to be freed
-            if gradients.copies is not None:
-                # The reduction across copies is under way too, or began with the wait above, as it
+            if gradients.replica_reduction is not None:
+                # The reduction over replicas is under way too, or began with the wait above, as it
                 # may have on another rank.
-                self._across.append(gradients.copies)
-        for copies in self._across:
-            copies.abandon()
-        self._across.clear()
+                self._all_reduces.append(gradients.replica_reduction)
+        for reduction in self._all_reduces:
+            reduction.abandon()
+        self._all_reduces.clear()
 
     def finish_backward(self) -> None:
         agreed = {}
@@ -292,8 +275,8 @@ class CommContext:
             for gradients in unit.gradients:
                 if gradients.offloads:
                     gradients.offload()
-                if gradients.doubtful:
-                    gradients.settle_doubts(agreed[gradients.bucket.mesh_info])
+                if gradients.unused:
+                    gradients.accept_unused(agreed[gradients.bucket.mesh_info])
 
     def finish_reading(self) -> None:
         """Block the host until offloaded shards may be edited."""
@@ -303,35 +286,31 @@ class CommContext:
     def wait_for_lanes(self) -> None:
         """Make compute wait for all that lanes still read and write. After an error nobody else
         waits for it."""
-        for lane in self._lanes():
+        for lane in self.lanes:
             lane.before_compute()
 
     def let_lanes_wait(self) -> None:
         """Make all lanes wait for the compute enqueued so far."""
-        for lane in self._lanes():
+        for lane in self.lanes:
             lane.after_compute()
 
     def note_replay(self) -> None:
         """Make all lanes wait for the graph that was just enqueued, and count it."""
-        for lane in self._lanes():
+        for lane in self.lanes:
             lane.after_replay()
 
     def begin_capture(self) -> None:
         """Take all lanes into the capture of a graph that compute is in. Their memory then comes
         from the graph's pool."""
         self.let_lanes_wait()
-        for lane in self._lanes():
+        for lane in self.lanes:
             lane.set_captured(True)
 
     def end_capture(self) -> None:
         """Take all lanes out of the capture, which waits for all that was enqueued there."""
-        for lane in self._lanes():
+        for lane in self.lanes:
             lane.set_captured(False)
         self.wait_for_lanes()
-
-    def _lanes(self) -> list[Lane]:
-        lanes = self.gather_lane, self.reduce_lane, self._copies_lane
-        return [lane for lane in lanes if lane is not None]
 
     def rest(self) -> None:
         """Bring every unit to rest, from any state. The schedule must have dropped everything."""
@@ -342,12 +321,12 @@ class CommContext:
         )
         self._stats.current_reduce_inputs = 0
 
-    def _bound_sums(self) -> None:
-        """Limits the reductions across copies that are under way, before one more is issued. A host
+    def _bound_all_reduces(self) -> None:
+        """Limit the reductions over replicas that are under way, before one more is issued. A host
         that runs ahead may see none of them end. What each of them reads would then be kept until
         the end of backward."""
-        while self.reduce_lane.runs_ahead and len(self._across) > MAX_SUMS:
-            self._across.popleft().finish_before(self.reduce_lane)
+        while self.reduce_lane.runs_ahead and len(self._all_reduces) > MAX_ALL_REDUCES:
+            self._all_reduces.popleft().finish_before(self.reduce_lane)
 
 
 # ---- CUDA graphs: Note [captured steps] ----
@@ -360,7 +339,7 @@ class CapturedSteps:
     def __init__(
         self,
         units: Callable[[], Sequence[Unit]],
-        mesh_infos: Callable[[], Sequence[MeshInfo]],
+        mesh_infos: Callable[[], Iterable[MeshInfo]],
         parts: Callable[[], tuple[Schedule, CommContext] | None],
     ) -> None:
         self._units = units
@@ -434,7 +413,7 @@ class CapturedSteps:
             parts = self._parts()
             assert parts is not None
             for each in self._units():
-                each.mark_stale()  # divided shards are put together in every replay
+                each.mark_stale()  # outer shards are gathered in every replay
             parts[1].begin_capture()
             self.is_under_way = True
 

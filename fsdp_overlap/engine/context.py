@@ -22,10 +22,15 @@ from fsdp_overlap.desync.monitor import DesyncMonitor
 from fsdp_overlap.engine import autograd
 from fsdp_overlap.engine.checks import compare_plans, verify_params_across_ranks
 from fsdp_overlap.engine.comm_context import CapturedSteps, CommContext
-from fsdp_overlap.engine.grads import BucketGradients
-from fsdp_overlap.engine.mesh import MeshInfo, MeshInfos, check_mesh, default_mesh, plan_together
+from fsdp_overlap.engine.mesh import (
+    LayoutRegistry,
+    MeshInfo,
+    check_mesh,
+    default_mesh,
+    rollback_on_error,
+)
 from fsdp_overlap.engine.param_group import sync_grad_dtypes
-from fsdp_overlap.engine.unit import Uncompared, Unit, Units, name_units, unit_names, unit_of
+from fsdp_overlap.engine.unit import Uncompared, Unit, name_units, unit_names, unit_of
 from fsdp_overlap.layout import Flat, LayoutRule
 from fsdp_overlap.schedule.reducer import MAX_INPUTS
 from fsdp_overlap.schedule.scheduler import Schedule
@@ -168,45 +173,41 @@ class FsdpContext:
     """Owns what the units of one model share. Give the same context to every :func:`fully_shard`.
 
     Args:
-        mesh: the device mesh to shard over. It has one dimension, or two, ``(replicate, shard)``:
-            parameters are sharded along the second and copied along the first. By default it has
-            one dimension over all ranks. A unit may have a mesh of its own (:func:`fully_shard`).
+        mesh: the device mesh to shard over, of one dimension, or of two, ``(replicate, shard)``. By
+            default it has one dimension over all ranks. A unit may have a mesh of its own.
         prefetch: how many all-gathers are enqueued ahead of use, and so how many full buffers exist
             beside those in use. 2 may gain where heavy and light units take turns, as experts do.
             0 takes the least memory, also for reductions, and hides almost nothing on a CPU.
-        separate_reduce_scatter_group: whether reduce-scatters get a process group of their own. If
-            they share one with the all-gathers, both run one after the other.
+        separate_reduce_scatter_group: whether reduce-scatters get a process group of their own.
+            Otherwise they and the all-gathers run one after the other.
         layout: where parameters may be cut: ``Flat()`` anywhere, ``BlockAtomic(rows=...)`` between
-            rows, ``TensorAtomic()`` in no matrix, ``PerTensor()`` as FSDP2 does. It may also be a
-            function that returns one of these for ``(fqn, spec)``: the parameter's name in its
-            unit, and its :class:`~fsdp_overlap.layout.ParamSpec`.
+            rows, ``TensorAtomic()`` in no matrix, ``PerTensor()`` as FSDP2 does; or a function that
+            returns one of these for ``(fqn, spec)``: the parameter's name in its unit, and its
+            :class:`~fsdp_overlap.layout.ParamSpec`.
         validate_layouts: whether ranks compare their plans under every layout.
-        shard_optimizer_over_replicas: on a mesh ``(replicate, shard)``, whether the ranks that
-            hold copies of a shard divide its parameters, gradients and optimizer states among
-            them. They put the shard together once after each step, in the dtype of compute.
-            Optimizer states then take as little memory as on a mesh of one dimension over all
-            ranks, and all-gathers still run along the second dimension.
+        shard_optimizer_over_replicas: on a mesh ``(replicate, shard)``, whether to shard
+            parameters, gradients and optimizer states over replicas too. Shards are gathered among
+            replicas once after each step, in the dtype of compute, and all-gathers still run along
+            the second dimension.
         sync_module_states: whether all ranks take the parameters and buffers of the first rank of a
-            unit's mesh. Then only that rank must have seeded or loaded the model.
-            :func:`fully_shard` is collective then, and overwrites what the other ranks hold. It
-            needs memory for one more whole parameter on the device of the mesh, if the module is
-            not there. Without this option all ranks must hold the same values. They compare them
-            at the first forward.
+            unit's mesh. :func:`fully_shard` is collective then, and needs memory for one more whole
+            parameter if the module is not on the mesh's device. Otherwise ranks compare their
+            values at the first forward.
         groups: the process groups that collectives run on. :class:`MeshGroups` for the mesh of the
-            context, or a mapping from meshes to them, for units with meshes of their own.
+            context, or a mapping from meshes to them.
         pg_options: options of the backend, by lane (``"all_gather"``, ``"reduce_scatter"``,
-            ``"all_reduce"``), for groups that the library makes. By default these have the options
-            of the mesh's groups. Contexts that are given the same object share a group.
+            ``"all_reduce"``), for groups that the library makes; by default those of the mesh's
+            groups. Contexts that are given the same object share a group.
         hang_timeout: on a device with streams, the seconds after which ranks that do not move say
-            where they stand. See :class:`~fsdp_overlap.desync.monitor.DesyncMonitor`. ``None``:
-            nobody looks, and the backend's timeout ends a hang.
+            where they stand (:class:`~fsdp_overlap.desync.monitor.DesyncMonitor`). ``None``: the
+            backend's timeout ends a hang.
 
     Streams, groups and events are made at first use.
 
     Raises:
-        TypeError: ``groups`` or ``pg_options`` are none.
-        ValueError: parameters cannot be sharded over the mesh (it may have more than two
-            dimensions, for example), ``prefetch`` is negative, or a group does not suit its mesh.
+        TypeError: ``groups`` or ``pg_options`` has an unsupported type.
+        ValueError: parameters cannot be sharded over the mesh, ``prefetch`` is negative, or a group
+            does not suit its mesh.
     """
 
     def __init__(
@@ -243,17 +244,15 @@ class FsdpContext:
         self._groups = GroupCache(separate_reduce_scatter_group, given, pg_options)
         if pg_options:
             self._groups.check_options(self.mesh)
-        # MeshInfos refer to faults, so faults refer to meshes weakly. Without a reference cycle,
-        # groups are freed together with the context, and not when Python next collects cycles.
-        self._units = Units()
-        self._mesh_infos = MeshInfos(
-            layout, self._groups, self._stats, shard_optimizer_over_replicas
-        )
-        mesh_infos = weakref.ref(self._mesh_infos)
-        self.faults = Faults(lambda: found.all() if (found := mesh_infos()) else (), self._groups)
+        self._refs: list[weakref.ref[Unit]] = []
+        """The units by index. They are not kept alive."""
+        self._mesh_infos: dict[DeviceMesh, MeshInfo] = {}
+        # What the context has does not refer to it. Without a reference cycle, groups are freed
+        # together with the context, and not when Python next collects cycles.
+        me = weakref.ref(self)
+        self.faults = Faults(lambda: own.mesh_infos if (own := me()) else (), self._groups)
         self._groups.watchdog = weakref.ref(self.faults)
-        self._toggled: weakref.WeakSet[Unit] = weakref.WeakSet()
-        """Units whose trainability has changed since the last backward began."""
+        self.toggled: weakref.WeakSet[Unit] = weakref.WeakSet()
         self.uncompared: Uncompared = []
         self.hang_timeout = hang_timeout
         self._monitor: DesyncMonitor | None = None
@@ -268,7 +267,7 @@ class FsdpContext:
         duplicate = FsdpContext(
             self.mesh,
             prefetch=self.prefetch,
-            separate_reduce_scatter_group=self.separates_groups,
+            separate_reduce_scatter_group=self._groups.separate,
             layout=self.layout,
             validate_layouts=self.validate_layouts,
             shard_optimizer_over_replicas=self.shard_optimizer_over_replicas,
@@ -289,14 +288,9 @@ class FsdpContext:
             self._mesh,
             self.layout,
             self.prefetch,
-            self.separates_groups,
+            self._groups.separate,
             [name.replace("_", " ") for name in flags if getattr(self, name)],
         )
-
-    @property
-    def separates_groups(self) -> bool:
-        """Whether reduce-scatters get a process group of their own."""
-        return self._groups.separate
 
     @cached_property
     def mesh(self) -> DeviceMesh:
@@ -330,7 +324,7 @@ class FsdpContext:
     def mesh_infos(self) -> list[MeshInfo]:
         """The :class:`MeshInfo` of each mesh that units are sharded over, in the order of their
         first units."""
-        return self._mesh_infos.all()
+        return [*self._mesh_infos.values()]
 
     def mesh_info_of(self, mesh: DeviceMesh) -> MeshInfo:
         """Return the :class:`MeshInfo` of ``mesh``.
@@ -338,7 +332,23 @@ class FsdpContext:
         Raises:
             ValueError: parameters cannot be sharded over the mesh, or it is of another device.
         """
-        return self._mesh_infos.of(mesh, self.device, self.faults)
+        mesh_info = self._mesh_infos.get(mesh)
+        if mesh_info is None:
+            if mesh.device_type != self.device.type:
+                raise ValueError(
+                    f"{mesh} is a mesh of {mesh.device_type}, the context's of {self.device.type}; "
+                    "use one context for each"
+                )
+            mesh_info = self._mesh_infos[mesh] = MeshInfo(
+                mesh,
+                self.device,
+                self.layout,
+                self._groups,
+                self.faults,
+                self._stats,
+                self.shard_optimizer_over_replicas,
+            )
+        return mesh_info
 
     @cached_property
     def comm_context(self) -> CommContext:
@@ -347,8 +357,8 @@ class FsdpContext:
         return CommContext(
             lambda name: make_lane(name, device),
             self._stats,
-            self._mesh_infos.all,
-            self._units.existing,
+            self._mesh_infos.values,
+            partial(_existing, self._refs),
         )
 
     @property
@@ -363,12 +373,12 @@ class FsdpContext:
             self.comm_context,
             autograd,
             self._stats,
-            self._units.refs,
-            self._units.existing,
+            self._refs,
+            partial(_existing, self._refs),
             self.prefetch,
             self.max_reduce_inputs,
             self.shard_optimizer_over_replicas,
-            partial(_before_backward, self._toggled, self.captured_steps, self.device),
+            partial(_before_backward, self.toggled, self.captured_steps, self.device),
         )
 
     @cached_property
@@ -382,7 +392,8 @@ class FsdpContext:
                 return None
             return context.schedule, context.comm_context
 
-        return CapturedSteps(self._units.existing, self._mesh_infos.all, parts)
+        units = partial(_existing, self._refs)
+        return CapturedSteps(units, self._mesh_infos.values, parts)
 
     def join_capture(self, unit: Unit | None = None) -> None:
         """If a graph is captured, makes ``unit``, by default the first of a pass, part of it.
@@ -394,14 +405,6 @@ class FsdpContext:
             first = unit or next(iter(self.schedule.predicted_units()), None)
             if first is not None:
                 self.captured_steps.join(first)
-
-    def trainability_changed(self, unit: Unit) -> None:
-        """``requires_grad`` of a parameter of ``unit`` was set."""
-        self._toggled.add(unit)
-
-    def gradient_arrived(self, unit: Unit, gradients: BucketGradients, index: int) -> None:
-        """Autograd accumulated into the unsharded parameter ``index`` of a bucket of ``unit``."""
-        self.schedule.gradient_arrived(unit, gradients, index)
 
     def plan_layout(
         self,
@@ -422,29 +425,40 @@ class FsdpContext:
             ValueError: a module is a unit already, was planned before, or is named twice. Nothing
                 is planned then.
         """
-        meshes = meshes or {}
         lists = [[unit] if isinstance(unit, nn.Module) else list(unit) for unit in units]
-        plan_together(
-            lists,
-            lambda first: self.mesh_info_of(meshes.get(first, self.mesh)).plans,
-            [mesh_info.plans for mesh_info in self.mesh_infos],
-            ignored_params,
-        )
+        modules = [module for members in lists for module in members]
+        made = [mesh_info.plans for mesh_info in self.mesh_infos]
+        for module in modules:
+            if unit_of(module) is not None or any(plans.has(module) for plans in made):
+                raise ValueError(
+                    f"{type(module).__name__} is a unit or was planned already: call plan_layout() "
+                    "once, before fully_shard()"
+                )
+        if len(set(modules)) != len(modules):
+            raise ValueError("plan_layout() was given a module twice; name each unit once")
+        by_plans: dict[LayoutRegistry, list[list[nn.Module]]] = {}
+        for members in lists:
+            mesh = (meshes or {}).get(members[0], self.mesh)
+            by_plans.setdefault(self.mesh_info_of(mesh).plans, []).append(members)
+        with rollback_on_error(by_plans):
+            for plans, planned in by_plans.items():
+                plans.plan(planned, ignored_params, set(modules))
 
     # Units
 
     @property
     def units(self) -> list[Unit]:
         """The units that still exist, in the order of their :func:`fully_shard` calls."""
-        return self._units.existing()
+        return _existing(self._refs)
 
     def register(self, unit: Unit) -> int:
-        """Take ``unit`` in and returns its index, the same on every rank."""
-        index = self._units.add(unit)
+        """Take ``unit`` in and return its index, the same on every rank."""
+        self._refs.append(weakref.ref(unit))
         for bucket in unit.buckets:
+            bucket.edits.unit = self._refs[-1]
             bucket.join(self.mesh_info_of(bucket.mesh_info.mesh))
         self.is_initialized = False
-        return index
+        return len(self._refs) - 1
 
     def lazy_init(self) -> None:
         """Complete the context before a forward. It takes in the units of the tree that were given
@@ -522,7 +536,7 @@ class FsdpContext:
 
     def sync_max_reduce_inputs(self) -> None:
         if self.has_schedule:
-            self.schedule.reductions.max_inputs = self.max_reduce_inputs
+            self.schedule.reducer.max_inputs = self.max_reduce_inputs
 
     # Full buffers that are kept between steps
 
@@ -541,7 +555,7 @@ class FsdpContext:
         self.schedule.start_param_sync()
 
     def finish_param_sync(self) -> None:
-        """Do :meth:`start_param_sync`, and makes compute wait for all full buffers."""
+        """Do :meth:`start_param_sync`, and make compute wait for all full buffers."""
         self.lazy_init()
         self.join_capture()
         self.schedule.finish_param_sync()
@@ -588,6 +602,10 @@ class FsdpContext:
         self.uncompared.clear()
 
 
+def _existing(refs: Sequence[weakref.ref[Unit]]) -> list[Unit]:
+    return [unit for ref in refs if (unit := ref()) is not None]
+
+
 def _before_backward(
     toggled: weakref.WeakSet[Unit], captured: CapturedSteps, device: torch.device
 ) -> None:
@@ -602,29 +620,3 @@ def context_of(unit: Unit) -> FsdpContext:
     context = unit.context
     assert isinstance(context, FsdpContext)
     return context
-
-
-# ---- Shared lanes ----
-
-
-def share_comm_context(contexts: Sequence[FsdpContext]) -> None:
-    """Make all ``contexts`` communicate on the lanes of the first.
-
-    Raises:
-        ValueError: they compute on different devices. Nothing was changed then.
-        RuntimeError: one has run already, on lanes of its own. Nothing was changed then.
-    """
-    first, *others = contexts
-    for context in others:
-        if context.device != first.device:
-            raise ValueError(f"a context on {context.device} cannot use lanes on {first.device}")
-        if (
-            context.is_initialized
-            and context.comm_context.gather_lane is not first.comm_context.gather_lane
-        ):
-            raise RuntimeError(
-                "a context that has run has lanes of its own: call share_comm_ctx() before the "
-                "first forward"
-            )
-    for context in others:
-        context.comm_context.use_lanes_of(first.comm_context)

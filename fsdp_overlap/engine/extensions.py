@@ -138,9 +138,7 @@ class ExtensionBucket(Bucket):
         )
 
     def materialize(self, device: torch.device) -> None:
-        memory = self.full.memory
         self.allocate(device, self.sharded_parameters)
-        self.full.memory = memory
         self.give_memory()
 
     @property
@@ -193,7 +191,7 @@ class ExtensionBucket(Bucket):
 
     @torch.no_grad()
     def make_unsharded(self) -> bool:
-        """Gather once, and makes the unsharded parameters of that.
+        """Gather once, and make the unsharded parameters of that.
 
         Raises:
             TypeError: a parameter has not the two methods.
@@ -235,11 +233,8 @@ class ExtensionBucket(Bucket):
         return True
 
     def _compare(self, inputs: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Check that all ranks send the same sizes. Collective over the mesh.
-
-        Raises:
-            RuntimeError: they do not, on every rank.
-        """
+        """Raise RuntimeError, on every rank, if ranks send different sizes. Collective over the
+        mesh."""
         facts = repr([[(each.shape, each.dtype) for each in tensors] for tensors in inputs])
         mine = [START, hash_of(facts.encode()), 0]
         for group in self.mesh_info.groups_to_ask:

@@ -103,16 +103,12 @@ def _begin_forward(unit: Unit, module: nn.Module, context: FsdpContext) -> None:
     unit.to_unsharded()
     if torch.is_grad_enabled() and unit.unowned.is_due():
         _check_all_are_owned(unit)
-    if (id(module), module.training) not in unit.compared and _compares(context):
+    mode = id(module), module.training
+    if mode not in unit.compared and not context.captured_steps.is_under_way:
         for edits in unit.edits:
             edits.begin_comparison()
         unit.saved_tensors.look_again()
     unit.saved_tensors.begin(unit, context.schedule)
-
-
-def _compares(context: FsdpContext) -> bool:
-    """Return whether the host may read what a comparison finds."""
-    return not context.captured_steps.is_under_way
 
 
 def _check_all_are_owned(unit: Unit) -> None:
@@ -152,17 +148,18 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
     error = _error_of_forward(handled) if output is None else None
     raised = error is not None
     if not raised:
+        mode = id(module), module.training
         if (lost := unit.changed()) is not None:
             error = RuntimeError(lost)
-        elif (id(module), module.training) not in unit.compared and _compares(context):
-            unit.compared.add((id(module), module.training))
+        elif mode not in unit.compared and not context.captured_steps.is_under_way:
+            unit.compared.add(mode)
             for edits in unit.edits:
                 edits.end_comparison(context.uncompared)
     if profiler_enabled():
         with span("post_forward", unit.name):
-            call = _end_forward(unit, module, schedule, raised)
+            call = schedule.after_forward(unit, id(module), raised)
     else:
-        call = _end_forward(unit, module, schedule, raised)
+        call = schedule.after_forward(unit, id(module), raised)
     if error is not None or context.uncompared:
         error = _error_to_raise(unit, context, error)
     # With gradients a backward may follow, and its end waits for offloaded shards to be read.
@@ -203,12 +200,6 @@ def _error_of_forward(handled: TracebackType | None) -> BaseException | None:
     too: ``handled`` is the traceback of that, from before the forward. An error that is raised
     again gets a new traceback."""
     return None if sys.exc_info()[2] is handled else sys.exception()
-
-
-def _end_forward(unit: Unit, module: nn.Module, schedule: Schedule, raised: bool) -> Call | None:
-    if unit.is_list and not is_in_backward():
-        unit.module_ran(module)
-    return schedule.after_forward(unit, raised)
 
 
 def _error_to_raise(

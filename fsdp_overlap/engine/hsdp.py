@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from operator import or_
 from typing import Protocol
 from weakref import ref
 
@@ -54,7 +53,7 @@ class PostForwardShard:
         return self._values is not None and self._version == version
 
     def all_gather(self, full: torch.Tensor) -> Issued:
-        """Fills ``full`` from the neighbours' parts. Collective over the neighbours."""
+        """Fill ``full`` from the neighbours' parts. Collective over the neighbours."""
         assert self._values is not None
         return self._collectives.all_gather(full, self._values, self.plan, alive(self._group))
 
@@ -88,7 +87,7 @@ class Replicated(Protocol):
     compute_dtype: torch.dtype
     is_meta: bool
     groups: LaneGroups
-    divided: DividedShard | None
+    outer_shard: OuterShard | None
 
     @property
     def parameters(self) -> Sequence[torch.Tensor]: ...
@@ -98,7 +97,7 @@ class Replicated(Protocol):
     def device(self) -> torch.device: ...
 
 
-class DividedShard:
+class OuterShard:
     """A shard that the ranks with copies of it divide: each rank keeps a part, which its optimizer
     steps.
 
@@ -112,8 +111,8 @@ class DividedShard:
         self.bucket: Replicated = weakref.proxy(bucket)  # which owns this object
         group = bucket.groups.across
         assert group is not None
-        first = mesh_info.shard_rank * mesh_info.copies
-        numels = bucket.plan.shard_numels[first : first + mesh_info.copies]
+        first = mesh_info.shard_rank * mesh_info.num_replicas
+        numels = bucket.plan.shard_numels[first : first + mesh_info.num_replicas]
         self.plan = plan = BucketPlan((), (), numels)
         self.collectives = choose(mesh_info.device_type, group, plan)
         self.whole = FlatBuffer(plan, bucket.compute_dtype, bucket.device)
@@ -175,7 +174,7 @@ class ReplicaReduction:
 
     The gradients were reduced among shards before. They travel at once, or wait here while later
     backwards add to them. Each rank gets all of them, or its part if the shard is a
-    :class:`DividedShard`. ``filled`` says which parameters have a gradient in what waits here.
+    :class:`OuterShard`.
     """
 
     def __init__(self, bucket: Replicated) -> None:
@@ -184,29 +183,17 @@ class ReplicaReduction:
         # Each ticket with the tensor that is reduced. The tensor's memory belongs to the lane of
         # reduce-scatters, which must not use it anew meanwhile.
         self._in_flight: list[tuple[Ticket, torch.Tensor]] = []
-        self.filled = [False] * len(bucket.parameters)
 
     def keep(self, mean: torch.Tensor) -> None:
         """Add ``mean``, the result of a reduction among shards, to what waits for
         :meth:`start`."""
         self._waiting = mean if self._waiting is None else self._waiting.add_(mean)
 
-    def keep_filled(self, filled: Sequence[bool]) -> None:
-        """Note for which parameters :meth:`keep` will get a gradient."""
-        self.filled = list(map(or_, self.filled, filled))
-
-    def take_filled(self, filled: Sequence[bool]) -> list[bool]:
-        """Return which parameters have a gradient in what :meth:`start` will reduce: those that
-        are ``filled``, and those noted by :meth:`keep_filled`. Forget these notes."""
-        self.keep_filled(filled)
-        taken, self.filled = self.filled, [False] * len(filled)
-        return taken
-
     def start(self, lane: Lane, divisor: float | None, accept: Accept, mean: torch.Tensor) -> None:
         """Enqueue the reduction of the sum of ``mean`` and what waits. ``accept`` gets the result.
         Collective over the copies."""
         self.keep(mean)
-        group, divided = self.bucket.groups.across, self.bucket.divided
+        group, divided = self.bucket.groups.across, self.bucket.outer_shard
         total, self._waiting = self._waiting, None
         assert group is not None
         assert total is not None
@@ -250,4 +237,3 @@ class ReplicaReduction:
         """Forget everything."""
         self._waiting = None
         self._in_flight.clear()
-        self.filled = [False] * len(self.filled)

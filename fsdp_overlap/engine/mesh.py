@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from operator import or_
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from fsdp_overlap.comm.process_groups import (
 from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.comm.symmetric_memory import SymmetricMemory
 from fsdp_overlap.desync.faults import Faults
-from fsdp_overlap.desync.order_check import N_KINDS, OrderCheck, Subject
+from fsdp_overlap.desync.order_check import OrderCheck, Subject
 from fsdp_overlap.engine.param import ParamInfo, concatenate_meshes, kind_of, owned_parameters
 from fsdp_overlap.layout import BucketPlan, LayoutRule, ParamSpec, Plan
 from fsdp_overlap.layout.pieces import in_pieces
@@ -43,11 +43,8 @@ from fsdp_overlap.torch_internals import DTensorSpec
 
 
 def default_mesh() -> DeviceMesh:
-    """Return a mesh of one dimension over all ranks.
-
-    Raises:
-        RuntimeError: ``torch.distributed`` is not initialized.
-    """
+    """Return a mesh of one dimension over all ranks. Raise RuntimeError if ``torch.distributed`` is
+    not initialized."""
     if not dist.is_initialized():
         raise RuntimeError(
             "FsdpContext needs process groups: call torch.distributed.init_process_group() "
@@ -172,50 +169,7 @@ def rollback_on_error(several: Iterable[LayoutRegistry]) -> Iterator[None]:
         raise
 
 
-def plan_together(
-    units: Sequence[Sequence[nn.Module]],
-    plans_for: Callable[[nn.Module], LayoutRegistry],
-    made: Sequence[LayoutRegistry],
-    ignored: Collection[nn.Parameter],
-) -> None:
-    """Plan ``units``, each with those that have the same plans: ``plans_for`` the unit's first
-    module. ``made`` are all plans of the context.
-
-    Raises:
-        ValueError: a module is a unit already, was planned before, or is named twice. Nothing is
-            planned then.
-    """
-    _check_plannable(units, made)
-    among = {module for modules in units for module in modules}
-    by_plans: dict[LayoutRegistry, list[Sequence[nn.Module]]] = {}
-    for modules in units:
-        by_plans.setdefault(plans_for(modules[0]), []).append(modules)
-    with rollback_on_error(by_plans):
-        for plans, members in by_plans.items():
-            plans.plan(members, ignored, among)
-
-
-def _check_plannable(units: Sequence[Sequence[nn.Module]], made: Sequence[LayoutRegistry]) -> None:
-    modules = [module for unit in units for module in unit]
-    for module in modules:
-        if "_fsdp_unit" in module.__dict__ or any(plans.has(module) for plans in made):
-            raise ValueError(
-                f"{type(module).__name__} is a unit or was planned already: call "
-                "plan_layout() once, before fully_shard()"
-            )
-    if len(set(modules)) != len(modules):
-        raise ValueError("plan_layout() was given a module twice; name each unit once")
-
-
 # ---- Meshes, and what their ranks share ----
-
-
-class Member(Subject, Protocol):
-    """A bucket of the mesh."""
-
-    index: int
-    first_flag: int
-    compute_dtype: torch.dtype
 
 
 class BucketEdits(ShardEdits):
@@ -248,7 +202,7 @@ class MeshInfo:
     Its ranks share process groups and plans, check the order of their collectives, and tell each
     other which parameters have a gradient on some rank. ``mesh`` has one dimension, along which
     parameters are sharded, or two, ``(replicate, shard)``, with copies along the first.
-    ``divides_copies``: whether the ranks that hold copies of a shard divide it.
+    ``shards_replicas``: whether the ranks that hold copies of a shard divide it.
 
     Raises:
         TypeError: groups over ``mesh`` cannot be made with the options that the user gave.
@@ -263,16 +217,16 @@ class MeshInfo:
         groups: GroupCache,
         faults: Faults,
         stats: Stats,
-        divides_copies: bool = False,
+        shards_replicas: bool = False,
     ) -> None:
-        check_mesh(mesh, divides_copies)
+        check_mesh(mesh, shards_replicas)
         groups.check_options(mesh)
         end_threads_before_python()
         self.mesh = mesh
         self.device = device
-        self.divides_copies = divides_copies and self.copies > 1
+        self.shards_replicas = shards_replicas and self.num_replicas > 1
         self.plans = LayoutRegistry(
-            self.shard_size * (self.copies if divides_copies else 1), layout
+            self.shard_size * (self.num_replicas if shards_replicas else 1), layout
         )
         """Plans over all ranks that hold different elements at rest. The ranks that divide one
         shard are neighbours in them."""
@@ -283,7 +237,7 @@ class MeshInfo:
         self.group_cache = groups
         self.faults = faults
         self._stats = stats
-        self._members: list[weakref.ref[Member]] = []
+        self._members: list[weakref.ref[Subject]] = []
         self._with_other: dict[DeviceMesh, DeviceMesh] = {}  # by the parameter's own mesh
         self._memories: dict[tuple[str, str], GroupMemory] = {}
         self._flags = 0
@@ -310,7 +264,7 @@ class MeshInfo:
         return DeviceMesh.from_group(mesh.get_group(-1), mesh.device_type)
 
     @cached_property
-    def copies(self) -> int:
+    def num_replicas(self) -> int:
         """The number of ranks that hold each shard."""
         return self.mesh.size(0) if self.mesh.ndim == 2 else 1
 
@@ -355,7 +309,7 @@ class MeshInfo:
         )
 
     @cached_property
-    def knows_gradients(self) -> bool:
+    def syncs_unused_params(self) -> bool:
         """Whether the end of backward knows which parameters have a gradient on some rank, without
         waiting for a GPU."""
         return not has_streams(self.device) or not self.communicates
@@ -363,14 +317,14 @@ class MeshInfo:
     @cached_property
     def tensor_mesh(self) -> DeviceMesh:
         """The mesh that sharded tensors lie over: :attr:`mesh`, flattened if copies are divided."""
-        return self.mesh._flatten() if self.divides_copies else self.mesh
+        return self.mesh._flatten() if self.shards_replicas else self.mesh
 
     @property
     def plan_rank(self) -> int:
         """This rank's place in plans."""
-        if not self.divides_copies:
+        if not self.shards_replicas:
             return self.shard_rank
-        return self.shard_rank * self.copies + self.mesh.get_local_rank(0)
+        return self.shard_rank * self.num_replicas + self.mesh.get_local_rank(0)
 
     @cached_property
     def _divided_ranks(self) -> list[int]:
@@ -378,7 +332,7 @@ class MeshInfo:
         two orders differ: neighbours in plans hold parts of one shard, neighbours in the mesh hold
         shards of one copy."""
         mesh = self.mesh.mesh
-        places = mesh.argsort(1).argsort(1) * self.copies + mesh.argsort(0).argsort(0)
+        places = mesh.argsort(1).argsort(1) * self.num_replicas + mesh.argsort(0).argsort(0)
         rank_at = dict(zip(places.flatten().tolist(), mesh.flatten().tolist(), strict=True))
         ranks = dist.get_process_group_ranks(self.tensor_mesh.get_group())
         return [ranks.index(rank_at[place]) for place in range(len(ranks))]
@@ -387,7 +341,7 @@ class MeshInfo:
         """Return which rank of :attr:`tensor_mesh` holds which range of the parameter ``fqn`` of
         ``plan``."""
         ranges = plan.ranges(fqn)
-        if self.divides_copies:
+        if self.shards_replicas:
             ranges = [(self._divided_ranks[rank], start, stop) for rank, start, stop in ranges]
         return RaggedShard(tuple(ranges))
 
@@ -411,7 +365,7 @@ class MeshInfo:
             mesh, placements = self._with_other[other], (*placements, *parameter.placements)
         return contiguous_spec(mesh, placements, parameter.shape, dtype)
 
-    def register(self, bucket: Member, parameters: int) -> tuple[int, int]:
+    def register(self, bucket: Subject, parameters: int) -> tuple[int, int]:
         """Take in ``bucket``, which has so many ``parameters``. Call it in the same order on every
         rank of the mesh. Return the bucket's index, and where the flags of its parameters
         begin."""
@@ -444,11 +398,6 @@ class MeshInfo:
         """What buckets share that are gathered and reduced in symmetric memory."""
         return SymmetricMemory(self.device)
 
-    def group_of_neighbours(self, size: int) -> dist.ProcessGroup:
-        """Return the group of ``size`` neighbours that keep parts of full buffers. Collective over
-        the mesh at the first call."""
-        return self.group_cache.get_part(self.mesh, size)
-
     @property
     def labels(self) -> list[str]:
         """The names of all buckets in order, also of those that are gone."""
@@ -460,28 +409,19 @@ class MeshInfo:
         """The number of buckets so far, and of parameters in them."""
         return len(self._members), self._flags
 
-    def note_gather(self, bucket: Member) -> None:
-        """Note that this rank is about to issue the all-gather of ``bucket``."""
-        self.order_check.note(bucket.index * N_KINDS, bucket, bucket.compute_dtype)
-
-    def note_reduction(self, bucket: Member, dtype: torch.dtype, across: bool) -> None:
-        """Note that this rank is about to issue the reduce-scatter of ``bucket`` in ``dtype``.
-        ``across``: whether a reduction across copies follows."""
-        self.has_reduced = True
-        self.order_check.note(bucket.index * N_KINDS + 1 + across, bucket, dtype)
-
-    def note_gradients(self, bucket: Member, filled: Sequence[bool]) -> None:
-        """Note that this rank reduces gradients of the ``filled`` parameters of ``bucket``."""
-        flags = slice(bucket.first_flag, bucket.first_flag + len(filled))
+    def note_gradients(self, first_flag: int, filled: Sequence[bool]) -> None:
+        """Note that this rank reduces gradients of the ``filled`` parameters of the bucket whose
+        flags begin at ``first_flag``."""
+        flags = slice(first_flag, first_flag + len(filled))
         if not all(filled):
             filled = list(map(or_, self._has_gradient[flags], filled))
         self._has_gradient[flags] = bytes(filled)
 
     def agree(self, lane: Lane, failed: bool) -> bytes | bytearray:
         """Compare what the ranks issued, at the end of a backward that reduced. Return a flag for
-        each parameter: whether it has a gradient on some rank or, without :attr:`knows_gradients`,
-        on this one. ``failed``: whether this rank found a difference on another mesh. Collective
-        over the mesh.
+        each parameter: whether it has a gradient on some rank or, without
+        :attr:`syncs_unused_params`, on this one. ``failed``: whether this rank found a difference
+        on another mesh. Collective over the mesh.
 
         Raises:
             RuntimeError: the ranks' collectives differ, in this backward or, where the host runs
@@ -495,10 +435,10 @@ class MeshInfo:
             return flags
         if failed:
             self.order_check.note_failure()
-        if not self.knows_gradients:
+        if not self.syncs_unused_params:
             self.order_check.read_arrived()  # the checks of earlier backwards
         self.order_check.send(lane, groups, flags)
-        return self.order_check.read() if self.knows_gradients else flags
+        return self.order_check.read() if self.syncs_unused_params else flags
 
     def finish_reading(self) -> None:
         """Block the host until offloaded shards were copied to the device. They may be edited
@@ -520,53 +460,9 @@ class MeshInfo:
         self.reading = None
 
 
-class MeshInfos:
-    """The meshes of one context, in the order of their first units."""
-
-    def __init__(
-        self, layout: LayoutRule, groups: GroupCache, stats: Stats, divides_copies: bool
-    ) -> None:
-        self._layout = layout
-        self._groups = groups
-        self._stats = stats
-        self._divides_copies = divides_copies
-        self._by_mesh: dict[DeviceMesh, MeshInfo] = {}
-
-    def all(self) -> list[MeshInfo]:
-        return list(self._by_mesh.values())
-
-    def of(self, mesh: DeviceMesh, device: torch.device, faults: Faults) -> MeshInfo:
-        """Return the :class:`MeshInfo` of ``mesh``, whose ranks compute on ``device``.
-
-        Raises:
-            ValueError: parameters cannot be sharded over the mesh, or it is of another device.
-        """
-        mesh_info = self._by_mesh.get(mesh)
-        if mesh_info is None:
-            if mesh.device_type != device.type:
-                raise ValueError(
-                    f"{mesh} is a mesh of {mesh.device_type}, the context's of {device.type}; "
-                    "use one context for each"
-                )
-            mesh_info = self._by_mesh[mesh] = MeshInfo(
-                mesh,
-                device,
-                self._layout,
-                self._groups,
-                faults,
-                self._stats,
-                self._divides_copies,
-            )
-        return mesh_info
-
-
-def check_mesh(mesh: DeviceMesh, divides_copies: bool) -> None:
-    """Check ``mesh`` before a :class:`MeshInfo` is made of it.
-
-    Raises:
-        ValueError: it has more than two dimensions, its rows order their ranks differently, or
-            copies are to be divided and its dimensions have no names.
-    """
+def check_mesh(mesh: DeviceMesh, shards_replicas: bool) -> None:
+    """Raise ValueError if ``mesh`` has more than two dimensions, its rows order their ranks
+    differently, or copies are to be divided and its dimensions have no names."""
     if mesh.ndim > 2:
         raise ValueError(
             f"parameters are sharded over a mesh of one dimension, or of two, (replicate, shard); "
@@ -580,7 +476,7 @@ def check_mesh(mesh: DeviceMesh, divides_copies: bool) -> None:
             f"mesh, and torch sorts the ranks of each row; got {mesh.mesh.tolist()}: order the "
             "ranks of every row alike"
         )
-    if divides_copies and mesh.ndim == 2 and not mesh.mesh_dim_names:
+    if shards_replicas and mesh.ndim == 2 and not mesh.mesh_dim_names:
         raise ValueError(
             "shard_optimizer_over_replicas needs a mesh with names, as init_device_mesh('cuda', "
             "(2, 4), "

@@ -56,12 +56,11 @@ def cast(unit: Unit, bucket: Bucket, values: torch.Tensor) -> None:
     """Make ``values`` the shard of ``bucket``, and their dtype its own. Sharded and unsharded
     parameters stay the same objects, so optimizers may have been made."""
     old = bucket.sharded_parameters
-    version, full = bucket.version, bucket.full
+    version = bucket.version
     specs = tuple(replace(spec, dtype=values.dtype) for spec in bucket.plan.specs)
     bucket.plan = replace(bucket.plan, specs=specs)
     bucket.compute_dtype = compute_dtype(specs[0], unit.mp_policy)
     bucket.allocate(bucket.device, old)
-    bucket.full.memory, bucket.full.keeps_storage = full.memory, full.keeps_storage
     bucket.shard.copy_(values)
     for parameter, form in zip(old, bucket.sharded_parameters, strict=True):
         gradient = parameter.grad
@@ -84,10 +83,8 @@ def cast(unit: Unit, bucket: Bucket, values: torch.Tensor) -> None:
 def materialize(unit: Unit, device: torch.device) -> None:
     """Give memory on ``device`` to a unit of the meta device. Its parameters are new objects."""
     for bucket in unit.buckets:
-        keeps_storage = bucket.full.keeps_storage
         replaced = bucket.sharded_parameters
         bucket.materialize(device)
-        bucket.full.keeps_storage = keeps_storage
         for parameter in replaced:
             mark_replaced(parameter, by="the model was given memory")
     note_replacement()
@@ -96,7 +93,7 @@ def materialize(unit: Unit, device: torch.device) -> None:
 
 
 def take_assigned(unit: Unit, device: torch.device, has_run: bool) -> bool:
-    """Copy what ``load_state_dict(assign=True)`` registered into the shards, and registers the
+    """Copy what ``load_state_dict(assign=True)`` registered into the shards, and register the
     sharded parameters again.
 
     A unit on the meta device waits until all its parameters were assigned. Then it first gets
@@ -156,11 +153,7 @@ def _dtype_for(
     unit: Unit, bucket: Bucket, values: Mapping[int, torch.Tensor], has_run: bool
 ) -> torch.dtype:
     """Return the dtype that a bucket rests in when it has taken ``values``, by the index of the
-    parameter.
-
-    Raises:
-        RuntimeError: it cannot take them.
-    """
+    parameter. Raise RuntimeError if it cannot take them."""
     dtype, found = bucket.shard.dtype, {value.dtype for value in values.values()}
     if found <= {dtype}:
         return dtype

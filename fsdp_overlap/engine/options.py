@@ -47,14 +47,14 @@ class ReduceOptions:
 
     ``divisor``: what the sum over all ranks is divided by, ``None`` for the number of ranks.
     ``sums_only``: whether collectives must be sums. The division is a step of its own then.
-    ``across_copies``: whether backward reduces across copies too, or leaves that to a later one.
+    ``all_reduce_grads``: whether backward reduces over replicas too, or leaves that to a later one.
     ``hook`` is called with this rank's reduced range before it becomes a gradient, on
     ``hook_stream`` if given.
     """
 
     divisor: float | None = None
     sums_only: bool = False
-    across_copies: bool = True
+    all_reduce_grads: bool = True
     hook: Callable[[torch.Tensor], None] | None = None
     hook_stream: torch.Stream | None = None
 
@@ -131,16 +131,11 @@ class QuantizedCommPolicy:
     """Sends the matrices of a unit in few bits: when they are gathered, when their gradients are
     reduced, or both.
 
-    A rank quantizes its shard, codes and scales travel, and compute sees what these stand for, in
-    the dtype that it wants. Sharded parameters, gradients, optimizer states and checkpoints keep
-    their full precision. Gradients are those of the quantized weights, and are given to the sharded
-    parameters as they are. What compute sees does not depend on the number of ranks.
-
-    A rank quantizes what others get of its gradients, too. They arrive one by one and are summed in
-    the dtype in which gradients are reduced, or in float32 if that is half precision, so that an
-    error is made once for each rank and never in a sum. With ``reduce_dtype=torch.bfloat16`` they
-    are rounded, and nothing else: half the bytes of float32, without the errors of sums in
-    bfloat16.
+    A rank quantizes its shard, and compute sees what codes and scales stand for, in the dtype that
+    it wants. Sharded parameters, gradients, optimizer states and checkpoints keep their full
+    precision. What compute sees does not depend on the number of ranks. Gradients are quantized by
+    each rank and summed in the reduce dtype, at least float32, so that an error is made once for
+    each rank and never in a sum.
 
     Parameters of less than two dimensions, and those that are no floating-point numbers, travel in
     full, in the same collective.
@@ -151,9 +146,7 @@ class QuantizedCommPolicy:
         reduce_dtype: the same for gradients, or ``torch.bfloat16``, which needs no scales.
         block: how many rows and columns of a matrix share a scale; ``None`` stands for all. ``(1,
             None)`` is a scale for each row, ``(1, 32)`` for 32 neighbours in a row. Rows lie along
-            the last dimension, also of a stack of matrices. Parameters are cut between blocks
-            alone, whatever else the layout allows. With one scale for a whole matrix, ``(None,
-            None)``, none is cut, as under ``TensorAtomic()``.
+            the last dimension. No layout cuts a block, and with ``(None, None)`` no matrix.
         powers_of_two: whether scales are powers of two, in a byte each, as in the MX formats. Else
             they have the dtype of compute or of the reduction, if that is float32 or bfloat16, and
             float32 for others.

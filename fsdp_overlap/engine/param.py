@@ -61,21 +61,11 @@ def unwrap(parameter: torch.Tensor) -> torch.Tensor:
         return parameter.detach()
 
 
-def opaque_like(parameter: torch.Tensor, elements: torch.Tensor) -> nn.Parameter:
-    """Return a frozen parameter of the class that ``parameter`` has, without attributes. Its memory
-    is that of ``elements``."""
-    return cast(nn.Parameter, elements.data.as_subclass(type(parameter)))
-
-
 def check_frozen(
     label: str, parameters: Sequence[torch.Tensor], sharded: Sequence[torch.Tensor]
 ) -> None:
-    """Check that the ``sharded`` forms of opaque ``parameters`` are frozen, as these were.
-    ``label`` names their unit.
-
-    Raises:
-        RuntimeError: one of them requires grad.
-    """
+    """Raise RuntimeError if a ``sharded`` form of opaque ``parameters`` requires grad. ``label``
+    names their unit."""
     for parameter, form in zip(parameters, sharded, strict=True):
         if form.requires_grad:
             raise RuntimeError(
@@ -127,20 +117,13 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     return start, start + numel * tensor.element_size()
 
 
-class _Attribute:
-    """An attribute of a sharded parameter which is that of the unsharded one."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __get__(self, sharded: Any, owner: type) -> Any:
-        return self if sharded is None else getattr(sharded.unsharded_form, self._name)
-
-    def __set__(self, sharded: Any, value: Any) -> None:
-        setattr(sharded.unsharded_form, self._name, value)
-
-    def __delete__(self, sharded: Any) -> None:
-        delattr(sharded.unsharded_form, self._name)
+def _attribute_of_unsharded(name: str) -> property:
+    """Return an attribute of sharded parameters that is that of the unsharded one."""
+    return property(
+        lambda sharded: getattr(sharded.unsharded_form, name),
+        lambda sharded, value: setattr(sharded.unsharded_form, name, value),
+        lambda sharded: delattr(sharded.unsharded_form, name),
+    )
 
 
 def share_attributes(
@@ -170,11 +153,8 @@ def takes(sharded: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _copy(sharded: Any, src: torch.Tensor, non_blocking: bool = False) -> Any:
-    """``copy_()`` of the sharded form of an opaque parameter.
-
-    Raises:
-        RuntimeError: ``src`` has another dtype, and would be cast.
-    """
+    """Do ``copy_()`` of the sharded form of an opaque parameter. Raise RuntimeError if that would
+    cast."""
     if not takes(sharded, src.dtype):
         kind = type(sharded.unsharded_form).__name__
         raise RuntimeError(
@@ -186,9 +166,9 @@ def _copy(sharded: Any, src: torch.Tensor, non_blocking: bool = False) -> Any:
 
 @cache
 def _with_attributes(cls: type, names: frozenset[str]) -> type:
-    """Return a class like ``cls``, of the same name, with an :class:`_Attribute` for each of
-    ``names``. It never casts what it is given."""
-    own: dict[str, Any] = {name: _Attribute(name) for name in sorted(names)}
+    """Return a class like ``cls``, of the same name, with the attributes ``names`` of the unsharded
+    parameter. It never casts what it is given."""
+    own: dict[str, Any] = {name: _attribute_of_unsharded(name) for name in sorted(names)}
     return type(cls)(cls.__name__, (cls,), own | {"copy_": _copy, "__module__": cls.__module__})
 
 
@@ -205,13 +185,9 @@ def tp_local_tensor(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def check_tensor_parallel(where: str, parameter: DTensor) -> None:
-    """Check ``parameter`` before its tile is sharded. ``where`` names it in errors.
-
-    Raises:
-        TypeError: it is placed otherwise than by ``Shard`` and ``Replicate``, or cut in another
-            order than that of its mesh's dimensions.
-        ValueError: it is not cut as ``distribute_tensor`` cuts.
-    """
+    """Raise TypeError if ``parameter`` is placed otherwise than by ``Shard`` and ``Replicate``, or
+    cut in another order than that of its mesh's dimensions, and ValueError if not as
+    ``distribute_tensor`` cuts. ``where`` names it."""
     for placement in parameter.placements:
         if type(placement) not in (Shard, Replicate):
             raise TypeError(
@@ -234,12 +210,8 @@ def check_tensor_parallel(where: str, parameter: DTensor) -> None:
 
 
 def check_concatenation(where: str, parameter: DTensor, mesh: DeviceMesh) -> None:
-    """Check that ``parameter``, which lies over the ranks of tensor parallelism, can be sharded
-    over ``mesh`` as well. ``where`` names it in errors.
-
-    Raises:
-        ValueError: the two meshes do not go together.
-    """
+    """Raise ValueError if ``parameter``, which lies over the ranks of tensor parallelism, cannot be
+    sharded over ``mesh`` as well, because the two meshes do not go together."""
     try:
         concatenate_meshes(mesh, parameter.device_mesh)
     except (RuntimeError, TypeError) as error:
@@ -253,11 +225,8 @@ def check_concatenation(where: str, parameter: DTensor, mesh: DeviceMesh) -> Non
 
 
 def concatenate_meshes(mesh: DeviceMesh, tensor_parallel: DeviceMesh) -> DeviceMesh:
-    """Return the mesh that has the dimensions of both.
-
-    Raises:
-        RuntimeError, TypeError: the two are not different dimensions, with names, of one mesh.
-    """
+    """Return the mesh that has the dimensions of both. Raise RuntimeError or TypeError unless these
+    are different named dimensions of one mesh."""
     return DeviceMesh._concatenate([mesh, tensor_parallel])
 
 
@@ -267,7 +236,7 @@ def parameter_like(
     """Return a new parameter that lies over the ranks of tensor parallelism as ``parameter`` does,
     and has its class. This rank has ``tile`` of it."""
     if is_opaque(parameter):
-        return opaque_like(parameter, tile)
+        return cast(nn.Parameter, tile.data.as_subclass(type(parameter)))
     if isinstance(parameter, DTensor):
         return nn.Parameter(_wrap(tile, parameter._spec), requires_grad)
     return nn.Parameter(tile, requires_grad)
@@ -348,6 +317,8 @@ class ParamInfo:
     parameter: nn.Parameter
     module: weakref.ref[nn.Module]
     """The first module that has it."""
+    unit: str
+    """The classes of the unit's modules."""
     registrations: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     """``(module._parameters, name)``; more than one for a tied parameter."""
     is_embedding: bool = False
@@ -360,6 +331,11 @@ class ParamInfo:
     """Other tensors that are the elements of an opaque parameter, by their ids."""
     spmd: SPMDPlacement | None = None
     """How it lies over the mesh of all parallelism, if the user named dimensions of that."""
+
+    @property
+    def where(self) -> str:
+        """Name the parameter in errors."""
+        return f"parameter {self.fqn!r} of {self.unit}"
 
     @property
     def is_tensor_parallel(self) -> bool:
@@ -465,14 +441,14 @@ class UnownedParameters:
         self._ignored_names = {fqn for fqn, parameter, *_ in outside if parameter in ignored}
         self._forwards = 0
         self._registrations = -1
-        _count.hook()
+        _count_registrations()
 
     def is_due(self) -> bool:
         """Return whether to look before this forward: if any module has registered a parameter or a
         module since, and in forwards 1, 2, 4, 8 ..., because tables may be written to directly and
         parameters unfrozen."""
         self._forwards += 1
-        return not self._forwards & (self._forwards - 1) or self._registrations != _count.made
+        return not self._forwards & (self._forwards - 1) or self._registrations != _registrations
 
     def find(self, modules: Sequence[nn.Module], own: Iterable[torch.Tensor]) -> str | None:
         """Return the name of such a parameter in ``modules``, or ``None``. ``own`` are the
@@ -489,7 +465,7 @@ class UnownedParameters:
             is_known = id(parameter) in known or fqn in self._ignored_names
             if parameter.requires_grad and not is_known and owner_of(parameter) is None:
                 return fqn
-        self._registrations = _count.made
+        self._registrations = _registrations
         return None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnownedParameters:
@@ -498,24 +474,18 @@ class UnownedParameters:
         return copied
 
 
-class _Registrations:
-    """Counts the parameters and modules that modules of this process register."""
-
-    def __init__(self) -> None:
-        self.made = 0
-        self._is_hooked = False
-
-    def hook(self) -> None:
-        if not self._is_hooked:
-            self._is_hooked = True
-            register_module_module_registration_hook(self._count)
-            register_module_parameter_registration_hook(self._count)
-
-    def _count(self, *registered: Any) -> None:
-        self.made += 1
+_registrations = 0
+"""How many parameters and modules modules of this process have registered."""
 
 
-_count = _Registrations()
+@cache
+def _count_registrations() -> None:
+    def count(*registered: Any) -> None:
+        global _registrations
+        _registrations += 1
+
+    register_module_module_registration_hook(count)
+    register_module_parameter_registration_hook(count)
 
 
 def parameters_outside_units(
@@ -548,18 +518,17 @@ def owned_parameters(
     Raises:
         ValueError: another tensor has a part of an opaque parameter's memory.
     """
-    ignored_ids = {id(parameter) for parameter in ignored}
+    kind, ignored_ids = kind_of(modules), {id(parameter) for parameter in ignored}
     found: dict[int, ParamInfo] = {}
     for fqn, parameter, owner, name in parameters_outside_units(modules, units):
         if id(parameter) in ignored_ids:
             continue
-        item = found.setdefault(id(parameter), ParamInfo(fqn, parameter, weakref.ref(owner)))
+        item = found.setdefault(id(parameter), ParamInfo(fqn, parameter, weakref.ref(owner), kind))
         item.registrations.append((owner._parameters, name))
         item.is_embedding |= isinstance(owner, (nn.Embedding, nn.EmbeddingBag))
         if is_opaque(parameter):
             item.is_opaque = True
-            where = f"parameter {item.fqn!r} of {kind_of(modules)}"
-            item.aliases |= aliases_of(where, parameter, owner)
+            item.aliases |= aliases_of(item.where, parameter, owner)
     return list(found.values())
 
 
@@ -598,27 +567,21 @@ class ParamModuleInfo:
         return self._indices.get(id(sharded))
 
     def to_unsharded(self, label: str) -> None:
-        """Register the unsharded parameters. ``label`` names the unit in errors.
-
-        Raises:
-            RuntimeError: something else was registered in their place.
-        """
+        """Register the unsharded parameters. Raise RuntimeError if something else was registered in
+        their place. ``label`` names the unit."""
         for registered, name, parameter, sharded in self._all:
             found = registered.get(name)
             if found is not sharded and found is not parameter:
-                _refuse(name, label)
+                refuse_replaced(name, label)
             registered[name] = parameter
 
-    def check(self, label: str) -> None:
-        """Check that nothing else was registered in the place of a parameter.
-
-        Raises:
-            RuntimeError: something was.
-        """
+    def replaced(self) -> str | None:
+        """Return the name of a parameter in whose place something else is registered."""
         for registered, name, parameter, sharded in self._all:
             found = registered.get(name)
             if found is not sharded and found is not parameter:
-                _refuse(name, label)
+                return name
+        return None
 
     def to_sharded(self) -> None:
         """Register the sharded parameters."""
@@ -644,7 +607,7 @@ class ParamModuleInfo:
         }
 
 
-def _refuse(name: str, label: str) -> NoReturn:
+def refuse_replaced(name: str, label: str) -> NoReturn:
     raise RuntimeError(
         f"parameter {name!r} of unit {label!r} was replaced after fully_shard(), which would not "
         "be trained: assign and tie parameters before, or tie those of one unit before the first "
@@ -670,11 +633,8 @@ def note_replacement() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Look at the optimizer, unless nothing has changed since the last look.
-
-    Raises:
-        RuntimeError: it has a parameter that was replaced. Name the parameter.
-    """
+    """Raise RuntimeError if the optimizer has a parameter that was replaced. Look only if something
+    has changed since the last look."""
     now = _replacements, sum([len(group["params"]) for group in optimizer.param_groups])
     if _looked_at.get(optimizer) == now:
         return
@@ -697,14 +657,14 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 # product.
 FACTORS = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB
 
-# Up to this many elements go into a digest one by one.
+# Up to this many elements go into a hash one by one.
 FEW = 4096
 
-# Stands for the digest of values that are not known any more.
+# Stands for the hash of values that are not known any more.
 UNKNOWN = -(2**63)
 
 
-def digest(values: torch.Tensor) -> torch.Tensor:
+def hash_tensor(values: torch.Tensor) -> torch.Tensor:
     """Return a number that almost surely differs if the bits of ``values`` or their order differ.
     It is a 0-dimensional tensor on their device, so the host does not wait for it. Take little
     memory, and two passes over ``values``."""
@@ -733,23 +693,23 @@ def hash_of(content: bytes) -> int:
 
 
 class ParamHashes:
-    """Digests of ``values``, the whole parameters of a bucket as this rank had them. They are valid
+    """Hashes of ``values``, the whole parameters of a bucket as this rank had them. They are valid
     while the shard is still of ``version``."""
 
     def __init__(self, values: Sequence[torch.Tensor], version: int) -> None:
         parts = [inner_tensors(each) for each in values]
         are_known = all(parts) and not any(each.is_meta for each in values)
-        self._digests = [reduce(add, map(digest, each)) for each in parts] if are_known else []
+        self._hashes = [reduce(add, map(hash_tensor, each)) for each in parts] if are_known else []
         self._count = len(values)
         self._version = version
 
-    def digests(self, version: int) -> list[int]:
-        """Return the digest of each parameter. ``UNKNOWN`` if ``version``, that of the shard now,
+    def hashes(self, version: int) -> list[int]:
+        """Return the hash of each parameter. ``UNKNOWN`` if ``version``, that of the shard now,
         is not the first, or if the values were on the meta device. The host waits for them."""
-        if not self._digests or version != self._version:
+        if not self._hashes or version != self._version:
             return [UNKNOWN] * self._count
-        device = self._digests[0].device  # some may be on the host
-        found: list[int] = torch.stack([each.to(device) for each in self._digests]).tolist()
+        device = self._hashes[0].device  # some may be on the host
+        found: list[int] = torch.stack([each.to(device) for each in self._hashes]).tolist()
         return found
 
     def move(self, version: int, new_version: int) -> None:

@@ -43,7 +43,7 @@ from fsdp_overlap.comm.quantized import (
 from fsdp_overlap.comm.streams import mark_enqueued
 from fsdp_overlap.comm.symmetric_memory import SymmetricCollectives
 from fsdp_overlap.engine.autograd import VersionCounters, graph_task, is_in_backward
-from fsdp_overlap.engine.hsdp import DividedShard, PostForwardShard
+from fsdp_overlap.engine.hsdp import OuterShard, PostForwardShard
 from fsdp_overlap.engine.mesh import BucketEdits, MeshInfo
 from fsdp_overlap.engine.options import QuantizedCommPolicy, Settings, sent_sizes
 from fsdp_overlap.engine.param import (
@@ -63,15 +63,11 @@ from fsdp_overlap.tensor.ragged_dtensor import (
     RaggedDTensor,
     ShardEdits,
     attributes_of,
-    give_grads,
     users_attributes,
 )
 from fsdp_overlap.tensor.row_tensor import (
     RowTensor,
     Sharded,
-    call_gradient_hooks,
-    call_hooks,
-    give_row_grads,
     read_numbers_of_wholes,
 )
 from fsdp_overlap.torch_internals import StridedShard
@@ -212,12 +208,8 @@ def places_in_shard(plan: Plan, rank: int) -> list[tuple[int, int]]:
 
 
 def validate_methods(label: str, parameters: Sequence[Sharded]) -> None:
-    """Refuse plain parameters that were given the methods of a tensor extension, which would not
-    be called. ``label`` names their unit.
-
-    Raises:
-        TypeError: there is one.
-    """
+    """Raise TypeError if plain parameters were given the methods of a tensor extension, which would
+    not be called. ``label`` names their unit."""
     for parameter in parameters:
         local = parameter._local_tensor
         if not is_subclass(local) and len(missing_methods(local)) < 2:
@@ -226,20 +218,6 @@ def validate_methods(label: str, parameters: Sequence[Sharded]) -> None:
                 "methods of a tensor extension after fully_shard(), and is a plain tensor: make it "
                 "one of a class that has them, before fully_shard()"
             )
-
-
-def give_gradients(parameters: Sequence[Any], locals_: list[torch.Tensor]) -> None:
-    """Give sharded parameters of a bucket the gradients of what this rank has of them, which are
-    flat. Call the hooks that users registered for that before and after it."""
-    edits = parameters[0].edits
-    if edits.has_hooks:
-        call_gradient_hooks(parameters, locals_)
-    if isinstance(parameters[0], RowTensor):
-        give_row_grads(parameters, locals_)
-    else:
-        give_grads(parameters, locals_)
-    if edits.has_hooks:
-        call_hooks(parameters)
 
 
 # ---- Gradients on their way to the host ----
@@ -252,7 +230,7 @@ class D2HCopy(NamedTuple):
     copied: torch.Event | None
 
     def wait(self) -> torch.Tensor:
-        """Block the host until the gradient is there, and returns it."""
+        """Block the host until the gradient is there, and return it."""
         if self.copied is not None:
             self.copied.synchronize()
         return self.host
@@ -390,26 +368,27 @@ class Bucket:
         self.take(values)
         self.give_memory()
         self.init_hashes = ParamHashes(values, self.version) if mesh_info.communicates else None
-        """Digests of what this rank sharded, until ranks have compared them."""
-        self.part: PostForwardShard | None = None
+        """Hashes of what this rank sharded, until ranks have compared them."""
+        self.post_forward_shard: PostForwardShard | None = None
         """The part of the full buffer that is kept until backward, if the unit asks for one."""
         self.counters: VersionCounters
         """Those of the unsharded parameters, which autograd must not read unless they are there."""
-        self.divided: DividedShard | None = None
+        self.outer_shard: OuterShard | None = None
         """The shard, if the ranks that hold copies of it divide it."""
         self._ticket: Ticket | None = None
         self._before: BucketState | None = None  # the state before a gather that is being issued
         self.gathered_version = -1
-        """The :attr:`version` that the full buffer has, or will have."""
+        """The :attr:`version` that the full buffer has, or will have. -1 if it has none, or other
+        values than the shards."""
 
     def allocate(self, device: torch.device, like: Sequence[torch.Tensor]) -> None:
-        """Make the buffers and the sharded parameters, and registers these parameters in the
+        """Make the buffers and the sharded parameters, and register these parameters in the
         modules. They take their attributes from ``like``."""
         plan, mesh_info = self.plan, self.mesh_info
         self.is_meta = device.type == "meta"
         # The plan among the ranks that gather. The ranks that hold parts of one shard put it
         # together before.
-        self.gather_plan = plan.merged(mesh_info.shard_size) if mesh_info.divides_copies else plan
+        self.gather_plan = plan.merged(mesh_info.shard_size) if mesh_info.shards_replicas else plan
         policy = self.comm_policy
         codes = policy.gather_dtype if policy is not None else None
         sent = sent_sizes(self.gather_plan, self.compute_dtype, policy, codes)
@@ -418,12 +397,15 @@ class Bucket:
         self.travels_nbytes = self.gathered_nbytes - sent[mesh_info.shard_rank]
         self.grad_dtype = plan.specs[0].grad_dtype or plan.specs[0].dtype
         """The dtype of sharded gradients."""
+        before = vars(self).get("full")
         made = sharded_parameters(self._make_buffers(device), like, plan, self.owned)
+        if before is not None:
+            self.full.memory, self.full.keeps_storage = before.memory, before.keeps_storage
         self.edits.trainability = 0
         self.register(made)
 
     def _make_buffers(self, device: torch.device) -> Sequence[Sharded]:
-        """Make the full buffer and the shard, and returns what the shard has of each parameter."""
+        """Make the full buffer and the shard, and return what the shard has of each parameter."""
         plan, rank = self.plan, self.mesh_info.plan_rank
         self.full: FlatBuffer | GatheredTensors = FlatBuffer(plan, self.compute_dtype, device)
         self.shard = self._at_rest(device, plan.shard_numels[rank], plan.specs[0].dtype).zero_()
@@ -436,7 +418,7 @@ class Bucket:
             give_memory(item.parameter, view, item.aliases.values())
 
     def register(self, sharded: list[Sharded]) -> None:
-        """Make ``sharded`` the sharded parameters, and registers them in the modules."""
+        """Make ``sharded`` the sharded parameters, and register them in the modules."""
         self.sharded_parameters = sharded
         self.find_registrations()
         self.module_info.to_sharded()
@@ -464,7 +446,7 @@ class Bucket:
 
     @property
     def dtypes(self) -> str:
-        """Name the dtypes at rest and in compute, and says if it was frozen when it was made."""
+        """Name the dtypes at rest and in compute, and say if it was frozen when it was made."""
         dtypes = dict.fromkeys((self.shard.dtype, self.compute_dtype))
         spec = self.plan.specs[0]
         frozen = "" if spec.requires_grad else ", frozen"
@@ -485,9 +467,7 @@ class Bucket:
     def materialize(self, device: torch.device) -> None:
         """Give memory on ``device`` to a bucket of the meta device: its shard is zeros, and its
         parameters are new objects."""
-        memory = self.full.memory
         self.allocate(device, self.sharded_parameters)
-        self.full.memory = memory
         assert isinstance(self.full, FlatBuffer)
         fresh = []
         for parameter, sharded, view in zip(
@@ -525,12 +505,14 @@ class Bucket:
         self.edits.has_run = True
         self.groups = groups = mesh_info.groups_for(settings.separates_reductions)
         self.full.memory = mesh_info.memory_for(groups) if settings.uses_group_memory else None
-        self.part = None
+        self.post_forward_shard = None
         validate_methods(self.label, self.sharded_parameters)
         if post_forward_size is not None:
-            group = mesh_info.group_of_neighbours(post_forward_size)
+            group = mesh_info.group_cache.get_part(mesh_info.mesh, post_forward_size)
             assert isinstance(self.full, FlatBuffer)
-            self.part = PostForwardShard(self.full, post_forward_size, group, mesh_info.device_type)
+            self.post_forward_shard = PostForwardShard(
+                self.full, post_forward_size, group, mesh_info.device_type
+            )
         self.collectives = chosen_collectives(
             mesh_info,
             self.gather_plan,
@@ -541,8 +523,8 @@ class Bucket:
             reduce_dtype,
             self.extensions,
         )
-        if mesh_info.divides_copies:
-            self.divided = DividedShard(self, mesh_info)
+        if mesh_info.shards_replicas:
+            self.outer_shard = OuterShard(self, mesh_info)
 
     def make_unsharded(self) -> bool:
         """Make the unsharded parameters, if these are what a gather makes, unless it was done
@@ -586,9 +568,9 @@ class Bucket:
         return self.state is not BucketState.SHARDED
 
     @property
-    def is_whole(self) -> bool:
+    def is_unsharded(self) -> bool:
         """Whether it is gathered and the shard was not edited since."""
-        return self.state is not BucketState.SHARDED and self.gathered_version == self.version
+        return self.gathered_version == self.version
 
     def begin_gather(self, lane: Lane) -> None:
         """Give the full buffer memory. :meth:`is_filled_by` or :meth:`cancel_gather` comes next.
@@ -629,7 +611,7 @@ class Bucket:
     def travel(self) -> Travel:
         """Return how the full buffer is filled: by an all-gather, or from the neighbours' parts if
         they were kept. Collective over the mesh."""
-        part = self.part
+        part = self.post_forward_shard
         if part is None:
             return self._all_gather, None, self.travels_nbytes
         version = self.version
@@ -645,23 +627,23 @@ class Bucket:
     def make_pieces(self) -> Pieces | None:
         """Do what :meth:`travel` does before its all-gather, if that is in place: buckets of one
         group can share it. Else ``None``. Call it in the lane's order."""
-        if self.part is not None or not isinstance(self.collectives, GathersInPlace):
+        if self.post_forward_shard is not None or not isinstance(self.collectives, GathersInPlace):
             return None
         return self.collectives.make_pieces(
             self.full.flat, self._gathered_shard(), self.gather_plan, self.groups.gather
         )
 
     def _all_gather(self) -> Issued:
-        shard = self.shard if self.divided is None else self._gathered_shard()
+        shard = self.shard if self.outer_shard is None else self._gathered_shard()
         return self.collectives.all_gather(
             self.full.flat, shard, self.gather_plan, self.groups.gather
         )
 
     def _gathered_shard(self) -> torch.Tensor:
-        if self.divided is None:
+        if self.outer_shard is None:
             return self.shard
-        self.divided.wait()
-        return self.divided.whole.flat
+        self.outer_shard.wait()
+        return self.outer_shard.whole.flat
 
     def wait(self) -> None:
         """Make compute wait for the all-gather, if one is under way."""
@@ -674,11 +656,8 @@ class Bucket:
                 self.counters.allow_reads()
 
     def free(self, lane: Lane, after: Mark, waits: bool = True) -> None:
-        """Free the full buffer, as the lane does.
-
-        Raises:
-            RuntimeError: it is sharded, which is a mistake of the schedule.
-        """
+        """Free the full buffer, as the lane does. Raise RuntimeError if it is sharded, which is a
+        mistake of the schedule."""
         if self.state is BucketState.SHARDED:
             raise RuntimeError(
                 f"bucket of unit {self.label!r} is freed and not gathered; after an error call "
@@ -688,6 +667,7 @@ class Bucket:
             self._ticket.abandon()
             self._ticket = None
         self.state = BucketState.SHARDED
+        self.gathered_version = -1
         if graph_task() == -1:  # a backward may follow
             self.counters.forbid_reads()
         lane.free(self.label, self.full, after, waits)
@@ -698,15 +678,15 @@ class Bucket:
             self.free(lane, lane.mark_compute())
         elif self.full.allocated:  # by a gather that raised
             lane.free(self.label, self.full, lane.mark_compute())
-        self.drop_part()
-        if self.divided is not None:
-            self.divided.reset()
+        self.free_post_forward_shard()
+        if self.outer_shard is not None:
+            self.outer_shard.reset()
         self.module_info.to_sharded()
 
-    def drop_part(self) -> None:
+    def free_post_forward_shard(self) -> None:
         """Free the kept part. Backward then gathers from all ranks."""
-        if self.part is not None:
-            self.part.drop()
+        if self.post_forward_shard is not None:
+            self.post_forward_shard.drop()
 
 
 # ---- grad_dtype that users set on sharded parameters ----

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from copy import deepcopy
 from itertools import repeat
 from operator import attrgetter, is_
@@ -29,10 +29,12 @@ from fsdp_overlap.engine.param import (
     check_frozen,
     kind_of,
     modules_outside_units,
+    refuse_replaced,
     tp_local_tensor,
     unwrap,
 )
 from fsdp_overlap.engine.param_group import Bucket, BucketState
+from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.tensor.pytree import UnderWay
 from fsdp_overlap.tensor.ragged_dtensor import ShardEdits
 
@@ -125,14 +127,12 @@ class UnshardedEdits:
         return self._moved() or self._registered_again()
 
     def _replaced(self) -> str | None:
-        for registered, name, parameter, sharded in self._bucket.module_info:
-            found = registered.get(name)
-            if found is not parameter and found is not sharded:
-                return (
-                    f"parameter {name!r} of unit {self._bucket.label!r} was replaced while it was "
-                    f"unsharded, and the new one would be lost. {INSTEAD}"
-                )
-        return None
+        if (name := self._bucket.module_info.replaced()) is None:
+            return None
+        return (
+            f"parameter {name!r} of unit {self._bucket.label!r} was replaced while it was "
+            f"unsharded, and the new one would be lost. {INSTEAD}"
+        )
 
     def forbid_old_graphs(self, tables: Collection[int]) -> None:
         """Make autograd refuse to read the parameters for a graph that was made before: those
@@ -196,17 +196,15 @@ _grad = attrgetter("grad")
 class Context(Protocol):
     """The context that the units of one model share, as far as they know it."""
 
+    toggled: weakref.WeakSet[Unit]
+    """Units with parameters whose ``requires_grad`` was set since the last backward began."""
+
     def register(self, unit: Unit) -> int:
-        """Take ``unit`` in and returns its index."""
+        """Take ``unit`` in and return its index."""
         ...
 
-    def trainability_changed(self, unit: Unit) -> None:
-        """Is told that ``requires_grad`` of a parameter of ``unit`` was set."""
-        ...
-
-    def gradient_arrived(self, unit: Unit, gradients: BucketGradients, index: int) -> None:
-        """Is told that autograd accumulated into parameter ``index`` of a bucket."""
-        ...
+    @property
+    def schedule(self) -> Schedule: ...
 
 
 class Unit:
@@ -229,9 +227,6 @@ class Unit:
         self.mesh = mesh
         self.is_list = len(modules) > 1
         """Whether it has several modules. It is whole from the first that runs to the last."""
-        self.to_run: set[int] = set()
-        """The ids of a list's modules that have yet to run in the forward under way."""
-        self.left_out: set[int] = set()
         self.buckets = buckets
         self.has_parameters = bool(buckets)
         self.mp_policy = mp_policy
@@ -251,15 +246,7 @@ class Unit:
         self.is_in_pieces = any(bucket.plan.specs[0].piece for bucket in buckets) and not any(
             bucket.is_tensor_parallel for bucket in buckets
         )
-        self.has_copies = any(bucket.mesh_info.copies > 1 for bucket in buckets)
-        self.has_unreduced = False
-        """Whether backwards left gradients that are not reduced, or not across copies. The same on
-        every rank."""
-        self.shows_unsharded = False
-        """Whether :meth:`to_unsharded` holds until the full buffers are freed, because the user
-        asked for them by ``unshard()``."""
-        self.seen_version = -1
-        """The :attr:`version` that all-gathers see: their lane runs after the edits up to it."""
+        self.has_replicas = any(bucket.mesh_info.num_replicas > 1 for bucket in buckets)
         self.is_root = False
         self.name = kind_of(modules)
         self.as_one: list[tuple[str, list[Bucket]]] = []
@@ -294,7 +281,7 @@ class Unit:
         if has_new:
             self.forget_parameters()
         for gradients in self._known_gradients.values():
-            gradients.input.memory = gradients.bucket.full.memory
+            gradients.reduce_scatter_input.memory = gradients.bucket.full.memory
 
     @property
     def is_complete(self) -> bool:
@@ -305,6 +292,10 @@ class Unit:
     def modules(self) -> list[nn.Module]:
         """The modules that still exist, in the order in which :func:`fully_shard` got them."""
         return [module for module in (ref() for ref in self._modules) if module is not None]
+
+    @property
+    def module_ids(self) -> Iterable[int]:
+        return map(id, self.modules)
 
     @property
     def module_kind(self) -> str:
@@ -318,8 +309,7 @@ class Unit:
         return size if type(size) is int else None
 
     @property
-    def keeps_part(self) -> bool:
-        """Whether a part of the full buffer is kept between forward and backward."""
+    def has_post_forward_shard(self) -> bool:
         return self.post_forward_size is not None
 
     @property
@@ -332,11 +322,9 @@ class Unit:
         return any(bucket.is_meta for bucket in self.buckets)
 
     @property
-    def is_whole(self) -> bool:
-        """Whether nothing is to be gathered before compute can use the unit."""
-        for bucket in self.buckets:  # as Bucket.is_whole, without a call for each: asked often
-            version = bucket.edits.values + bucket.shard._version
-            if bucket.state is BucketState.SHARDED or bucket.gathered_version != version:
+    def is_unsharded(self) -> bool:
+        for bucket in self.buckets:  # as Bucket.version, without a call for each: asked often
+            if bucket.gathered_version != bucket.edits.values + bucket.shard._version:
                 return False
         return True
 
@@ -350,7 +338,6 @@ class Unit:
 
     @property
     def syncs_gradients(self) -> bool:
-        """Whether backward reduces gradients, or leaves them for a later one."""
         asked = self.settings
         return asked.requires_gradient_sync and (
             asked.is_last_backward or not asked.reduces_last_only
@@ -358,14 +345,12 @@ class Unit:
 
     @property
     def completes_gradients(self) -> bool:
-        """Whether backward reduces gradients across copies too, where there are any."""
         return self.syncs_gradients and (
-            self.settings.reduce_options.across_copies or not self.has_copies
+            self.settings.reduce_options.all_reduce_grads or not self.has_replicas
         )
 
     @property
     def is_waiting(self) -> bool:
-        """Whether autograd holds a gradient that no reduce input has yet."""
         for gradients in self.gradients:
             if not all(map(is_, map(_grad, gradients.bucket.parameters), repeat(None))):
                 return True
@@ -373,18 +358,11 @@ class Unit:
 
     @property
     def accumulates(self) -> bool:
-        """Whether the backward under way will accumulate into some of its parameters."""
         return any(
             parameter.requires_grad and is_to_accumulate(parameter)
             for gradients in self.gradients
             for parameter in gradients.bucket.parameters
         )
-
-    def module_ran(self, module: nn.Module) -> None:
-        """Note that one module of the list has run."""
-        if not self.to_run:
-            self.to_run.update(map(id, self.modules))
-        self.to_run.discard(id(module))
 
     def _look_for_edits(self) -> None:
         tables = [module._parameters for _, module in modules_outside_units(self.modules)]
@@ -394,7 +372,7 @@ class Unit:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` lies in a full buffer."""
-        for bucket in self.buckets:  # noqa: SIM110, as in is_whole
+        for bucket in self.buckets:  # noqa: SIM110, as in is_unsharded
             if bucket.full.holds(tensor):
                 return True
         return False
@@ -419,13 +397,17 @@ class Unit:
         """Note that no full buffer holds what the shards hold. Its next use gathers it again."""
         for bucket in self.buckets:
             bucket.mark_stale()
-            if bucket.divided is not None:
-                bucket.divided.reset()
+            if bucket.outer_shard is not None:
+                bucket.outer_shard.reset()
 
     def wait(self) -> None:
         """Make compute wait for the unit's all-gathers."""
         for bucket in self.buckets:
             bucket.wait()
+
+    def free_post_forward_shards(self) -> None:
+        for bucket in self.buckets:
+            bucket.free_post_forward_shard()
 
     def reset(self, lane: Lane) -> None:
         """Bring the unit to rest from any state."""
@@ -433,9 +415,6 @@ class Unit:
             bucket.reset(lane)
         for gradients in self._known_gradients.values():
             gradients.drop()
-        self.has_unreduced = False
-        self.shows_unsharded = False
-        self.to_run.clear()
         self.under_way.clear()
         self.saved_tensors.reset()
 
@@ -456,14 +435,12 @@ class Unit:
             bucket.module_info.to_unsharded(bucket.label)
 
     def check_registrations(self) -> None:
-        """Check that nobody has replaced a parameter, except by another of the unit.
-
-        Raises:
-            RuntimeError: somebody has.
-        """
+        """Raise RuntimeError if somebody has replaced a parameter, except by another of the
+        unit."""
         self.update_shared_params()
         for bucket in self.buckets:
-            bucket.module_info.check(bucket.label)
+            if (name := bucket.module_info.replaced()) is not None:
+                refuse_replaced(name, bucket.label)
 
     def update_shared_params(self) -> None:
         """Use one parameter of the unit where modules registered it in place of another. The other
@@ -487,7 +464,6 @@ class Unit:
                 edits.find_registrations()
 
     def to_sharded(self) -> None:
-        self.shows_unsharded = False
         for bucket in self.buckets:
             bucket.module_info.to_sharded()
 
@@ -500,8 +476,6 @@ class Unit:
 
     @property
     def is_kept_for_backward(self) -> bool:
-        """Whether it may stay gathered if it ran last in a forward: the user did not say otherwise.
-        See Note [kept for backward]."""
         return self.reshard_after_forward is None and self.settings.unshard_in_backward
 
     def copy_requires_grad(self, sharded: torch.Tensor) -> None:
@@ -511,7 +485,7 @@ class Unit:
             index = bucket.module_info.index_of(sharded)
             if index is not None and not bucket.is_opaque:
                 bucket.parameters[index].requires_grad_(sharded.requires_grad)
-        self.context.trainability_changed(self)
+        self.context.toggled.add(self)
 
     def sync_requires_grad(self) -> None:
         """Give the unsharded parameters the ``requires_grad`` of the sharded ones, hooks those
@@ -544,7 +518,7 @@ class Unit:
                     self._known_gradients[bucket] = gradients
                 self.gradients.append(gradients)
                 self._hook(gradients, only_large=not self.is_in_pieces)
-            elif gradients is not None and self.has_unreduced:
+            elif gradients is not None and self.context.schedule.has_unreduced(self):
                 # It is frozen, but has sums that a backward has yet to reduce. The next forward
                 # looks again.
                 self.gradients.append(gradients)
@@ -576,7 +550,7 @@ class Unit:
             def arrived(_: torch.Tensor, index: int = index) -> None:
                 unit, gradients = owner(), target()
                 if unit is not None and gradients is not None:
-                    unit.context.gradient_arrived(unit, gradients, index)
+                    unit.context.schedule.gradient_arrived(unit, gradients, index)
 
             parameter.register_post_accumulate_grad_hook(arrived)
 
@@ -587,25 +561,7 @@ def unit_of(module: nn.Module) -> Unit | None:
     return module.__dict__.get("_fsdp_unit")
 
 
-# ---- The units of a context, and their names ----
-
-
-class Units:
-    """The units of one context, by index. They are not kept alive."""
-
-    def __init__(self) -> None:
-        self.refs: list[weakref.ref[Unit]] = []
-
-    def add(self, unit: Unit) -> int:
-        """Take ``unit`` in and returns its index, the same on every rank."""
-        self.refs.append(weakref.ref(unit))
-        for bucket in unit.buckets:
-            bucket.edits.unit = self.refs[-1]
-        return len(self.refs) - 1
-
-    def existing(self) -> list[Unit]:
-        """Return the units that still exist, in the order in which they were added."""
-        return [unit for ref in self.refs if (unit := ref()) is not None]
+# ---- Units of edits, and names ----
 
 
 def unit_of_edits(edits: ShardEdits | None) -> Unit | None:
@@ -631,7 +587,7 @@ def unit_names(units: Sequence[Unit]) -> dict[Unit, str]:
 
 
 def name_units(units: Sequence[Unit]) -> None:
-    """Find the root among ``units``, all units of a context, and names them as users know
+    """Find the root among ``units``, all units of a context, and name them as users know
     them."""
     names = unit_names(units)
     tops = [unit for unit in units if unit not in names]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from types import NoneType
 from typing import Any
@@ -14,20 +14,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_overlap.engine import hooks
-from fsdp_overlap.engine.checks import (
-    check_extension,
-    check_gradients,
-    check_kept_parts,
-    check_parameters,
-    check_rows,
-    check_synced,
-    name_of,
-    sync_module_states_from_first,
-)
+from fsdp_overlap.engine.checks import sync_module_states_from_first
 from fsdp_overlap.engine.context import FsdpContext
 from fsdp_overlap.engine.extensions import ExtensionBucket
 from fsdp_overlap.engine.mesh import MeshInfo, rollback_on_error
-from fsdp_overlap.engine.options import QuantizedCommPolicy, compute_dtype
+from fsdp_overlap.engine.options import QuantizedCommPolicy, compute_dtype, reduce_dtype
 from fsdp_overlap.engine.param import (
     Owner,
     ParamInfo,
@@ -40,11 +31,17 @@ from fsdp_overlap.engine.param import (
     move_buffers,
     note_replacement,
     owned_parameters,
+    owner_of,
+    tp_local_tensor,
 )
 from fsdp_overlap.engine.param_group import Bucket
 from fsdp_overlap.engine.unit import Unit
 from fsdp_overlap.layout import PerTensor, Plan, RowsPlan
 from fsdp_overlap.layout.layouts import layout_for
+from fsdp_overlap.tensor.carried import SUMMED
+from fsdp_overlap.tensor.extension import inner_tensors, is_subclass, missing_methods
+from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
+from fsdp_overlap.tensor.sharded_param import refused_grad_dtype
 from fsdp_overlap.tensor.spmd_mesh import SPMDMesh, spmd_mesh_of, spmd_placement
 
 
@@ -61,7 +58,7 @@ def make_unit(
     ignored: frozenset[nn.Parameter],
     spmd: SPMDMesh | None = None,
 ) -> Unit:
-    """Shard what ``modules`` own and hooks their forwards. Their classes are left to the caller.
+    """Shard what ``modules`` own and hook their forwards. Their classes are left to the caller.
 
     The arguments mean what they mean to :func:`fully_shard`. Parameters are sharded over ``mesh``
     unless ``shard_placement_fn`` gives them another. ``spmd``: the mesh that they lie over, if it
@@ -71,31 +68,26 @@ def make_unit(
         TypeError, ValueError: a parameter cannot be sharded. Nothing was changed then.
     """
     owned = owned_parameters(modules, ignored)
-    kind = kind_of(modules)
-    check_parameters(modules, owned, ctx.device)
-    check_gradients(kind, owned, mp_policy)
-    if ctx.sync_module_states:
-        check_synced(kind, owned)
-    if comm_policy is not None:
-        for item in owned:
+    for item in owned:
+        _check_no_owner(modules, item)
+        _check_parameter(item, owned[0], ctx)
+        _check_gradient(item, mp_policy)
+        if comm_policy is not None:
             item.block = comm_policy.block_numel(item.spec)
             item.is_kept = comm_policy.keeps(item.spec)
-    by_mesh = _by_mesh(kind, owned, ctx, mesh, spmd, shard_placement_fn)
-    for item in owned:
-        if item.is_extension:
-            is_in_rows = isinstance(layout_for(ctx.layout, item.spec), PerTensor)
-            check_extension(kind, item, is_in_rows, comm_policy)
+    by_mesh = _by_mesh(owned, ctx, mesh, spmd, shard_placement_fn)
     reshard_after_forward = _checked_reshard_after_forward(
         reshard_after_forward, {mesh_info.shard_size for mesh_info in by_mesh}
     )
-    check_kept_parts(kind, owned, reshard_after_forward)
     for mesh_info, items in by_mesh.items():
         for item in items:
+            if item.is_extension:
+                _check_extension(item, ctx, reshard_after_forward, comm_policy)
             if isinstance(item.parameter, DTensor):
-                check_tensor_parallel(name_of(kind, item), item.parameter)
+                check_tensor_parallel(item.where, item.parameter)
                 if item.spmd is None:
-                    check_concatenation(name_of(kind, item), item.parameter, mesh_info.mesh)
-    _note_kept_dtypes(kind, owned, mp_policy)
+                    check_concatenation(item.where, item.parameter, mesh_info.mesh)
+    _note_kept_dtypes(owned, mp_policy)
     offload = _offload_on(ctx.device, offload_policy)
     with rollback_on_error(mesh_info.plans for mesh_info in by_mesh):
         planned = {
@@ -107,7 +99,7 @@ def make_unit(
     # Nothing was changed so far, and nothing is refused from here on.
     if ctx.sync_module_states:
         sync_module_states_from_first(modules, by_mesh, mesh)
-    originals = [item.parameter for item in owned]
+    originals = {item.fqn: item.parameter for item in owned}
     buckets = [
         bucket
         for mesh_info, items in by_mesh.items()
@@ -119,14 +111,169 @@ def make_unit(
     unit.unowned = UnownedParameters(modules, ignored)
     unit.offload_policy = offload_policy
     unit.comm_policy = comm_policy
-    _mark_owner(unit)
-    for item, original in zip(owned, originals, strict=True):
-        _mark(original, Owner(unit.module_kind, item.fqn))
+    _mark_owners(unit, originals)
     move_buffers(modules, ctx.device)
     for each in modules:
         each.__dict__["_fsdp_unit"] = unit
         hooks.install(each, unit)
     return unit
+
+
+# ---- What is refused, before anything is changed ----
+
+
+def _check_parameter(item: ParamInfo, first: ParamInfo, ctx: FsdpContext) -> None:
+    """Raise TypeError or ValueError if a parameter cannot be sharded in ``ctx``, in one unit with
+    ``first``."""
+    where, parameter, device = item.where, item.parameter, ctx.device
+    if isinstance(parameter, nn.UninitializedParameter):
+        raise ValueError(f"{where} is not initialized; run a forward before fully_shard()")
+    held = tp_local_tensor(parameter)
+    if item.is_opaque:
+        _check_opaque(item, ctx)
+    else:
+        _check_class(where, held)
+    if not held.is_contiguous():
+        raise ValueError(
+            f"{where} is not contiguous (shape {tuple(held.shape)}, strides {held.stride()}); "
+            "replace its data by .contiguous() first"
+        )
+    grad_dtype = parameter.grad_dtype
+    if (refused := refused_grad_dtype(parameter.dtype, grad_dtype)) is not None:
+        raise ValueError(f"{where} is {parameter.dtype} and its grad_dtype {grad_dtype}: {refused}")
+    if parameter.layout is not torch.strided:
+        raise TypeError(f"{where} has layout {parameter.layout}; only strided is supported")
+    if parameter.device.type not in (device.type, "cpu", "meta"):
+        raise ValueError(
+            f"{where} is on {parameter.device}, the mesh on {device.type}; move the module first"
+        )
+    if parameter.is_meta != first.parameter.is_meta:
+        raise ValueError(
+            f"{where} is on {parameter.device}, {first.fqn!r} on {first.parameter.device}: put all "
+            "parameters of a unit on the meta device, or none"
+        )
+    if ctx.sync_module_states and parameter.is_meta:
+        raise ValueError(
+            f"{where} is on the meta device, and sync_module_states=True takes it from the first "
+            "rank: build the model with memory on every rank, or leave the argument out and load "
+            "the weights after to_empty()"
+        )
+
+
+def _check_opaque(item: ParamInfo, ctx: FsdpContext) -> None:
+    """Raise TypeError or ValueError if a parameter of a class of its own cannot be sharded with
+    what its class knows."""
+    where, parameter, device = item.where, item.parameter, ctx.device
+    kind = type(parameter).__name__
+    if parameter.requires_grad:
+        raise TypeError(
+            f"{where} is a {kind} that requires grad; parameters of a class of their own are "
+            "supported if they are frozen, and are then never cast: call requires_grad_(False), or "
+            "use a plain torch.nn.Parameter"
+        )
+    is_there = parameter.device.type == device.type
+    if not is_there or (device.index is not None and parameter.device.index != device.index):
+        raise ValueError(
+            f"{where} is a {kind} on {parameter.device}, and the unit computes on {device}: move "
+            "the module there first, because what the class holds beside the elements, such as "
+            "scales, would stay behind"
+        )
+    if ctx.sync_module_states:
+        raise ValueError(
+            f"{where} is a {kind}, and sync_module_states=True takes elements alone from the first "
+            "rank, without what the class holds beside them: quantize the same weights on every "
+            "rank"
+        )
+
+
+def _check_class(where: str, held: torch.Tensor) -> None:
+    """Raise TypeError if the parameter whose tensor is ``held`` cannot be gathered. A tensor that
+    consists of others may get both methods of an extension later, as in FSDP2."""
+    missing = missing_methods(held)
+    may_come_later = len(missing) == 2 and bool(inner_tensors(held))
+    if is_subclass(held) and missing and not may_come_later:
+        raise TypeError(
+            f"{where} is a {type(held).__name__} without {' and '.join(missing)}; only plain "
+            "torch.nn.Parameter, frozen ones of a class derived from it, DTensors of tensor "
+            "parallelism and tensors with both methods of FSDP2's extensions are supported"
+        )
+
+
+def _check_no_owner(modules: Sequence[nn.Module], item: ParamInfo) -> None:
+    owner = owner_of(item.parameter)
+    if owner is None:
+        return
+    name = item.fqn if len(modules) == 1 else item.fqn.partition(".")[2]
+    # A unit around these modules registered its sharded parameter in them. The parameter's name in
+    # that unit is longer, and ends as this one does.
+    if isinstance(item.parameter, RaggedDTensor) and owner.fqn.endswith(f".{name}"):
+        raise ValueError(
+            f"{item.where} was sharded already, as {owner.fqn!r} of the unit {owner.unit} around "
+            "it: call fully_shard on inner modules first, then on the module around them"
+        )
+    raise ValueError(
+        f"{item.where} is also {owner.fqn!r} of the unit {owner.unit}: a parameter belongs to one "
+        "unit; make one unit of the two modules that share it, by fully_shard([a, b], ctx), or "
+        "call fully_shard on neither and on a module that holds both"
+    )
+
+
+def _check_gradient(item: ParamInfo, mp_policy: MixedPrecisionPolicy) -> None:
+    dtype = reduce_dtype(item.spec.grad_dtype or item.parameter.dtype, mp_policy)
+    if item.parameter.requires_grad and dtype not in SUMMED:
+        raise ValueError(
+            f"gradients of {item.where} would be reduced in {dtype}, in which nothing can be "
+            "summed: use MixedPrecisionPolicy(reduce_dtype=torch.float32), or freeze it by "
+            "requires_grad_(False)"
+        )
+
+
+def _check_extension(
+    item: ParamInfo,
+    ctx: FsdpContext,
+    reshard_after_forward: bool | int | None,
+    comm_policy: QuantizedCommPolicy | None,
+) -> None:
+    """Raise ValueError if a parameter that says itself how it is gathered cannot be."""
+    what = f"{item.where} is a {type(tp_local_tensor(item.parameter)).__name__}, "
+    if not _is_in_rows(item, ctx):
+        raise ValueError(
+            f"{what}which is cut between rows alone: use FsdpContext(layout=PerTensor()), or a "
+            "function that returns PerTensor() for it"
+        )
+    if item.cut_dim:
+        raise ValueError(
+            f"{what}which is cut along its first dimension alone, and shard_placement_fn wants "
+            f"Shard({item.cut_dim}): return None or Shard(0)"
+        )
+    if comm_policy is not None:
+        raise ValueError(
+            f"{what}which says itself what travels: leave out comm_policy, or make a unit of its "
+            "own of the module that has it"
+        )
+    if type(reshard_after_forward) is int:
+        raise ValueError(
+            f"reshard_after_forward={reshard_after_forward}: {what}of which no part can be kept: "
+            "use True, False or None"
+        )
+
+
+def _check_rows(item: ParamInfo, mesh_info: MeshInfo) -> None:
+    """Raise ValueError if a parameter cannot be cut into rows."""
+    if item.parameter.ndim == 0:
+        raise ValueError(
+            f"{item.where} is a scalar, of which there are no rows: make it a tensor of one "
+            "dimension, or give it the layout Flat()"
+        )
+    if mesh_info.shards_replicas:
+        raise ValueError(
+            f"{item.where} is in PerTensor(), which copies cannot divide: leave out "
+            "shard_optimizer_over_replicas=True, or choose another layout"
+        )
+
+
+def _is_in_rows(item: ParamInfo, ctx: FsdpContext) -> bool:
+    return isinstance(layout_for(ctx.layout, item.spec), PerTensor)
 
 
 def _checked_reshard_after_forward(value: bool | int | None, sizes: set[int]) -> bool | int | None:
@@ -146,7 +293,6 @@ def _checked_reshard_after_forward(value: bool | int | None, sizes: set[int]) ->
 
 
 def _by_mesh(
-    kind: str,
     owned: list[ParamInfo],
     ctx: FsdpContext,
     mesh: DeviceMesh,
@@ -163,15 +309,15 @@ def _by_mesh(
             own_spmd = spmd_mesh_of(mesh_info)
         mesh_info = ctx.mesh_info_of(own_mesh)
         if own_spmd is not None:
-            item.spmd = spmd_placement(name_of(kind, item), item.parameter, own_spmd)
+            item.spmd = spmd_placement(item.where, item.parameter, own_spmd)
         if isinstance(wanted, Shard):
-            item.cut_dim = _cut_dim(kind, item, wanted)
-        is_in_rows = isinstance(layout_for(ctx.layout, item.spec), PerTensor)
+            item.cut_dim = _cut_dim(item, wanted)
+        is_in_rows = _is_in_rows(item, ctx)
         if is_in_rows:
-            check_rows(kind, item, mesh_info)
+            _check_rows(item, mesh_info)
         if type(wanted) not in (Shard, NoneType) or (item.cut_dim and not is_in_rows):
             raise ValueError(
-                f"shard_placement_fn wants parameter {item.fqn!r} of {kind} placed as {wanted}: "
+                f"shard_placement_fn wants {item.where} placed as {wanted}: "
                 "return None, Shard(0) or a ShardPlacementResult of these; other dimensions are "
                 "cut under FsdpContext(layout=PerTensor()) alone"
             )
@@ -179,23 +325,20 @@ def _by_mesh(
     return {mesh_info: items for mesh_info, items in found.items() if items or len(found) == 1}
 
 
-def _cut_dim(kind: str, item: ParamInfo, placement: Shard) -> int:
-    """Return the dimension that ``placement`` cuts, counted from the first.
-
-    Raises:
-        ValueError: the parameter has no such dimension.
-    """
+def _cut_dim(item: ParamInfo, placement: Shard) -> int:
+    """Return the dimension that ``placement`` cuts, counted from the first. Raise ValueError if the
+    parameter has no such dimension."""
     ndim = item.parameter.ndim
     if not -ndim <= placement.dim < max(1, ndim):
         raise ValueError(
-            f"shard_placement_fn wants {name_of(kind, item)} placed as {placement}, and it has "
+            f"shard_placement_fn wants {item.where} placed as {placement}, and it has "
             f"{ndim} dimensions, {tuple(item.parameter.shape)}: choose one of these"
         )
     return placement.dim % max(1, ndim)
 
 
-def _note_kept_dtypes(kind: str, owned: list[ParamInfo], mp_policy: MixedPrecisionPolicy) -> None:
-    """Ask the policy which parameters keep their own dtype in compute, and notes them."""
+def _note_kept_dtypes(owned: list[ParamInfo], mp_policy: MixedPrecisionPolicy) -> None:
+    """Ask the policy which parameters keep their own dtype in compute, and note them."""
     override = getattr(mp_policy, "param_dtype_override_fn", None)  # of torch 2.15
     if override is None:
         return
@@ -203,9 +346,8 @@ def _note_kept_dtypes(kind: str, owned: list[ParamInfo], mp_policy: MixedPrecisi
         dtype, chosen = item.parameter.dtype, override(item.parameter)
         if chosen not in (None, mp_policy.param_dtype, dtype):
             raise ValueError(
-                f"param_dtype_override_fn gave {chosen!r} for parameter {item.fqn!r} of "
-                f"{kind}: return its own dtype, {dtype}, or None for that of the "
-                f"policy, {mp_policy.param_dtype}"
+                f"param_dtype_override_fn gave {chosen!r} for {item.where}: return its own dtype, "
+                f"{dtype}, or None for that of the policy, {mp_policy.param_dtype}"
             )
         item.keeps_dtype = chosen is dtype and mp_policy.param_dtype not in (None, dtype)
 
@@ -254,16 +396,14 @@ def _make_buckets(
     return buckets
 
 
-def _mark_owner(unit: Unit) -> None:
-    """Note on each parameter which unit owns it. Errors of other units and optimizers name it."""
+def _mark_owners(unit: Unit, originals: Mapping[str, nn.Parameter]) -> None:
+    """Note on each parameter which unit owns it, and on the ``originals``, by name, that they were
+    replaced. Errors of other units and optimizers say so."""
     for bucket in unit.buckets:
         for item, sharded in zip(bucket.owned, bucket.sharded_parameters, strict=True):
-            owner = Owner(unit.module_kind, item.fqn)
+            owner = Owner(item.unit, item.fqn)
             mark_owner(sharded, owner)
-            _mark(item.parameter, owner)
+            for parameter in (item.parameter, originals[item.fqn]):
+                mark_owner(parameter, owner)
+                mark_replaced(parameter, by="fully_shard()")
     note_replacement()
-
-
-def _mark(parameter: nn.Parameter, owner: Owner) -> None:
-    mark_owner(parameter, owner)
-    mark_replaced(parameter, by="fully_shard()")

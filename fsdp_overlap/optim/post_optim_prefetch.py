@@ -24,7 +24,7 @@ class PostOptimPrefetch:
         contexts = dict.fromkeys(context_of(unit) for unit in units if unit is not None)
         self._contexts = [ctx for ctx in contexts if ctx.is_initialized and ctx.has_schedule]
         for ctx in self._contexts:
-            ctx.schedule.gathers.before_step()
+            ctx.schedule.prefetcher.before_step()
         buckets = [
             bucket
             for ctx in self._contexts

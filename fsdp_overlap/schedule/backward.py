@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from fsdp_overlap.schedule.interface import Engine, Transfers, Unit, UnitIndex, UnitRefs
-from fsdp_overlap.schedule.order import Call, ForwardPass
-from fsdp_overlap.schedule.prefetch import Gathers
-from fsdp_overlap.schedule.recompute import Reruns
-from fsdp_overlap.schedule.reducer import Reductions
+from fsdp_overlap.schedule.interface import (
+    CommContext,
+    Engine,
+    Unit,
+    UnitIndex,
+    UnitRefs,
+    UnitStates,
+)
+from fsdp_overlap.schedule.order import Call, ForwardPass, RecomputeOrder
+from fsdp_overlap.schedule.prefetch import Prefetcher
+from fsdp_overlap.schedule.reducer import GradReducer
 
 
 class Backward:
@@ -16,30 +22,32 @@ class Backward:
 
     ``serial`` counts backwards from 1. ``open_passes`` are the passes that it may come back to.
     ``read_by_others`` are the units of which a module did not run, and the passes in which.
-    ``reruns`` predicts which units are used next where forwards that left no call run again within
-    backward, as reentrant checkpoints do. Elsewhere the calls that remain tell more.
+    ``recompute_order`` predicts which units are used next where forwards that left no call run
+    again within backward, as reentrant checkpoints do. Elsewhere the calls that remain tell more.
     """
 
     def __init__(
         self,
         serial: int,
-        gathers: Gathers,
-        reductions: Reductions,
-        transfers: Transfers,
+        prefetcher: Prefetcher,
+        reducer: GradReducer,
+        comm: CommContext,
         engine: Engine,
         refs: UnitRefs,
+        states: UnitStates,
         open_passes: Sequence[ForwardPass],
         read_by_others: Mapping[UnitIndex, Collection[ForwardPass]],
-        reruns: Reruns,
+        recompute_order: RecomputeOrder,
     ) -> None:
         self.serial = serial
         self.graph_task = engine.graph_task()
-        self._gathers = gathers
-        self._reductions = reductions
-        self._transfers = transfers
+        self._prefetcher = prefetcher
+        self._reducer = reducer
+        self._comm = comm
         self._engine = engine
         self._refs = refs
-        self._reruns = reruns
+        self._states = states
+        self._recompute_order = recompute_order
         self._open_passes = open_passes
         self._read_by_others = read_by_others
         self.under_way: list[ForwardPass] = []
@@ -69,16 +77,16 @@ class Backward:
 
     def begin(self, units: Iterable[Unit]) -> None:
         """Is called at the first event of this backward."""
-        self._reruns.begin()
+        self._recompute_order.begin()
         # All ranks call backward(). What its graph reaches may differ, so that does not count. See
         # Note [gradients of inputs].
         self.accumulates = self._engine.is_for_all_leaves() or any(
             unit.accumulates for unit in units
         )
-        self._expect(self._gathers.in_graphs.items())
+        self._expect(self._prefetcher.in_graphs.items())
 
     def advance_to(self, call: Call) -> None:
-        """Enqueues what every rank enqueues up to ``call``, also for calls that this rank skips."""
+        """Enqueue what every rank enqueues up to ``call``, also for calls that this rank skips."""
         forward_pass, under_way = call.forward_pass, self.under_way
         if not under_way or under_way[-1] is not forward_pass:
             self._enter(forward_pass)
@@ -95,10 +103,10 @@ class Backward:
             if reached is call:
                 break
         if not remaining and self._has_reached_all():
-            self._reductions.nothing_follows()
+            self._reducer.nothing_follows()
 
     def finish(self) -> None:
-        """Ends the walk: this rank's graph reaches no more calls. Walks past the calls of forward
+        """End the walk: this rank's graph reaches no more calls. Walk past the calls of forward
         that remain, as other ranks do, and releases the units that are still open."""
         for forward_pass in self.remaining:
             if not forward_pass.is_recompute:
@@ -108,29 +116,32 @@ class Backward:
         for index in {*(call.unit for call in self.open_calls), *self.unfinished, *shown}:
             self._release_passed(index)
 
-    def is_open(self, unit: Unit) -> bool:
-        """Whether the backward of a call of ``unit`` is under way."""
-        return self._has_open_call(unit.index)
+    def is_open(self, index: UnitIndex) -> bool:
+        """Whether the backward of a call of unit ``index`` is under way."""
+        for call in self.open_calls:  # noqa: SIM110, asked often, and any() makes a generator first
+            if call.unit == index:
+                return True
+        return False
 
     def before_recompute(self, unit: Unit, tick: int) -> None:
         """A forward of ``unit`` begins within this backward. See Note [recomputing]."""
         self.recomputing.append((unit, tick))
-        if not self.is_open(unit):
+        if not self.is_open(unit.index):
             self._advance_to_checkpoint(unit)
         # A unit may be open without its parameters, because the user said that its backward does
         # not read them. The forward does.
-        if unit.has_parameters and not (self.is_open(unit) and unit.is_gathered):
+        if unit.has_parameters and not (self.is_open(unit.index) and unit.is_gathered):
             self._use(unit, self.under_way[-1] if self.under_way else None)
-        self._transfers.wait(unit)
+        unit.wait()
 
     def after_recompute(self, unit: Unit, start: int, end: int, is_in_use: bool) -> Call | None:
-        """The forward of ``unit`` within this backward has run. Returns the call to come back to,
+        """The forward of ``unit`` within this backward has run. Return the call to come back to,
         or ``None`` if a call of the unit is open, or it has no parameters."""
-        if not unit.has_parameters or self.is_open(unit):
+        if not unit.has_parameters or self.is_open(unit.index):
             return None
         # The release is delayed, so that the unit's own backward finds it whole if it follows now.
         if unit.settings.reshard_after_backward and not is_in_use:
-            self._gathers.release(unit)
+            self._prefetcher.release(unit)
         recompute = self.recompute
         if recompute is None or recompute in self.remaining:
             task = self._engine.graph_task()
@@ -140,7 +151,7 @@ class Backward:
             if unit.index in forward_pass.spans:
                 start, end = forward_pass.spans[unit.index]
                 if all(call.unit != unit.index for call in forward_pass.calls):
-                    self._reruns.end_rerun()
+                    self._recompute_order.end_recompute()
         recompute.note(unit.index, start, end)
         return Call(unit.index, start, end, recompute, unit.version)
 
@@ -162,7 +173,7 @@ class Backward:
             while remaining and remaining[-1].end > run.end:
                 self._step(remaining.pop())
             self._leave(run.end)
-            self._reruns.begin_rerun(run, forward_pass, remaining)
+            self._recompute_order.begin_recompute(run, forward_pass, remaining)
             runs.pop()
 
     def _enter_nested(self, task: int) -> None:
@@ -194,17 +205,21 @@ class Backward:
         if forward_pass not in self.remaining:
             self.remaining[forward_pass] = list(forward_pass.calls)
             if not forward_pass.is_recompute:
-                self._reruns.enter(forward_pass)
+                self._recompute_order.enter(forward_pass)
             self._expect([(call.unit, self._first_use(call)) for call in forward_pass.calls])
             for index, passes in self._read_by_others.items():
                 unit = self._refs[index]()
-                if unit is not None and index in self._gathers.in_graphs and forward_pass in passes:
-                    self._transfers.to_unsharded(unit)
+                if (
+                    unit is not None
+                    and index in self._prefetcher.in_graphs
+                    and forward_pass in passes
+                ):
+                    unit.to_unsharded()
                     self.shown.add(index)
 
     def _expect(self, first_uses: Iterable[tuple[UnitIndex, int]]) -> None:
         if self.accumulates:
-            self._reductions.expect(
+            self._reducer.expect(
                 [
                     (unit, tick)
                     for index, tick in first_uses
@@ -223,39 +238,35 @@ class Backward:
             return
         self._leave(call.end)
         self.open_calls.append(call)
-        if not self.accumulates and unit.shows_unsharded and not unit.syncs_gradients:
-            unit.has_unreduced = True  # see Note [weights apart]
+        if not self.accumulates and not unit.syncs_gradients:
+            state = self._states[call.unit]
+            if state.shows_unsharded:
+                state.has_unreduced = True  # see Note [weights apart]
         # Backward can read a full buffer that exists, even if the user said that it does not. Then
         # the graph that create_graph=True makes can read it too.
         if call.needs_parameters or (self.creates_graph and unit.is_gathered):
             self._use(unit, call.forward_pass)
             if self.creates_graph:
-                unit.left_out = set()
-                self._gathers.in_graphs.setdefault(unit.index, self._first_use(call))
-                self._transfers.hook_gradients(unit)
-        self._reductions.passed(call.end)
+                self._states[call.unit].skipped_modules = set()
+                self._prefetcher.in_graphs.setdefault(unit.index, self._first_use(call))
+                unit.hook_gradients()
+        self._reducer.passed(call.end)
 
     def _leave(self, tick: int) -> None:
         """Backward is done with every call that started after ``tick``."""
         for call in [call for call in self.open_calls if call.start > tick]:
             self.open_calls.remove(call)
-            if not self._has_open_call(call.unit):
+            if not self.is_open(call.unit):
                 self._release_passed(call.unit)
 
-    def _has_open_call(self, index: UnitIndex) -> bool:
-        for call in self.open_calls:  # noqa: SIM110, asked often, and any() makes a generator first
-            if call.unit == index:
-                return True
-        return False
-
     def _use(self, unit: Unit, forward_pass: ForwardPass | None) -> None:
-        prefetch = self._gathers.prefetch
+        prefetch = self._prefetcher.prefetch
         asked = unit.backward_prefetch and [
             find
             for find in unit.backward_prefetch
             if (other := find()) and other.settings.unshard_in_backward
         ]
-        upcoming = self._reruns.upcoming(unit.index, prefetch)
+        upcoming = self._recompute_order.upcoming(unit.index, prefetch)
         if upcoming is None:
             remaining = self.remaining[forward_pass] if forward_pass is not None else []
             following = remaining[: -prefetch - 2 : -1]
@@ -263,15 +274,15 @@ class Backward:
             if unit.index in others:  # which runs again now, and goes back then
                 others.remove(unit.index)
             upcoming = others[:prefetch]
-        if self._gathers.use(unit, upcoming, asked):
-            self._reruns.teach()
+        if self._prefetcher.use(unit, upcoming, asked):
+            self._recompute_order.teach()
 
     def _release_passed(self, index: UnitIndex) -> None:
         unit = self._refs[index]()
         if unit is None:
             return
-        if self._transfers.is_profiled():
-            with self._transfers.span("post_backward", unit.name):
+        if self._comm.is_profiled():
+            with self._comm.span("post_backward", unit.name):
                 self._release(unit)
         else:
             self._release(unit)
@@ -283,10 +294,12 @@ class Backward:
         if unit.is_list and self._comes_back_to(unit.index):
             self.unfinished.add(unit.index)
         elif unit.settings.reshard_after_backward:
-            self._gathers.release(unit)
-        is_asked_for = unit.shows_unsharded and not unit.syncs_gradients
+            self._prefetcher.release(unit)
+        state = self._states[unit.index]
+        is_asked_for = state.shows_unsharded and not unit.syncs_gradients
         if unit.index not in self.shown and not is_asked_for:
-            self._transfers.to_sharded(unit)
+            state.shows_unsharded = False
+            unit.to_sharded()
 
     def _comes_back_to(self, unit: UnitIndex) -> bool:
         """Whether a call of ``unit`` is yet to be reached."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from fsdp_overlap.schedule.interface import Engine, Transfers, Unit
-from fsdp_overlap.schedule.prefetch import Gathers
-from fsdp_overlap.schedule.reducer import Reductions
+from fsdp_overlap.schedule.interface import CommContext, Engine, Unit
+from fsdp_overlap.schedule.prefetch import Prefetcher
+from fsdp_overlap.schedule.reducer import GradReducer
 
 
 class GradientReductionHandle:
@@ -16,7 +16,7 @@ class GradientReductionHandle:
         self._finalization = finalization
 
     def wait(self) -> None:
-        """Makes compute wait for the reductions. Afterwards ``.grad`` is complete.
+        """Make compute wait for the reductions. Afterwards ``.grad`` is complete.
 
         Raises:
             RuntimeError: the context was reset meanwhile.
@@ -35,18 +35,18 @@ class Finalization:
 
     def __init__(
         self,
-        gathers: Gathers,
-        reductions: Reductions,
-        transfers: Transfers,
+        prefetcher: Prefetcher,
+        reducer: GradReducer,
+        comm: CommContext,
         engine: Engine,
         units: Callable[[], Sequence[Unit]],
     ) -> None:
         self.is_manual = False
         self.is_due = False
         """Whether a backward ran that nobody finalized."""
-        self._gathers = gathers
-        self._reductions = reductions
-        self._transfers = transfers
+        self._prefetcher = prefetcher
+        self._reducer = reducer
+        self._comm = comm
         self._engine = engine
         self._units = units
         self._pending: GradientReductionHandle | None = None
@@ -61,18 +61,15 @@ class Finalization:
             )
         self.is_manual = enabled
 
-    def begin_backward(self) -> None:
-        self.check_done("backward")
-
     def end_backward(self) -> None:
-        self._reductions.issue_rest(self._units())
+        self._reducer.issue_rest(self._units())
         if self.is_manual:
             self.is_due = True
         else:
             self._wait()
 
     def finalize(self) -> GradientReductionHandle:
-        """Issues every reduction that is left, and frees the full buffers that are not kept after
+        """Issue every reduction that is left, and free the full buffers that are not kept after
         backward."""
         self.check_done("finalize_backward()")
         if not self.is_manual:
@@ -88,7 +85,7 @@ class Finalization:
         return self._pending
 
     def complete(self) -> None:
-        """Completes the gradients of backwards without synchronization, also if finalization is not
+        """Complete the gradients of backwards without synchronization, also if finalization is not
         manual."""
         self.check_done("the reduction of a pipeline's step")
         self._issue_all()
@@ -98,10 +95,10 @@ class Finalization:
     def _issue_all(self) -> None:
         for unit in self._units():
             if unit.settings.reshard_after_backward and unit.is_gathered:
-                self._transfers.to_sharded(unit)
-                self._gathers.release(unit)
-        self._gathers.flush()
-        self._reductions.issue_rest(self._units())
+                self._prefetcher.to_sharded(unit)
+                self._prefetcher.release(unit)
+        self._prefetcher.flush()
+        self._reducer.issue_rest(self._units())
 
     def finish(self, handle: GradientReductionHandle) -> None:
         if handle is not self._pending:
@@ -114,7 +111,7 @@ class Finalization:
         self._wait()
 
     def check_done(self, what: str) -> None:
-        """Raises if a reduction is under way that must be waited for before ``what``."""
+        """Raise if a reduction is under way that must be waited for before ``what``."""
         if self._pending is not None:
             raise RuntimeError(
                 f"{what} before the last gradient reduction was waited for: call wait() on the "
@@ -131,5 +128,5 @@ class Finalization:
         self.is_due = False
 
     def _wait(self) -> None:
-        self._reductions.wait()
-        self._transfers.finish_backward()
+        self._reducer.wait()
+        self._comm.finish_backward()

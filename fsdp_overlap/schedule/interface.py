@@ -1,19 +1,22 @@
 """What the schedule knows, and what it can command. Everything else is hidden from it.
 
-The facts come from units and from the autograd engine. The commands go to the transfers.
+The facts come from units and from the autograd engine, and are read-only. Commands that need a lane
+go to the comm, others to the unit or its gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Protocol
 
 UnitIndex = int
 """Names a unit without keeping it alive. The same on every rank."""
 
-Mark = Any
-"""A point in the compute enqueued so far."""
+Mark = object
+"""A point in the compute enqueued so far. ``None`` where there is nothing to wait for."""
 
 
 class Settings(Protocol):
@@ -28,11 +31,10 @@ class Settings(Protocol):
 class Gradients(Protocol):
     """The gradients of one bucket, and the reduce input that they are collected in."""
 
-    is_in_flight: bool
-    """Whether a reduce-scatter reads the reduce input. :class:`Reductions` sets it."""
-
-    count: int
-    """How many gradients there are at most."""
+    @property
+    def count(self) -> int:
+        """How many gradients there are at most."""
+        ...
 
     @property
     def has_input(self) -> bool:
@@ -44,46 +46,52 @@ class Gradients(Protocol):
         complete."""
         ...
 
+    def copy_in(self, indices: Sequence[int]) -> None:
+        """Move the gradients of these parameters into the reduce input."""
+        ...
+
+    def copy_in_all(self) -> None:
+        """Move every gradient that autograd holds into the reduce input."""
+        ...
+
 
 class Unit(Protocol):
-    """The facts about one unit.
+    """The facts about one unit, all of them read-only, and what it does without a lane.
 
-    Facts about collectives are the same on every rank. Facts about gradients may differ.
+    Facts about collectives are the same on every rank. Facts about gradients may differ. What the
+    schedule remembers of a unit is in its own :class:`UnitState`.
     """
 
-    index: UnitIndex
-    name: str
-    is_root: bool
-    is_list: bool
-    """Whether it has several modules."""
-    to_run: set[int]
-    """In a unit of several modules, the ids of those that have yet to run in the forward under
-    way."""
-    left_out: set[int]
-    """The ids of those that did not run in a pass, so that others may have read their parameters
-    for a graph. Empty if a graph may read the parameters of all."""
-    shows_unsharded: bool
-    """Whether its unsharded parameters stay registered until the full buffers are freed."""
-    seen_version: int
-    """The version of the shards that all-gathers are known to see. :class:`Gathers` sets it."""
-    has_unreduced: bool
-    """Whether earlier backwards left gradients to reduce. :class:`Reductions` sets it."""
+    @property
+    def index(self) -> UnitIndex: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def is_root(self) -> bool: ...
+    @property
+    def is_list(self) -> bool:
+        """Whether it has several modules."""
+        ...
+
+    @property
+    def module_ids(self) -> Iterable[int]:
+        """The ids of its modules."""
+        ...
 
     @property
     def settings(self) -> Settings: ...
     @property
-    def gradients(self) -> Sequence[Any]:
-        """A :class:`Gradients` for each trainable bucket. Empty if all are frozen."""
+    def gradients(self) -> Sequence[Gradients]:
+        """One for each trainable bucket. Empty if all are frozen."""
         ...
 
     @property
-    def forward_prefetch(self) -> Sequence[Callable[[], Any]]:
-        """The units that the user wants gathered when this one runs in forward. Each is a function
-        that gives the unit, or ``None`` if it is gone."""
+    def forward_prefetch(self) -> UnitRefs:
+        """The units that the user wants gathered when this one runs in forward."""
         ...
 
     @property
-    def backward_prefetch(self) -> Sequence[Callable[[], Any]]: ...
+    def backward_prefetch(self) -> UnitRefs: ...
 
     @property
     def has_parameters(self) -> bool: ...
@@ -93,7 +101,7 @@ class Unit(Protocol):
         ...
 
     @property
-    def is_whole(self) -> bool:
+    def is_unsharded(self) -> bool:
         """Whether it is gathered, and no shard was edited since."""
         ...
 
@@ -102,19 +110,25 @@ class Unit(Protocol):
         """Grows with every edit of the unit's shards."""
         ...
 
-    is_in_pieces: bool
-    """Whether its buckets may be reduced one by one, and all of their gradients are noticed."""
-    is_offloaded: bool
-    """Whether shards rest on the host, and all-gathers copy them from there."""
+    @property
+    def is_in_pieces(self) -> bool:
+        """Whether its buckets may be reduced one by one, and all of their gradients are noticed."""
+        ...
 
     @property
-    def keeps_part(self) -> bool:
+    def is_offloaded(self) -> bool:
+        """Whether shards rest on the host, and all-gathers copy them from there."""
+        ...
+
+    @property
+    def has_post_forward_shard(self) -> bool:
         """Whether a part of the full buffer is kept between forward and backward."""
         ...
 
     @property
     def is_kept_for_backward(self) -> bool:
-        """Whether it stays gathered for backward if it ran last in a forward."""
+        """Whether it stays gathered for backward if it ran last in a forward: the user did not say
+        otherwise. See Note [kept for backward]."""
         ...
 
     def reshards_after_forward(self) -> bool: ...
@@ -136,119 +150,139 @@ class Unit(Protocol):
 
     @property
     def completes_gradients(self) -> bool:
-        """Whether backward also reduces them across copies."""
+        """Whether backward also reduces them over replicas."""
         ...
 
     def edited(self) -> str | None:
         """An edit of unsharded parameters in place that would be lost, in words, or ``None``."""
         ...
 
+    def wait(self) -> None:
+        """Make compute wait for the unit's all-gathers."""
+        ...
+
+    def to_unsharded(self) -> None:
+        """Register the unsharded parameters in the unit's modules."""
+        ...
+
+    def to_sharded(self) -> None:
+        """Register the sharded parameters in the unit's modules."""
+        ...
+
+    def hook_gradients(self) -> None:
+        """Make every gradient of the unit be noticed when it arrives."""
+        ...
+
+    def free_post_forward_shards(self) -> None:
+        """Free the parts of full buffers that were kept between forward and backward."""
+        ...
+
 
 UnitRefs = Sequence[Callable[[], Unit | None]]
-"""For each index, what gives the unit, or ``None`` if it is gone. A weak reference does."""
+"""What gives each unit, or ``None`` if it is gone. A weak reference does."""
+
+
+@dataclass(eq=False, slots=True)
+class UnitState:
+    """What the schedule remembers of one unit. It alone writes this."""
+
+    pending_modules: set[int] = field(default_factory=set)
+    """In a unit of several modules, the ids of those that have yet to run in the forward under
+    way."""
+    skipped_modules: set[int] = field(default_factory=set)
+    """The ids of those that did not run in a pass, so that others may have read their parameters
+    for a graph. Empty if a graph may read the parameters of all."""
+    synced_version: int = -1
+    """The version of the shards that all-gathers see: their lane runs after the edits up to it."""
+    shows_unsharded: bool = False
+    """Whether its unsharded parameters stay registered until the full buffers are freed, because
+    the user asked for them by ``unshard()``."""
+    has_unreduced: bool = False
+    """Whether backwards left gradients that are not reduced, or not over replicas. The same on
+    every rank."""
+
+    def drop(self) -> None:
+        """Forget what is under way."""
+        self.pending_modules.clear()
+        self.shows_unsharded = False
+        self.has_unreduced = False
+
+
+UnitStates = defaultdict[UnitIndex, UnitState]
 
 
 class Ticket(Protocol):
     """Stands for a reduce-scatter that was issued."""
 
     def done(self) -> bool: ...
+    def wait(self) -> None: ...
+    def abandon(self) -> None: ...
 
 
-class Transfers(Protocol):
-    """Does what was decided. Only tickets and marks come back to the schedule."""
+class CommContext(Protocol):
+    """Does on lanes what was decided. Only tickets and marks come back to the schedule."""
 
     def after_compute(self) -> None:
-        """All-gathers from now on start after the compute enqueued so far."""
-        ...
-
-    def after_event(self, event: Any) -> None:
-        """All-gathers from now on start after ``event``."""
+        """Make all-gathers from now on start after the compute enqueued so far."""
         ...
 
     def mark_compute(self) -> Mark: ...
 
-    def gather(self, unit: Any) -> None:
-        """Enqueues the all-gathers of the buckets that are not whole."""
+    def gather(self, unit: Unit) -> None:
+        """Enqueue the all-gathers of the buckets that are not whole."""
         ...
 
-    def put_together(self, unit: Any) -> None:
-        """Enqueues the collectives that put divided shards together."""
+    def gather_outer_shards(self, unit: Unit) -> None:
+        """Enqueue the all-gathers of outer shards over replicas."""
         ...
 
-    def finish_putting_together(self, raised: bool) -> None:
-        """Makes compute wait for all of these that nobody has waited for: it may edit shards. After
+    def wait_for_outer_shards(self, raised: bool) -> None:
+        """Make compute wait for all of these that nobody has waited for: it may edit shards. After
         a forward that ``raised`` they may fail, which is no other error."""
         ...
 
-    def wait(self, unit: Any) -> None:
-        """Makes compute wait for the unit's all-gathers."""
-        ...
-
-    def free(self, unit: Any, after: Mark, waits: bool = True) -> None:
-        """Frees the full buffers once the compute up to ``after`` is done. Unless the lane
+    def free(self, unit: Unit, after: Mark, waits: bool = True) -> None:
+        """Free the full buffers once the compute up to ``after`` is done. Unless the lane
         ``waits``, all-gathers that follow may start before that, in other memory."""
         ...
 
-    def drop_parts(self, unit: Any) -> None:
-        """Frees the parts of full buffers that were kept between forward and backward."""
+    def forbid_old_graphs(self, unit: Unit, modules: Collection[int]) -> None:
+        """Make autograd refuse the unit's parameters to every graph made so far: those of
+        ``modules``, by their ids, or all if there are none."""
         ...
 
-    def forbid_old_graphs(self, unit: Any) -> None:
-        """Makes autograd refuse the unit's parameters to every graph made so far."""
+    def allocate_input(self, gradients: Gradients) -> None:
+        """Give the reduce input memory."""
         ...
 
-    def to_unsharded(self, unit: Any) -> None:
-        """Registers the unsharded parameters in the unit's modules."""
+    def reduce(self, gradients: Gradients) -> Ticket:
+        """Enqueue the reduce-scatter of the reduce input."""
         ...
 
-    def to_sharded(self, unit: Any) -> None:
-        """Registers the sharded parameters in the unit's modules."""
+    def finish(self, gradients: Gradients, ticket: Ticket) -> None:
+        """Make compute wait for a reduce-scatter, give the gradient to the parameters, and free
+        the reduce input. With replicas the gradient is there after :meth:`finish_all_reduces`."""
         ...
 
-    def hook_gradients(self, unit: Any) -> None:
-        """Makes sure that every gradient of the unit is noticed when it arrives."""
+    def finish_all_reduces(self) -> None:
+        """Make compute wait for all reductions over replicas."""
         ...
 
-    def allocate_input(self, gradients: Any) -> None:
-        """Gives the reduce input memory."""
-        ...
-
-    def absorb(self, gradients: Any, index: int) -> None:
-        """Moves the gradient of parameter ``index`` into the reduce input."""
-        ...
-
-    def absorb_all(self, gradients: Any) -> None:
-        """Moves every gradient that autograd holds into the reduce input."""
-        ...
-
-    def reduce(self, gradients: Any) -> Ticket:
-        """Enqueues the reduce-scatter of the reduce input."""
-        ...
-
-    def finish(self, gradients: Any, ticket: Any) -> None:
-        """Makes compute wait for a reduce-scatter, gives the gradient to the parameters, and frees
-        the reduce input. On a mesh with copies the gradient is there after :meth:`finish_sums`."""
-        ...
-
-    def finish_sums(self) -> None:
-        """Makes compute wait for all reductions across copies."""
-        ...
-
-    def abandon(self, reductions: Iterable[tuple[Any, Any]]) -> None:
-        """Waits for reductions under way whose results nobody needs any more. Each is given as its
+    def abandon(self, reductions: Iterable[tuple[Gradients, Ticket]]) -> None:
+        """Wait for reductions under way whose results nobody needs any more. Each is given as its
         gradients and its ticket."""
         ...
 
     def finish_backward(self) -> None:
-        """Compares what the ranks issued, and settles which parameters have a gradient."""
+        """Compare what the ranks issued, and settle which parameters have a gradient."""
         ...
 
     def is_profiled(self) -> bool:
-        """Whether a profiler runs. Without one, :meth:`span` marks nothing."""
+        """Return whether a profiler runs. Without one, :meth:`span` marks nothing."""
         ...
 
-    def span(self, kind: str, name: str) -> AbstractContextManager[Any]:
-        """Marks what runs inside in a profiler's trace."""
+    def span(self, kind: str, name: str) -> AbstractContextManager[object]:
+        """Mark what runs inside in a profiler's trace."""
         ...
 
 
@@ -271,5 +305,5 @@ class Engine(Protocol):
         ...
 
     def at_end_of_backward(self, function: Callable[[], None]) -> None:
-        """Has ``function`` called when the backward under way has run."""
+        """Have ``function`` called when the backward under way has run."""
         ...

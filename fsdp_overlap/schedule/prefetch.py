@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
-from fsdp_overlap.schedule.interface import Mark, Transfers, Unit, UnitIndex, UnitRefs
+from fsdp_overlap.schedule.interface import CommContext, Mark, Unit, UnitIndex, UnitRefs, UnitStates
 from fsdp_overlap.schedule.stats import Stats
 
 
-class Gathers:
+class Prefetcher:
     """Keeps at most ``prefetch`` full buffers beside those in use. The user may ask for more. See
     Note [room] and, for how that overlaps with compute, Note [running ahead].
 
@@ -21,15 +20,17 @@ class Gathers:
 
     def __init__(
         self,
-        transfers: Transfers,
+        comm: CommContext,
         prefetch: int,
         stats: Stats,
         refs: UnitRefs,
+        states: UnitStates,
     ) -> None:
-        self._transfers = transfers
+        self._comm = comm
         self.prefetch = prefetch
         self.stats = stats
         self._refs = refs
+        self._states = states
         # Each mark is of the compute that still reads the buffer, None if no compute has used it.
         self._ahead: dict[UnitIndex, Mark] = {}
         self._delayed: dict[UnitIndex, Mark] = {}
@@ -53,11 +54,11 @@ class Gathers:
         upcoming: Sequence[UnitIndex] = (),
         asked: Sequence[Callable[[], Unit | None]] = (),
     ) -> bool:
-        """Compute needs ``unit`` now and is expected to need ``upcoming`` next. Enqueues the
-        all-gathers that are missing. Carries out delayed releases after this unit's all-gather,
-        which so does not wait for them, and before the others, which find the freed memory. If the
-        user ``asked`` for units, all of them are gathered instead of ``upcoming``. Returns whether
-        anything was enqueued."""
+        """Enqueue the all-gathers that are missing: compute needs ``unit`` now, and is expected to
+        need ``upcoming`` next. Free delayed buffers after this unit's all-gather, so that it does
+        not wait, and before prefetches, so that they can reuse the memory. If the user ``asked``
+        for units, gather all of them instead of ``upcoming``. Return whether anything was
+        enqueued."""
         issued, mine = self._issued, unit.index
         if self._for_next_pass and (asked or self._is_for_all_ranks(unit, upcoming)):
             self._take_over()
@@ -68,7 +69,7 @@ class Gathers:
         if is_ahead:
             ahead.pop(mine, None)
             self._asked.pop(mine, None)
-        if unit.is_whole:
+        if unit.is_unsharded:
             self.stats.prefetch_hits += is_ahead
         else:
             self._make_room()
@@ -90,23 +91,23 @@ class Gathers:
             if len(ahead) + len(self._asked) >= self.prefetch:
                 break
             other = self._refs[index]()
-            if other is not None and not other.is_whole:
+            if other is not None and not other.is_unsharded:
                 self._gather(other)
                 ahead[index] = None
         return self._issued != issued
 
     def refresh(self, units: Iterable[Unit]) -> None:
-        """Enqueues the all-gathers of full buffers whose shards were edited since the last one."""
+        """Enqueue the all-gathers of full buffers whose shards were edited since the last one."""
         for unit in units:
-            if unit.is_gathered and not unit.is_whole:
+            if unit.is_gathered and not unit.is_unsharded:
                 self._gather(unit)
 
     def begin_next(self, units: Iterable[Unit]) -> None:
-        """Enqueues the all-gathers of those ``units`` that were edited since the last one. The next
+        """Enqueue the all-gathers of those ``units`` that were edited since the last one. The next
         pass is expected to begin with them: Note [after a step]."""
         for unit in units:
             # The user may edit what rests on the host at any time, without waiting for reads.
-            if unit.seen_version == unit.version or unit.is_offloaded:
+            if unit.is_offloaded or self._states[unit.index].synced_version == unit.version:
                 continue
             is_for_pass = not unit.is_gathered
             if unit.index in self._for_next_pass:  # by the step before, and no pass came
@@ -121,44 +122,51 @@ class Gathers:
         for index in self._for_next_pass:
             unit = self._refs[index]()
             if unit is not None:
-                self._transfers.wait(unit)
+                unit.wait()
 
     def release(self, unit: Unit) -> None:
-        """Frees the full buffer of ``unit`` once the compute enqueued so far has read it. That is
+        """Free the full buffer of ``unit`` once the compute enqueued so far has read it. That is
         put off until the next all-gather has been enqueued, so that this one does not wait."""
-        if unit.shows_unsharded:
-            self._transfers.to_sharded(unit)
+        if self._states[unit.index].shows_unsharded:
+            self.to_sharded(unit)
         if unit.is_gathered and unit.index not in self.in_graphs:
             self._ahead.pop(unit.index, None)
             self._asked.pop(unit.index, None)
             self._for_next_pass.pop(unit.index, None)
-            self._delayed[unit.index] = self._transfers.mark_compute()
+            self._delayed[unit.index] = self._comm.mark_compute()
+
+    def to_sharded(self, unit: Unit) -> None:
+        """Register the sharded parameters of ``unit``, also if the user asked for the unsharded
+        ones."""
+        self._states[unit.index].shows_unsharded = False
+        unit.to_sharded()
 
     def take_out_of_graphs(self, unit: Unit) -> None:
-        """Removes ``unit`` from :attr:`in_graphs`, because its full buffer is to be freed or
+        """Remove ``unit`` from :attr:`in_graphs`, because its full buffer is to be freed or
         refilled. From now on autograd refuses to read the buffer for an old graph."""
         if self.in_graphs.pop(unit.index, None) is not None:
-            self._transfers.forbid_old_graphs(unit)
+            skipped = self._states[unit.index].skipped_modules
+            self._comm.forbid_old_graphs(unit, skipped)
 
     def release_stale(self) -> None:
-        """Releases the units of :attr:`in_graphs` whose shards were edited since."""
+        """Release the units of :attr:`in_graphs` whose shards were edited since."""
         for index in list(self.in_graphs):
             unit = self._refs[index]()
             if unit is None:
                 del self.in_graphs[index]
-            elif not unit.is_whole:
+            elif not unit.is_unsharded:
                 self.take_out_of_graphs(unit)
                 if unit.settings.reshard_after_backward:
                     self.release(unit)
 
     def flush(self) -> None:
-        """Carries out the delayed releases."""
+        """Carry out the delayed releases."""
         for index, mark in self._delayed.items():
             self._free(index, mark)
         self._delayed.clear()
 
     def finish_pass(self, before_backward: bool = False, before: Unit | None = None) -> None:
-        """Frees every full buffer that is not in use, with two exceptions, whose release stays
+        """Free every full buffer that is not in use, with two exceptions, whose release stays
         delayed. With ``before_backward`` it is the unit that ran last, if the user left that
         choice to the library: backward needs it first. ``before`` is the unit that begins the next
         pass."""
@@ -176,7 +184,7 @@ class Gathers:
             self._free(index, mark, waits=not self.prefetch)
 
     def drop(self) -> None:
-        """Forgets everything. The buckets' memory is freed elsewhere."""
+        """Forget everything. The buckets' memory is freed elsewhere."""
         self._for_next_pass.clear()
         self._are_edited_later = False
         self._ahead.clear()
@@ -188,46 +196,46 @@ class Gathers:
                 self.take_out_of_graphs(unit)
         self.in_graphs.clear()
 
-    def wait_once_for(self, event: Any, units: Iterable[Unit]) -> None:
-        """Makes all-gathers wait for ``event``, which comes after all edits of ``units`` so far. So
-        those of the next pass need not wait for all compute."""
-        self._transfers.after_event(event)
-        self._note_edits_seen(units)
+    def wait_once_for_event(self, units: Iterable[Unit]) -> None:
+        """All-gathers wait for an event, which comes after all edits of ``units`` so far. So those
+        of the next pass need not wait for all compute."""
+        self._note_edits_synced(units)
         self._waits_for_event = True
 
     def begin_pass(self, units: Iterable[Unit]) -> None:
-        """Makes the all-gathers of this pass see the edits of ``units`` made before it. If there
+        """Make the all-gathers of this pass see the edits of ``units`` made before it. If there
         are none, they need not wait for compute: Note [between passes]."""
         units = list(units)
-        is_edited = any(unit.seen_version != unit.version for unit in units)
+        states = self._states
+        is_edited = any(states[unit.index].synced_version != unit.version for unit in units)
         if is_edited and not self._waits_for_event:
-            self._transfers.after_compute()
-            self._note_edits_seen(units)
+            self._comm.after_compute()
+            self._note_edits_synced(units)
         self._waits_for_event = False
 
-    def _note_edits_seen(self, units: Iterable[Unit]) -> None:
-        """Notes that all-gathers from now on see every edit of ``units`` made so far."""
+    def _note_edits_synced(self, units: Iterable[Unit]) -> None:
+        """Note that all-gathers from now on see every edit of ``units`` made so far."""
         for unit in units:
-            unit.seen_version = unit.version
+            self._states[unit.index].synced_version = unit.version
 
     def _gather(self, unit: Unit) -> None:
         # Compute may have edited the shard, or may still read a buffer that is gathered again.
-        version = unit.version
-        if unit.seen_version != version or unit.is_gathered:
-            self._transfers.after_compute()
-            unit.seen_version = version
+        version, state = unit.version, self._states[unit.index]
+        if state.synced_version != version or unit.is_gathered:
+            self._comm.after_compute()
+            state.synced_version = version
             self.take_out_of_graphs(unit)
         self._issued += 1
-        self._transfers.gather(unit)
+        self._comm.gather(unit)
 
     def _is_for_all_ranks(self, unit: Unit, upcoming: Sequence[UnitIndex]) -> bool:
         """Whether the pass that now comes to ``unit`` runs on every rank, as far as that is known.
         What users keep whole this rank may run alone: Note [order]. Then the others must find here
         what they have too."""
-        if unit.index in self._for_next_pass or not unit.is_whole:
+        if unit.index in self._for_next_pass or not unit.is_unsharded:
             return True
         others = [other for index in upcoming if (other := self._refs[index]()) is not None]
-        return not all(other.is_whole for other in others)
+        return not all(other.is_unsharded for other in others)
 
     def _take_over(self) -> None:
         """A pass has begun: what was gathered for it counts as gathered ahead."""
@@ -241,7 +249,7 @@ class Gathers:
         self._for_next_pass.clear()
 
     def _ask(self, unit: Unit, asked: Sequence[Callable[[], Unit | None]]) -> None:
-        """Gathers the units that the user listed for ``unit``, unless they are whole already. See
+        """Gather the units that the user listed for ``unit``, unless they are whole already. See
         Note [asked for]."""
         others = [
             other
@@ -254,12 +262,12 @@ class Gathers:
                     self._asked[other.index] = waiting.pop(other.index)
         self.flush()
         for other in others:
-            if not other.is_whole:
+            if not other.is_unsharded:
                 self._asked.setdefault(other.index, None)
                 self._gather(other)
 
     def _make_room(self) -> None:
-        """Frees full buffers before an all-gather that was not predicted. Those gathered ahead in
+        """Free full buffers before an all-gather that was not predicted. Those gathered ahead in
         vain go first, because a delayed release makes the lane wait for compute."""
         for index in list(self._ahead):
             if len(self._ahead) + len(self._delayed) <= self.prefetch:
@@ -275,6 +283,6 @@ class Gathers:
     def _free(self, index: UnitIndex, mark: Mark, waits: bool = True) -> None:
         unit = self._refs[index]()
         if unit is not None:
-            if unit.shows_unsharded:  # it was gathered anew after an edit, ahead of use
-                self._transfers.to_sharded(unit)
-            self._transfers.free(unit, mark, waits)
+            if self._states[index].shows_unsharded:  # gathered anew after an edit, ahead of use
+                self.to_sharded(unit)
+            self._comm.free(unit, mark, waits)

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from fsdp_overlap.schedule.interface import Gradients, Ticket, Transfers, Unit
+from fsdp_overlap.schedule.interface import CommContext, Gradients, Ticket, Unit, UnitStates
 
 # How many units have reduce inputs at once at most: one travels while the next is filled. Those
 # held by backwards without synchronization do not count. With prefetch=0, for the least memory, it
@@ -15,7 +15,7 @@ MAX_INPUTS = 2
 
 
 @dataclass(eq=False, slots=True)
-class Turn:
+class PendingReduction:
     """A unit's place in the order of reductions. ``first_use`` is the tick of the forward at which
     the unit first ran. ``arrived``: of each bucket that is reduced by itself, which gradients are
     there. ``reduced``: how many buckets went ahead of the turn."""
@@ -27,20 +27,23 @@ class Turn:
     reduced: int = 0
 
 
-class Reductions:
+class GradReducer:
     """The reduce-scatters of one backward.
 
     Ranks' collectives pair up by order, and which gradient is ready first may differ from rank to
     rank. So each unit waits for its turn, and a unit that gets no gradient on this rank is reduced
-    with zeros in its turn. See Note [turns].
+    with zeros in its turn. See Note [reduce order].
     """
 
-    def __init__(self, transfers: Transfers, max_inputs: int) -> None:
-        self._transfers = transfers
+    def __init__(self, comm: CommContext, max_inputs: int, states: UnitStates) -> None:
+        self._comm = comm
+        self._states = states
         self.max_inputs = max_inputs
-        self._turns: list[Turn] = []
-        self._by_unit: dict[Unit, Turn] = {}
+        self._pending: list[PendingReduction] = []
+        self._by_unit: dict[Unit, PendingReduction] = {}
         self._in_flight: deque[tuple[Unit, Gradients, Ticket]] = deque()
+        self._reading: set[Gradients] = set()
+        """Those of :attr:`_in_flight`: a reduce-scatter reads their reduce inputs."""
         self._filling: dict[Gradients, Unit] = {}
         self._goes_ahead = False
         """Whether the last unit's buckets are reduced as they become complete."""
@@ -49,9 +52,9 @@ class Reductions:
         """These units take part in this backward, on every rank."""
         for unit, first_use in first_uses:
             if unit.gradients and unit not in self._by_unit:
-                self._by_unit[unit] = turn = Turn(unit, first_use)
-                self._turns.append(turn)
-        self._turns.sort(key=lambda turn: (-turn.first_use, turn.unit.index))
+                self._by_unit[unit] = turn = PendingReduction(unit, first_use)
+                self._pending.append(turn)
+        self._pending.sort(key=lambda turn: (-turn.first_use, turn.unit.index))
 
     def nothing_follows(self) -> None:
         """Nothing more is gathered in this backward, on any rank. So the order in which buckets of
@@ -70,61 +73,63 @@ class Reductions:
         if turn is None or (turn.reduced and gradients in _last_first(unit)[: turn.reduced]):
             return  # It is late. :meth:`issue_rest` finds it where autograd holds it.
         if gradients.leaves_early(index) and self._may_fill(turn, gradients):
-            self._transfers.absorb(gradients, index)
+            gradients.copy_in([index])
         if unit.is_in_pieces:
             turn.arrived.setdefault(gradients, set()).add(index)
-            if self._goes_ahead and turn is self._turns[0] and unit.syncs_gradients:
+            if self._goes_ahead and turn is self._pending[0] and unit.syncs_gradients:
                 self._reduce_complete(turn)
 
     def passed(self, tick: int) -> None:
         """Backward is done with every unit first used after ``tick``."""
-        for turn in self._turns:
+        for turn in self._pending:
             if turn.first_use <= tick:
                 break
             turn.is_ready = True
         self._advance()
 
     def issue_rest(self, units: Iterable[Unit]) -> None:
-        """Reduces what is left, with zeros if there is no gradient."""
+        """Reduce what is left, with zeros if there is no gradient."""
         self._goes_ahead = False
-        for turn in self._turns:
+        for turn in self._pending:
             turn.is_ready = True
         self._advance()
         for unit in units:
             # Left are gradients that arrived after the unit was reduced (reentrant checkpointing of
             # a module that runs several times), gradients of parameters that were used outside
             # their unit's forward, and units that ran only in backwards without synchronization,
-            # or without reduction across copies.
-            if unit.is_waiting or (unit.has_unreduced and unit.completes_gradients):
+            # or without reduction over replicas.
+            has_unreduced = self._states[unit.index].has_unreduced
+            if unit.is_waiting or (has_unreduced and unit.completes_gradients):
                 self._reduce(unit)
 
     def wait(self) -> None:
-        """Makes compute wait for all reductions that were issued."""
+        """Make compute wait for all reductions that were issued."""
         while self._in_flight:
             self._wait_for_oldest()
-        self._transfers.finish_sums()
+        self._comm.finish_all_reduces()
 
     @property
     def is_under_way(self) -> bool:
         return bool(self._in_flight)
 
     def drop(self) -> None:
-        """Forgets everything under way."""
-        self._transfers.abandon((gradients, ticket) for _, gradients, ticket in self._in_flight)
+        """Forget everything under way."""
+        self._comm.abandon((gradients, ticket) for _, gradients, ticket in self._in_flight)
         self._in_flight.clear()
+        self._reading.clear()
         self._filling.clear()
-        self._turns.clear()
+        self._pending.clear()
         self._by_unit.clear()
         self._goes_ahead = False
 
     def _advance(self) -> None:
-        while self._turns and self._turns[0].is_ready:
-            turn = self._turns.pop(0)
+        while self._pending and self._pending[0].is_ready:
+            turn = self._pending.pop(0)
             del self._by_unit[turn.unit]
             self._reduce(turn.unit, turn.reduced)
 
-    def _reduce_complete(self, turn: Turn) -> None:
-        """Reduces the buckets of ``turn`` whose gradients are all there, up to the first of which
+    def _reduce_complete(self, turn: PendingReduction) -> None:
+        """Reduce the buckets of ``turn`` whose gradients are all there, up to the first of which
         some are not: the order is the same on every rank."""
         for gradients in _last_first(turn.unit)[turn.reduced :]:
             if len(turn.arrived.get(gradients, ())) < gradients.count:
@@ -133,27 +138,28 @@ class Reductions:
             turn.reduced += 1
 
     def _reduce(self, unit: Unit, done: int = 0) -> None:
-        """Reduces all buckets of ``unit`` but the first ``done``."""
-        unit.has_unreduced = not (unit.syncs_gradients and unit.completes_gradients)
+        """Reduce all buckets of ``unit`` but the first ``done``."""
+        is_complete = unit.syncs_gradients and unit.completes_gradients
+        self._states[unit.index].has_unreduced = not is_complete
         for gradients in _last_first(unit)[done:]:
             self._reduce_bucket(unit, gradients)
 
     def _reduce_bucket(self, unit: Unit, gradients: Gradients) -> None:
         self._ensure_input(unit, gradients)
-        self._transfers.absorb_all(gradients)
+        gradients.copy_in_all()
         if unit.syncs_gradients:
             while self._in_flight and not self._has_room(unit):
                 self._wait_for_oldest()
             self._filling.pop(gradients, None)
-            gradients.is_in_flight = True
-            self._in_flight.append((unit, gradients, self._transfers.reduce(gradients)))
+            self._reading.add(gradients)
+            self._in_flight.append((unit, gradients, self._comm.reduce(gradients)))
 
-    def _may_fill(self, turn: Turn, gradients: Gradients) -> bool:
-        """Whether a gradient may go to the reduce input before its bucket is complete. Gives the
+    def _may_fill(self, turn: PendingReduction, gradients: Gradients) -> bool:
+        """Whether a gradient may go to the reduce input before its bucket is complete. Give the
         input memory if so. If two inputs may exist, the answer is yes only if nobody has to wait.
         If only one may exist, compute waits for it now: otherwise autograd would hold more and more
         gradients until the bucket is complete."""
-        if gradients.is_in_flight:
+        if gradients in self._reading:
             return False
         if gradients.has_input:
             return True
@@ -164,19 +170,19 @@ class Reductions:
             has_room = self._has_room(unit)
         else:
             has_room = all(other is unit for other in self._filling.values())
-        if turn is not self._turns[0] or not has_room:
+        if turn is not self._pending[0] or not has_room:
             return False
         self._ensure_input(unit, gradients)
         return True
 
     def _ensure_input(self, unit: Unit, gradients: Gradients) -> None:
-        while gradients.is_in_flight:  # with an earlier gradient
+        while gradients in self._reading:  # with an earlier gradient
             self._wait_for_oldest()
         if gradients.has_input:
             return
         while self._in_flight and not self._has_room(unit):
             self._wait_for_oldest()
-        self._transfers.allocate_input(gradients)
+        self._comm.allocate_input(gradients)
         if unit.syncs_gradients:
             self._filling[gradients] = unit
 
@@ -189,9 +195,9 @@ class Reductions:
 
     def _wait_for_oldest(self) -> None:
         _, gradients, ticket = self._in_flight[0]
-        self._transfers.finish(gradients, ticket)  # calls users' hooks, which may raise
+        self._comm.finish(gradients, ticket)  # calls users' hooks, which may raise
         self._in_flight.popleft()
-        gradients.is_in_flight = False
+        self._reading.discard(gradients)
 
 
 def _last_first(unit: Unit) -> Sequence[Gradients]:

@@ -13,17 +13,31 @@ call's all-gather is enqueued all the same.
 from __future__ import annotations
 
 import sys
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from itertools import count
 
 from fsdp_overlap.schedule.backward import Backward
 from fsdp_overlap.schedule.finalization import Finalization
-from fsdp_overlap.schedule.interface import Engine, Gradients, Transfers, Unit, UnitIndex, UnitRefs
-from fsdp_overlap.schedule.order import Call, ForwardOrder, ForwardPass, Run
-from fsdp_overlap.schedule.prefetch import Gathers
-from fsdp_overlap.schedule.recompute import Reruns
-from fsdp_overlap.schedule.reducer import Reductions
+from fsdp_overlap.schedule.interface import (
+    CommContext,
+    Engine,
+    Gradients,
+    Unit,
+    UnitIndex,
+    UnitRefs,
+    UnitState,
+    UnitStates,
+)
+from fsdp_overlap.schedule.order import (
+    Call,
+    ForwardOrder,
+    ForwardPass,
+    NoGradForward,
+    RecomputeOrder,
+)
+from fsdp_overlap.schedule.prefetch import Prefetcher
+from fsdp_overlap.schedule.reducer import GradReducer
 from fsdp_overlap.schedule.stats import Stats
 
 # How many passes with gradients are remembered until a backward follows. Older ones are forgotten,
@@ -47,27 +61,28 @@ class Schedule:
 
     def __init__(
         self,
-        transfers: Transfers,
+        comm: CommContext,
         engine: Engine,
         stats: Stats,
         refs: UnitRefs,
         units: Callable[[], Sequence[Unit]],
         prefetch: int,
         max_reduce_inputs: int,
-        divides_copies: bool,
+        shards_replicas: bool,
         sync_requires_grad: Callable[[], None] = lambda: None,
     ) -> None:
-        self._transfers = transfers
+        self._comm = comm
         self._engine = engine
         self._graph_task = engine.graph_task  # asked in every event
         self._refs = refs
         self._units = units
-        self.gathers = Gathers(transfers, prefetch, stats, refs)
-        self.reductions = Reductions(transfers, max_reduce_inputs)
-        self.finalization = Finalization(self.gathers, self.reductions, transfers, engine, units)
+        self._states: UnitStates = defaultdict(UnitState)
+        self.prefetcher = Prefetcher(comm, prefetch, stats, refs, self._states)
+        self.reducer = GradReducer(comm, max_reduce_inputs, self._states)
+        self.finalization = Finalization(self.prefetcher, self.reducer, comm, engine, units)
         self.order = ForwardOrder()
-        self._reruns = Reruns(refs)
-        self._divides_copies = divides_copies
+        self._recompute_order = RecomputeOrder(refs)
+        self._shards_replicas = shards_replicas
         self._sync_requires_grad = sync_requires_grad
         self._tick = count(1).__next__
         self._running: list[tuple[Unit, int]] = []
@@ -98,15 +113,16 @@ class Schedule:
         self._running.append((unit, self._tick()))
         if unit.has_parameters:
             self.order.visit(unit.index)
-            upcoming = self.order.upcoming(self.gathers.prefetch)
-            if self.gathers.use(unit, upcoming, unit.forward_prefetch):
-                self.order.teach()
-            self._transfers.wait(unit)
+            upcoming = self.order.upcoming(self.prefetcher.prefetch)
+            if self.prefetcher.use(unit, upcoming, unit.forward_prefetch):
+                self.order.teaches = True
+            unit.wait()
 
-    def after_forward(self, unit: Unit, raised: bool = False) -> Call | None:
-        """``unit``'s forward has run, or ``raised``. Returns its call, or ``None`` if backward will
-        not need the unit's full buffers for it. If gradients will flow back through the call, the
-        caller gives it to :meth:`add_call`, and later to :meth:`before_backward`."""
+    def after_forward(self, unit: Unit, module: int, raised: bool = False) -> Call | None:
+        """``unit``'s forward has run, or ``raised``. ``module`` is the id of the module that ran.
+        Return its call, or ``None`` if backward will not need the unit's full buffers for it. If
+        gradients will flow back through the call, the caller gives it to :meth:`add_call`, and
+        later to :meth:`before_backward`."""
         running = self._running
         backward = self._backward if self._graph_task() != -1 else None
         if backward is not None:
@@ -117,47 +133,56 @@ class Schedule:
         end = self._tick()
         if backward is not None:
             is_in_use = self.is_in_use(unit)
-            if not is_in_use and not unit.shows_unsharded:
-                self._transfers.to_sharded(unit)
+            if not is_in_use and not self._states[unit.index].shows_unsharded:
+                unit.to_sharded()
             return backward.after_recompute(unit, start, end, is_in_use)
         self._pass.note(unit.index, start, end)
-        if unit.is_list and unit in self._unfinished:
-            self._unfinished.remove(unit)
+        state = self._states[unit.index]
+        if unit.is_list:
+            if not state.pending_modules:
+                state.pending_modules.update(unit.module_ids)
+            state.pending_modules.discard(module)
+            if unit in self._unfinished:
+                self._unfinished.remove(unit)
         if not self.is_in_use(unit):
-            if unit.to_run and running and not raised:
+            if state.pending_modules and running and not raised:
                 self._unfinished.append(unit)
             else:
-                if unit.to_run:
-                    unit.to_run.clear()
-                if not unit.shows_unsharded:
-                    self._transfers.to_sharded(unit)
+                if state.pending_modules:
+                    state.pending_modules.clear()
+                if not state.shows_unsharded:
+                    unit.to_sharded()
                 if raised or unit.reshards_after_forward():
-                    self.gathers.release(unit)
+                    self.prefetcher.release(unit)
         if self._unfinished and not running:
             self._end_unfinished(raised)
-        if self._divides_copies and not running:
-            self._transfers.finish_putting_together(raised)  # for units that did not run
+        if self._shards_replicas and not running:
+            self._comm.wait_for_outer_shards(raised)  # for units that did not run
         if unit.is_root and not running:
             self._is_pass_over = True
-            self.gathers.finish_pass(before_backward=self._engine.is_grad_enabled() and not raised)
+            self.prefetcher.finish_pass(
+                before_backward=self._engine.is_grad_enabled() and not raised
+            )
         if not unit.has_parameters:
             return None
         if not self._engine.is_grad_enabled():
-            self._pass.without_call.setdefault(unit.index, []).append(Run(unit.index, start, end))
+            self._pass.without_call.setdefault(unit.index, []).append(
+                NoGradForward(unit.index, start, end)
+            )
             return None
         return Call(unit.index, start, end, self._pass, unit.version)
 
     def is_in_use(self, unit: Unit) -> bool:
         """Whether a forward or backward of ``unit`` is under way. A module may call itself, and
         backward may run a forward again. A list of modules is in use until all of them have run."""
-        for other, _ in self._running:  # a loop, as in Unit.is_whole
+        for other, _ in self._running:  # a loop, as in Unit.is_unsharded
             if other is unit:
                 return True
         if self._unfinished and unit in self._unfinished:
             return True
         backward = self._backward
         return backward is not None and (
-            backward.is_open(unit)
+            backward.is_open(unit.index)
             or unit.index in backward.shown
             or any(other is unit for other, _ in backward.recomputing)
         )
@@ -184,36 +209,40 @@ class Schedule:
             return "a forward whose backward has not run"
         if self.finalization.is_under_way:
             return "a backward that is not finalized"
-        if any(unit.is_waiting or unit.has_unreduced for unit in self._units()):
+        if any(unit.is_waiting or self.has_unreduced(unit) for unit in self._units()):
             return "a backward whose gradients are not reduced"
         return None
 
+    def has_unreduced(self, unit: Unit) -> bool:
+        """Whether backwards left gradients of ``unit`` that are not reduced."""
+        return self._states[unit.index].has_unreduced
+
     def add_call(self, call: Call) -> None:
-        """Notes that backward will come back to ``call``."""
+        """Note that backward will come back to ``call``."""
         call.forward_pass.calls.append(call)
 
     def _end_unfinished(self, raised: bool) -> None:
-        """Ends the wait of units for some of their modules. The outermost unit has run, so these
+        """End the wait of units for some of their modules. The outermost unit has run, so these
         modules will not run in this pass. Other modules may have read their parameters, and no call
         tells when backward reads them again. So if there is a graph, the units stay gathered."""
         has_graph = self._engine.is_grad_enabled() or bool(self._pass.calls)
         for unit in self._unfinished:
-            left_out = set(unit.to_run)
-            unit.to_run.clear()
-            if not unit.shows_unsharded:
-                self._transfers.to_sharded(unit)
+            state = self._states[unit.index]
+            skipped, state.pending_modules = state.pending_modules, set()
+            if not state.shows_unsharded:
+                unit.to_sharded()
             if has_graph and not raised:
                 index = unit.index
-                if index not in self.gathers.in_graphs:
-                    self.gathers.in_graphs[index] = self._pass.spans[index][0]
+                if index not in self.prefetcher.in_graphs:
+                    self.prefetcher.in_graphs[index] = self._pass.spans[index][0]
                     self._read_by_others.pop(index, None)
-                    unit.left_out = left_out
-                elif unit.left_out:  # else a graph may read all
-                    unit.left_out |= left_out
+                    state.skipped_modules = skipped
+                elif state.skipped_modules:  # else a graph may read all
+                    state.skipped_modules |= skipped
                 passes = self._read_by_others.setdefault(index, deque(maxlen=MAX_OPEN_PASSES))
                 passes.append(self._pass)
             elif raised or unit.reshards_after_forward():
-                self.gathers.release(unit)
+                self.prefetcher.release(unit)
         self._unfinished.clear()
 
     def _starts_pass(self, unit: Unit) -> bool:
@@ -224,13 +253,13 @@ class Schedule:
     def _begin_pass(self, first: Unit) -> None:
         self.finalization.check_done("forward")
         self._is_pass_over = False
-        self.gathers.finish_pass(before=first)
-        self.gathers.release_stale()
-        self.gathers.begin_pass(self._units())
-        if self._divides_copies:
+        self.prefetcher.finish_pass(before=first)
+        self.prefetcher.release_stale()
+        self.prefetcher.begin_pass(self._units())
+        if self._shards_replicas:
             # All at once: their memory is kept anyway, and so they are ready when they are read.
             for unit in self.predicted_units():
-                self._transfers.put_together(unit)
+                self._comm.gather_outer_shards(unit)
         self.order.begin(first.index)
         self._pass = ForwardPass()
         if self._engine.is_grad_enabled():
@@ -240,7 +269,7 @@ class Schedule:
 
     def before_backward(self, call: Call) -> bool:
         """The gradient of an output of ``call`` is there, or something is read that autograd saved
-        in it: its backward is about to run. Returns whether this backward comes to it only now.
+        in it: its backward is about to run. Return whether this backward comes to it only now.
 
         Raises:
             RuntimeError: the unit's parameters were edited since its forward, or an earlier
@@ -262,8 +291,8 @@ class Schedule:
                 f"parameters of unit {unit.name!r} were modified between its forward and its "
                 "backward; run backward before optimizer.step() and before editing weights"
             )
-        if self._transfers.is_profiled():
-            with self._transfers.span("pre_backward", unit.name):
+        if self._comm.is_profiled():
+            with self._comm.span("pre_backward", unit.name):
                 self._come_back_to(call, unit, backward)
         else:
             self._come_back_to(call, unit, backward)
@@ -272,34 +301,35 @@ class Schedule:
     def _come_back_to(self, call: Call, unit: Unit, backward: Backward) -> None:
         backward.advance_to(call)
         if call.needs_parameters:
-            self._transfers.wait(unit)
+            unit.wait()
             # Activation checkpointing inside the unit runs its modules again, without the unit's
             # hooks.
-            self._transfers.to_unsharded(unit)
+            unit.to_unsharded()
 
     def gradient_arrived(self, unit: Unit, gradients: Gradients, index: int) -> None:
         """Autograd accumulated into the unsharded parameter ``index`` of a bucket."""
         backward = self._backward or self._begin_backward()
         if self._graph_task() != backward.graph_task:
             # A reentrant checkpoint within the unit. Each accumulates what it finds by itself.
-            self.reductions.more_may_arrive()
-        self.reductions.arrived(unit, gradients, index)
+            self.reducer.more_may_arrive()
+        self.reducer.arrived(unit, gradients, index)
 
     def _begin_backward(self) -> Backward:
-        self.finalization.begin_backward()
+        self.finalization.check_done("backward")
         self._engine.at_end_of_backward(self._end_backward)
         self._sync_requires_grad()
         self._backwards += 1
         self._backward = backward = Backward(
             self._backwards,
-            self.gathers,
-            self.reductions,
-            self._transfers,
+            self.prefetcher,
+            self.reducer,
+            self._comm,
             self._engine,
             self._refs,
+            self._states,
             self._open_passes,
             self._read_by_others,
-            self._reruns,
+            self._recompute_order,
         )
         backward.begin(self._units())
         return backward
@@ -313,23 +343,23 @@ class Schedule:
             backward.finish()
             if self._read_by_others and not self._engine.keeps_graph():
                 self._release_read_by_others(reached)
-            self.gathers.finish_pass()
+            self.prefetcher.finish_pass()
             for unit in self._units():
-                if unit.keeps_part:
-                    self._transfers.drop_parts(unit)  # where backward did not come back to it
+                if unit.has_post_forward_shard:
+                    unit.free_post_forward_shards()  # where backward did not come back to it
             self.finalization.end_backward()
             if backward.lost is not None:
                 raise RuntimeError(backward.lost)
         finally:
             # If a user's hook raised, gradients are missing: the next forward says what to do.
-            if sys.exception() is None or not self.reductions.is_under_way:
+            if sys.exception() is None or not self.reducer.is_under_way:
                 self._backward = None
-            self._reruns.end()
+            self._recompute_order.end()
             self._is_pass_over = True
             self._open_passes.clear()
 
     def _release_read_by_others(self, reached: Collection[ForwardPass]) -> None:
-        """Releases the units of :attr:`_read_by_others` that no graph is left to read, after a
+        """Release the units of :attr:`_read_by_others` that no graph is left to read, after a
         backward that came back to the passes ``reached`` and does not keep its graph."""
         for index, passes in list(self._read_by_others.items()):
             for forward_pass in [*passes]:
@@ -339,27 +369,29 @@ class Schedule:
                 continue
             del self._read_by_others[index]
             unit = self._refs[index]()
-            if unit is not None and unit.left_out and unit.settings.reshard_after_backward:
-                self.gathers.take_out_of_graphs(unit)
-                self.gathers.release(unit)
+            if unit is None or not unit.settings.reshard_after_backward:
+                continue
+            if self._states[index].skipped_modules:
+                self.prefetcher.take_out_of_graphs(unit)
+                self.prefetcher.release(unit)
 
     # Between passes
 
     def start_param_sync(self) -> None:
-        """Gathers stale full buffers again, in the order in which forward will use them. Where full
+        """Gather stale full buffers again, in the order in which forward will use them. Where full
         buffers are not kept, gathers the units that forward needs first."""
         self.begin_next_pass()
-        self.gathers.refresh(unit for unit in self.predicted_units() if not self.is_in_use(unit))
+        self.prefetcher.refresh(unit for unit in self.predicted_units() if not self.is_in_use(unit))
 
     def begin_next_pass(self) -> None:
-        """Gathers the units that the next pass needs first, if they were edited since."""
+        """Gather the units that the next pass needs first, if they were edited since."""
         if not self._running and not self._engine.is_in_backward():
-            self.gathers.begin_next(self.next_units())
+            self.prefetcher.begin_next(self.next_units())
 
     def next_units(self) -> list[Unit]:
         """The units with which the next pass is expected to begin, as many as may be gathered ahead
         of use."""
-        following = self.order.predicted()[: self.gathers.prefetch]
+        following = self.order.predicted()[: self.prefetcher.prefetch]
         return [unit for index in following if (unit := self._refs[index]()) is not None]
 
     def predicted_units(self) -> list[Unit]:
@@ -368,30 +400,47 @@ class Schedule:
         return [unit for unit in dict.fromkeys([*predicted, *self._units()]) if unit is not None]
 
     def finish_param_sync(self) -> None:
-        """Does what :meth:`start_param_sync` does, and makes compute wait for all units."""
+        """Do what :meth:`start_param_sync` does, and make compute wait for all units."""
         self.start_param_sync()
         for unit in self._units():
-            self._transfers.wait(unit)
+            unit.wait()
 
     def release_unsharded(self) -> None:
-        """Frees every full buffer that is not in use."""
+        """Free every full buffer that is not in use."""
         for unit in self._units():
             if not self.is_in_use(unit):
-                self._transfers.to_sharded(unit)
-                self.gathers.take_out_of_graphs(unit)
-                self.gathers.release(unit)
-                self._transfers.drop_parts(unit)
-        self.gathers.flush()
+                self.prefetcher.to_sharded(unit)
+                self.prefetcher.take_out_of_graphs(unit)
+                self.prefetcher.release(unit)
+                unit.free_post_forward_shards()
+        self.prefetcher.flush()
+
+    # On the user's command
+
+    def show_unsharded(self, unit: Unit) -> None:
+        """Make compute wait for ``unit``, and register its unsharded parameters until its full
+        buffers are freed."""
+        unit.wait()
+        unit.to_unsharded()
+        self._states[unit.index].shows_unsharded = True
+
+    def reshard(self, unit: Unit) -> None:
+        """Free the full buffers of ``unit`` now, also if a graph may read them."""
+        self.prefetcher.to_sharded(unit)
+        if unit.is_gathered:
+            self.prefetcher.take_out_of_graphs(unit)
+            self.prefetcher.release(unit)
+            self.prefetcher.flush()
 
     # Reset
 
     def drop(self) -> None:
-        """Forgets what is under way. Also forgets the recorded order, which may differ from rank to
+        """Forget what is under way. Also forgets the recorded order, which may differ from rank to
         rank. See Note [errors]."""
         self.order = ForwardOrder()
-        self._reruns = Reruns(self._refs)
-        self.gathers.drop()
-        self.reductions.drop()
+        self._recompute_order = RecomputeOrder(self._refs)
+        self.prefetcher.drop()
+        self.reducer.drop()
         self.finalization.drop()
         self._running.clear()
         self._backward = None
@@ -399,3 +448,5 @@ class Schedule:
         self._unfinished.clear()
         self._read_by_others.clear()
         self._open_passes.clear()
+        for state in self._states.values():
+            state.drop()

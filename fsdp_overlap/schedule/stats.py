@@ -35,7 +35,7 @@ class Stats:
     peak_reduce_inputs: int = 0
 
     def reset(self) -> None:
-        """Starts counting again. What is alive stays counted."""
+        """Start counting again. What is alive stays counted."""
         alive = self.current_full_buffers, self.current_reduce_inputs
         for field in fields(self):
             setattr(self, field.name, 0)

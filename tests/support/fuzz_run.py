@@ -32,14 +32,14 @@ class ReduceOptions:
 
     has_copies: bool
     synchronizes: bool = True
-    across_copies: bool = True
+    all_reduce_grads: bool = True
     is_last: bool = True
     last_only: bool = False
 
     @property
     def completes(self) -> bool:
         is_asked = self.synchronizes and (self.is_last or not self.last_only)
-        return is_asked and (self.across_copies or not self.has_copies)
+        return is_asked and (self.all_reduce_grads or not self.has_copies)
 
 
 class Run(Twins):
@@ -150,7 +150,7 @@ class Run(Twins):
         """An edit may race with gathers for the next pass, which then are not used: Note [after a
         step]. The emulated device would report it. There the edit waits."""
         if has_streams(torch.device(self.device)) and self.ctx.has_schedule:
-            self.ctx.schedule.gathers.before_step()
+            self.ctx.schedule.prefetcher.before_step()
 
     def edited(self) -> None:
         """Weights were edited: graphs of before are of no use."""
@@ -231,7 +231,7 @@ class Run(Twins):
             assert all(a is b for a, b in zip(registered, self.sharded, strict=True))
         if self.at_rest:
             # A step leaves what the next forward needs first.
-            left = self.ctx.schedule.gathers._for_next_pass if self.ctx.has_schedule else ()
+            left = self.ctx.schedule.prefetcher._for_next_pass if self.ctx.has_schedule else ()
             alive = sum(len(unit.buckets) for unit in self.ctx.units if unit.index in left)
             assert self.ctx.stats.current_full_buffers <= alive, self.ctx.stats
             for unit in self.ctx.units:
@@ -241,7 +241,9 @@ class Run(Twins):
             assert self.ctx.stats.current_reduce_inputs == 0, self.ctx.stats
             for unit in self.ctx.units:
                 for gradients in unit._known_gradients.values():
-                    assert gradients.input.flat.untyped_storage().nbytes() == 0, unit.name
+                    assert gradients.reduce_scatter_input.flat.untyped_storage().nbytes() == 0, (
+                        unit.name
+                    )
 
 
 def has_copies(unit: Unit) -> bool:

@@ -153,7 +153,7 @@ class Sync(Operation):
         unit = None if self.unit is None else run.unit(self.unit)
         module = run.model if unit is None else run.module_of(unit)
         module.set_requires_gradient_sync(self.enable, recurse=unit is None)
-        run.tell(unit, synchronizes=self.enable, across_copies=self.enable)
+        run.tell(unit, synchronizes=self.enable, all_reduce_grads=self.enable)
         return True
 
 
@@ -165,7 +165,7 @@ class AllReduce(Operation):
 
     def run(self, run: Run) -> bool:
         run.model.set_requires_all_reduce(self.enable)
-        run.tell(None, across_copies=self.enable)
+        run.tell(None, all_reduce_grads=self.enable)
         return any(told.has_copies for told in run.told.values())
 
 

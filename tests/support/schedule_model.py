@@ -7,7 +7,7 @@ while it is used, used while it is not there, or where more exist than should.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain, combinations
@@ -70,13 +70,22 @@ class Gradients:
     unit: Unit
     piece: int
     count = 2
-    is_in_flight: bool = False
+    is_read: bool = False
+    """Whether a reduce-scatter reads the reduce input."""
     has_input: bool = False
     arrived: set[int] = field(default_factory=set)
     """Which gradients autograd holds."""
 
     def leaves_early(self, index: int) -> bool:
         return index == LARGE
+
+    def copy_in(self, indices: Sequence[int]) -> None:
+        if self.is_read or not self.has_input:
+            raise Wrong(f"a gradient of {self.unit.name} goes to an input that travels")
+        self.arrived.difference_update(indices)
+
+    def copy_in_all(self) -> None:
+        self.copy_in((LARGE, SMALL))
 
 
 @dataclass(eq=False)
@@ -87,7 +96,7 @@ class Settings:
 
 class Unit:
     is_list = is_offloaded = False
-    keeps_part = shows_unsharded = False
+    has_post_forward_shard = False
     has_parameters = accumulates = True
     forward_prefetch: Sequence[Callable[[], Any]] = ()
     backward_prefetch: Sequence[Callable[[], Any]] = ()
@@ -95,10 +104,6 @@ class Unit:
     def __init__(self, index: int, rank: Rank) -> None:
         self.index, self.name, self._rank = index, f"unit {index}", rank
         self.is_root = index == 0
-        self.to_run: set[int] = set()
-        self.left_out: set[int] = set()
-        self.seen_version = -1
-        self.has_unreduced = False
         self.settings = Settings(rank.options.reshard_after_backward)
         self.gradients = [Gradients(self, piece) for piece in range(rank.options.pieces)]
         self.is_in_pieces = rank.options.pieces > 1
@@ -114,7 +119,7 @@ class Unit:
         return self.gathered_version is not None
 
     @property
-    def is_whole(self) -> bool:
+    def is_unsharded(self) -> bool:
         return self.gathered_version == self.version
 
     @property
@@ -139,6 +144,22 @@ class Unit:
 
     def edited(self) -> str | None:
         return None
+
+    def wait(self) -> None:
+        self.is_ready = self.is_gathered
+
+    def to_unsharded(self) -> None:
+        if not self.is_gathered:
+            raise Wrong(f"{self.name} is to be used and not there")
+
+    def to_sharded(self) -> None:
+        pass
+
+    def hook_gradients(self) -> None:
+        pass
+
+    def free_post_forward_shards(self) -> None:
+        pass
 
 
 class Engine:
@@ -221,7 +242,7 @@ class Rank:
             lambda: self.units,
             options.prefetch,
             MAX_INPUTS if options.prefetch else 1,
-            divides_copies=False,
+            shards_replicas=False,
         )
 
     @property
@@ -234,14 +255,11 @@ class Rank:
     def after_compute(self) -> None:
         pass
 
-    def after_event(self, event: Any) -> None:
-        pass
-
     def mark_compute(self) -> int:
         return self.clock
 
     def gather(self, unit: Unit) -> None:
-        if unit.is_whole:
+        if unit.is_unsharded:
             raise Wrong(f"{unit.name} is gathered twice")
         if unit.is_gathered and unit.in_use:
             raise Wrong(f"{unit.name} is gathered again while it is used")
@@ -249,14 +267,11 @@ class Rank:
         unit.gathered_version, unit.is_ready = unit.version, False
         self._check_memory()
 
-    def put_together(self, unit: Unit) -> None:
+    def gather_outer_shards(self, unit: Unit) -> None:
         pass
 
-    def finish_putting_together(self, raised: bool) -> None:
+    def wait_for_outer_shards(self, raised: bool) -> None:
         pass
-
-    def wait(self, unit: Unit) -> None:
-        unit.is_ready = unit.is_gathered
 
     def free(self, unit: Unit, after: int | None, waits: bool = True) -> None:
         if unit.in_use:
@@ -265,48 +280,27 @@ class Rank:
             raise Wrong(f"{unit.name} is freed before compute is done with it")
         unit.gathered_version, unit.is_ready, unit.last_use = None, False, -1
 
-    def drop_parts(self, unit: Unit) -> None:
-        pass
-
-    def forbid_old_graphs(self, unit: Unit) -> None:
-        pass
-
-    def to_unsharded(self, unit: Unit) -> None:
-        if not unit.is_gathered:
-            raise Wrong(f"{unit.name} is to be used and not there")
-
-    def to_sharded(self, unit: Unit) -> None:
-        pass
-
-    def hook_gradients(self, unit: Unit) -> None:
+    def forbid_old_graphs(self, unit: Unit, modules: Collection[int]) -> None:
         pass
 
     def allocate_input(self, gradients: Gradients) -> None:
         gradients.has_input = True
         # What runs again in backward is not expected while the unit around it fills its own.
-        most = self.schedule.reductions.max_inputs + self.runs_again + self.held
+        most = self.schedule.reducer.max_inputs + self.runs_again + self.held
         if self.syncs and self.inputs > most:
             raise Wrong(f"{self.inputs} units have reduce inputs")
-
-    def absorb(self, gradients: Gradients, index: int) -> None:
-        if gradients.is_in_flight or not gradients.has_input:
-            raise Wrong(f"a gradient of {gradients.unit.name} goes to an input that travels")
-        gradients.arrived.discard(index)
-
-    def absorb_all(self, gradients: Gradients) -> None:
-        for index in (LARGE, SMALL):
-            self.absorb(gradients, index)
 
     def reduce(self, gradients: Gradients) -> Ticket:
         self.collectives.append(("reduce", gradients.unit.index, gradients.piece))
         if not self.is_ending:
             self.reduced_in_backward.append((gradients.unit.index, gradients.piece))
+        gradients.is_read = True
         return Ticket()
 
     def finish(self, gradients: Gradients, ticket: Ticket) -> None:
-        gradients.has_input = False
+        gradients.has_input = gradients.is_read = False
 
-    def finish_sums(self) -> None:
+    def finish_all_reduces(self) -> None:
         pass
 
     def abandon(self, reductions: Any) -> None:
@@ -354,7 +348,7 @@ class Rank:
             self.engine.grad = False
         self._event(unit)
         self.schedule.before_forward(unit)
-        self.to_unsharded(unit)
+        unit.to_unsharded()
         self._use(unit)
         unit.in_use += 1
         done: list[Done] = []
@@ -364,7 +358,7 @@ class Rank:
                 done[-1] = replace(done[-1], end=self.clock, same=(*done[-1].same, inner))
         self._use(unit)
         unit.in_use -= 1
-        call = self.schedule.after_forward(unit)
+        call = self.schedule.after_forward(unit, id(unit))
         if not self.engine.grad:  # its output has no graph, which hooks look for
             call = None
         self.engine.grad = grad
@@ -422,7 +416,7 @@ class Rank:
             self._recompute(inner)
         self._use(unit)
         unit.in_use -= 1
-        call = self.schedule.after_forward(unit)
+        call = self.schedule.after_forward(unit, id(unit))
         if call is not None:  # what this makes, backward does not come to
             self.schedule.add_call(call)
 
@@ -467,7 +461,7 @@ class Rank:
 
     def _use(self, unit: Unit) -> None:
         """Compute reads the unit's parameters."""
-        if not unit.is_whole or not unit.is_ready:
+        if not unit.is_unsharded or not unit.is_ready:
             raise Wrong(f"{unit.name} is used and not whole")
         self.clock += 1
         unit.last_use = self.clock

@@ -150,7 +150,7 @@ class Twins:
             for bucket in unit.buckets:
                 assert bucket.full.flat.untyped_storage().nbytes() == 0
             for gradients in unit.gradients:
-                assert gradients.input.flat.untyped_storage().nbytes() == 0
+                assert gradients.reduce_scatter_input.flat.untyped_storage().nbytes() == 0
 
     def pairs(self) -> Iterator[tuple[tuple[str, nn.Parameter], nn.Parameter]]:
         return zip(self.model.named_parameters(), self.twin.parameters(), strict=True)
