@@ -87,7 +87,7 @@ PUT_IN = "weights put into a model that gathers ahead"
 EXPORTED = "weights exported, prefetch 2"
 SAVED = "saved beside training"
 SKIPS = "the model of skips in a list"
-TAKEN = "_copy([own[each.start : each.stop].view(each.dtype) for each in pieces.all], sources)"
+TAKEN = "_copy([own[at].view(dtype) for at, dtype in layout.ranges], sources)"
 
 # Every line of the lanes, tickets and releases that orders something.
 DEFECTS = [

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import reduce
 from itertools import compress
-from operator import attrgetter, is_, itemgetter
-from typing import Any
+from operator import attrgetter, is_, itemgetter, not_
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,20 +39,55 @@ _CPU_CHUNK = 1 << 20
 _kind = attrgetter("device", "dtype")
 
 
+class KnownCount(NamedTuple):
+    """A step count that nobody has written to since ``version``, and its key: see
+    :class:`StepCounts`."""
+
+    step: torch.Tensor
+    version: int
+    key: object
+
+
 class StepCounts:
     """The step counts of parameters that are stepped together: 0-dimensional tensors, as in torch's
     state, but ``views`` of one tensor, so that one op increments them all.
 
-    ``values`` are the counts at construction, the only time that the host reads them. Equal counts
-    stay equal, because all grow together until somebody else writes to one.
+    Counts with equal ``keys`` are equal, and stay so, because all grow together until somebody else
+    writes to one. The host reads counts from the device, and so waits, only if nothing is
+    ``known``. What is used of that is removed.
     """
 
-    def __init__(self, steps: Sequence[torch.Tensor], device: torch.device) -> None:
-        self._flat = torch.stack([step.to(device, torch.float32) for step in steps])
+    def __init__(
+        self, steps: Sequence[torch.Tensor], device: torch.device, known: dict[int, KnownCount]
+    ) -> None:
+        found = [known.pop(id(step), None) for step in steps]
+        moved = [step.to(device, torch.float32) for step in steps]
+        is_known = [
+            count is not None and count.version == step._version
+            for count, step in zip(found, steps, strict=True)
+        ]
+        unknown = list(compress(moved, map(not_, is_known)))
+        values = iter(torch.stack(unknown).tolist() if unknown else ())
+        key_of: defaultdict[float, object] = defaultdict(object)
+        self.keys = [
+            count.key if count is not None and is_one else key_of[next(values)]
+            for count, is_one in zip(found, is_known, strict=True)
+        ]
+        self.all_equal = len(set(self.keys)) == 1
+        self._flat = torch.stack(moved)
         self.views: Sequence[torch.Tensor] = self._flat.unbind()
-        self.values: list[float] = self._flat.tolist()
-        self.all_equal = len(set(self.values)) == 1
         self._version = self._flat._version
+
+    def known(self) -> dict[int, KnownCount]:
+        """Return what the counts of other sets of parameters may use once these are no longer
+        stepped together, by the id of each count."""
+        if self._version != self._flat._version:
+            return {}
+        key_of: defaultdict[object, object] = defaultdict(object)  # equal ones have grown alike
+        return {
+            id(view): KnownCount(view, self._version, key_of[key])
+            for view, key in zip(self.views, self.keys, strict=True)
+        }
 
     def are(self, steps: Sequence[torch.Tensor]) -> bool:
         """Return whether ``steps`` are these very tensors, and nobody else has written to them."""
@@ -85,7 +121,7 @@ class ForeachGroup:
         assert self.steps is not None
         if self.is_flat and self.steps.all_equal:
             return None
-        return list(map(span_key, self.held, compress(self.steps.values, self.is_held)))
+        return list(map(span_key, self.held, compress(self.steps.keys, self.is_held)))
 
 
 def _foreach_groups(
@@ -115,9 +151,12 @@ class FusedAdamW:
         self._groups: dict[int, tuple[list[object], list[torch.Tensor], list[ForeachGroup]]] = {}
         """The foreach groups of each param group, what they depend on, and the local tensors, so
         that their ids stay theirs."""
+        self._known: dict[int, KnownCount] = {}
+        """Step counts of parameters that are in no foreach group now."""
 
     def load(self, state: State, group: dict[str, Any]) -> None:
         """Take over the loaded state of ``group``."""
+        self._known.clear()
         started = [parameter for parameter in group["params"] if state.get(parameter)]
         self._prepare(state, started, _moments(group))
 
@@ -136,6 +175,9 @@ class FusedAdamW:
             key += map(_kind, locals_)
         known = self._groups.get(index)
         if known is None or known[0] != key:
+            for foreach_group in known[-1] if known is not None else ():
+                if foreach_group.steps is not None:
+                    self._known |= foreach_group.steps.known()
             known = key, locals_, _foreach_groups(parameters, locals_, first)
             self._groups[index] = known
         return known[-1]
@@ -163,7 +205,7 @@ class FusedAdamW:
         steps = foreach_group.steps
         if steps is None or not steps.are(counts):
             check_not_captured(device)
-            steps = foreach_group.steps = StepCounts(counts, device)
+            steps = foreach_group.steps = StepCounts(counts, device, self._known)
             for param_state, view in zip(states, steps.views, strict=True):
                 param_state["step"] = view
         held_states = list(compress(states, is_held))
