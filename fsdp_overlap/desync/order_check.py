@@ -22,8 +22,8 @@ MAX_REMEMBERED = 4096
 # thousand collectives.
 REMEMBERED = 1 << 15
 
-# How many of the last codes are looked for in the history: as many as occur there.
-CONTEXTS = (2, 4, 16, 64, 256, 1024)
+NOWHERE = 2 * REMEMBERED
+"""The place at which nothing is expected."""
 
 DIGEST_BYTES = 4
 
@@ -74,46 +74,38 @@ class Expectation:
     """Predicts the next code from the codes that were taken in so far, the history.
 
     It expects the code at one place of the history. While that is right, the place moves along. If
-    it is wrong, the place moves to behind the previous occurrence of the last codes, as many as
-    were there before. So, if anything repeats, the place comes to be one period behind.
+    it is wrong, the place moves to behind the previous occurrence of the last two codes. So, if
+    anything repeats, the place comes to be one period behind.
 
     The prediction follows from the history alone. Two ranks with the same history predict the same.
     See Note [confirmation].
     """
 
     def __init__(self) -> None:
-        self._history = array("l")
-        self._place: int | None = None
+        self._taken: list[int] = []
+        self._place = NOWHERE
+        self._last = 0
+        self._behind: dict[tuple[int, int], int] = {}
 
     def take(self, code: int) -> bool:
         """Take ``code`` in. Return whether it was expected."""
-        history, place = self._history, self._place
-        is_expected = place is not None and history[place] == code
-        history.append(code)
-        if is_expected:
-            assert place is not None
-            self._place = place + 1
-        else:
-            self._place = self._find()
-        if len(history) > 2 * REMEMBERED:
-            del history[:REMEMBERED]
-            if self._place is not None:
-                self._place = self._place - REMEMBERED if self._place >= REMEMBERED else None
+        taken, place = self._taken, self._place
+        is_expected = place < len(taken) and taken[place] == code
+        taken.append(code)
+        pair = self._last, code
+        self._place = place + 1 if is_expected else self._behind.get(pair, NOWHERE)
+        self._behind[pair] = len(taken)
+        self._last = code
+        if len(taken) > 2 * REMEMBERED:
+            self._forget()
         return is_expected
 
-    def _find(self) -> int | None:
-        """Return the place behind the previous occurrence of the longest context that has one."""
-        size, codes, place = self._history.itemsize, self._history.tobytes(), None
-        end = len(codes) - size
-        for context in CONTEXTS:
-            last = codes[-context * size :]
-            while (at := codes.rfind(last, 0, end)) % size and at >= 0:
-                end = at + len(last) - 1  # between two codes
-            if at < 0:
-                break
-            end = at + len(last)  # longer ones do not occur later
-            place = end // size
-        return place
+    def _forget(self) -> None:
+        del self._taken[:REMEMBERED]
+        self._behind = {
+            pair: place - REMEMBERED for pair, place in self._behind.items() if place >= REMEMBERED
+        }
+        self._place = self._place - REMEMBERED if self._place >= REMEMBERED else NOWHERE
 
 
 class OrderCheck:
