@@ -80,7 +80,7 @@ class ShardedParamMixin:
         if meta.dtype != local.dtype:
             spec = contiguous_spec(spec.mesh, spec.placements, meta.shape, local.dtype)
         shape = self._local_tensor.shape
-        return self.wrap(local if local.shape == shape else local.view(shape), spec)
+        return self.wrap(local if local.dim() == len(shape) else local.view(shape), spec)
 
     # ---- what shares the memory of a parameter ----
 
