@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.engine.param import is_opaque
-from fsdp_overlap.engine.param_group import Bucket, BucketState
+from fsdp_overlap.engine.param_group import ParamGroup, ParamGroupState
 from fsdp_overlap.engine.unit import FREED, INSTEAD, unit_of
 from fsdp_overlap.torch_internals import TorchDispatchMode
 
@@ -34,13 +34,13 @@ def check_parameters(model: nn.Module) -> TorchDispatchMode:
             f"check_parameters() of a {type(model).__name__} without units: call fully_shard() "
             "before"
         )
-    return _Checks([bucket for unit in units for bucket in unit.buckets])
+    return _Checks([param_group for unit in units for param_group in unit.param_groups])
 
 
 class _Checks(TorchDispatchMode):
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, param_groups: Sequence[ParamGroup]) -> None:
         super().__init__()
-        self._buckets = buckets
+        self._param_groups = param_groups
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -56,18 +56,23 @@ class _Checks(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _check(self, func: Any, tensor: torch.Tensor, writes: bool) -> None:
-        bucket = next((bucket for bucket in self._buckets if bucket.full.holds(tensor)), None)
-        if bucket is None or not tensor.numel():
+        param_group = next(
+            (param_group for param_group in self._param_groups if param_group.full.holds(tensor)),
+            None,
+        )
+        if param_group is None or not tensor.numel():
             return
         # In the other states the library itself writes, to gather.
-        if bucket.state is BucketState.UNSHARDED and writes:
+        if param_group.state is ParamGroupState.UNSHARDED and writes:
             raise RuntimeError(
-                f"{func} edits {_name(bucket, tensor)} while it is unsharded, which would be "
+                f"{func} edits {_name(param_group, tensor)} while it is unsharded, which would be "
                 f"lost, because only shards last. {INSTEAD}"
             )
-        if bucket.state is BucketState.SHARDED and not (func.is_view or _makes_another(func)):
+        if param_group.state is ParamGroupState.SHARDED and not (
+            func.is_view or _makes_another(func)
+        ):
             raise RuntimeError(
-                f"{func} uses {_name(bucket, tensor)}: " + FREED.format(bucket.label)
+                f"{func} uses {_name(param_group, tensor)}: " + FREED.format(param_group.label)
             )
 
 
@@ -87,8 +92,8 @@ def _makes_another(func: Any) -> bool:
     return name.startswith("new_") or name.endswith("_like")
 
 
-def _name(bucket: Bucket, tensor: torch.Tensor) -> str:
-    index = bucket.full.index_of(tensor)
+def _name(param_group: ParamGroup, tensor: torch.Tensor) -> str:
+    index = param_group.full.index_of(tensor)
     if index is not None:
-        return f"parameter {bucket.plan.specs[index].fqn!r} of unit {bucket.label!r}"
-    return f"the full buffer of unit {bucket.label!r}"
+        return f"parameter {param_group.plan.specs[index].fqn!r} of unit {param_group.label!r}"
+    return f"the full buffer of unit {param_group.label!r}"

@@ -18,13 +18,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 from fsdp_overlap.comm.collectives import CustomComms
+from fsdp_overlap.comm.comm_streams import CommStream
 from fsdp_overlap.comm.group_memory import check_memory
-from fsdp_overlap.comm.lanes import Lane
 from fsdp_overlap.comm.symmetric_memory import use_symmetric_memory
 from fsdp_overlap.engine import hooks
 from fsdp_overlap.engine.context import context_of
 from fsdp_overlap.engine.hooks import ForwardMethod
-from fsdp_overlap.engine.meta_init import cast as cast_bucket
+from fsdp_overlap.engine.meta_init import cast as cast_param_group
 from fsdp_overlap.engine.meta_init import materialize, register_unsharded_once, validate_cast
 from fsdp_overlap.engine.param import (
     modules_outside_units,
@@ -33,7 +33,7 @@ from fsdp_overlap.engine.param import (
     parameters_outside_units,
     tp_local_tensor,
 )
-from fsdp_overlap.engine.param_group import Bucket, sync_grad_dtypes
+from fsdp_overlap.engine.param_group import ParamGroup, sync_grad_dtypes
 from fsdp_overlap.engine.unit import Unit, unit_names, unit_of
 from fsdp_overlap.engine.unit_init import make_unit
 from fsdp_overlap.schedule.finalization import GradientReductionHandle
@@ -155,7 +155,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
 
     def _set_custom_comm(self, method: str, comms: CustomComms) -> None:
         unit = self._fsdp_unit
-        if len({bucket.mesh_info for bucket in unit.buckets}) > 1:
+        if len({param_group.mesh_info for param_group in unit.param_groups}) > 1:
             raise ValueError(
                 f"{method}() on unit {unit.name!r}, whose parameters lie on several meshes: make a "
                 "unit for each"
@@ -179,9 +179,9 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         if enable:
             method = "set_allocate_memory_from_process_group_for_comm"
             _check_exclusive(unit, method, "custom collectives", "symmetric memory")
-            for bucket in unit.buckets:
-                mesh = bucket.mesh_info.mesh
-                check_memory(mesh.get_group(mesh.ndim - 1), bucket.mesh_info.device)
+            for param_group in unit.param_groups:
+                mesh = param_group.mesh_info.mesh
+                check_memory(mesh.get_group(mesh.ndim - 1), param_group.mesh_info.device)
         unit.settings.uses_group_memory = enable
         context_of(unit).require_lazy_init()
 
@@ -190,10 +190,10 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         ranks of a process group have registered together, for which NCCL has faster collectives.
         Call this on every rank of the mesh, between iterations. There is no way back.
 
-        Units on one mesh share this memory: the largest full buffer, the largest reduce input and
-        a shard of it, kept while the context lives, with a copy there and back on the lanes. What
-        neighbours keep and collectives among replicas do not use it. Gradients are summed, then
-        divided.
+        Units on one mesh share this memory: the largest full buffer, the largest reduce input and a
+        shard of it, kept while the context lives, with a copy there and back on the comm streams.
+        What neighbours keep and collectives among replicas do not use it. Gradients are summed,
+        then divided.
 
         Raises:
             ValueError: there is no symmetric memory for this unit's process group and device,
@@ -203,9 +203,11 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         unit, method = self._fsdp_unit, "set_symm_mem_for_comm"
         _check_exclusive(unit, method, "custom collectives", "memory of its process groups")
         _check_shards_are_equal(unit, method)
-        for bucket in unit.buckets:
-            mesh = bucket.mesh_info.mesh
-            use_symmetric_memory(backend, mesh.get_group(mesh.ndim - 1), bucket.mesh_info.device)
+        for param_group in unit.param_groups:
+            mesh = param_group.mesh_info.mesh
+            use_symmetric_memory(
+                backend, mesh.get_group(mesh.ndim - 1), param_group.mesh_info.device
+            )
         unit.settings.uses_symmetric_memory = True
         context_of(unit).require_lazy_init()
 
@@ -259,7 +261,9 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         Raises:
             RuntimeError: the unit has opaque parameters, which backward reads past autograd.
         """
-        opaque = [bucket for bucket in self._fsdp_unit.buckets if bucket.is_opaque]
+        opaque = [
+            param_group for param_group in self._fsdp_unit.param_groups if param_group.is_opaque
+        ]
         if opaque and not unshard_in_backward:
             kind = type(opaque[0].parameters[0]).__name__
             raise RuntimeError(
@@ -300,10 +304,10 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         Edits of parameters after this call are waited for all the same. On a CPU there is nothing
         to wait for."""
         context = context_of(self._fsdp_unit)
-        context.comm_context.gather_lane.after_event(event)
+        context.comm_context.all_gather_stream.after_event(event)
         context.schedule.prefetcher.wait_once_for_event(context.units)
         if context.shard_optimizer_over_replicas:
-            context.comm_context.all_reduce_lane.after_event(event)
+            context.comm_context.all_reduce_stream.after_event(event)
 
     def reset_iter_state(self) -> None:
         """Reset the state of the iteration, as :meth:`FsdpContext.reset` does. This is its name in
@@ -367,13 +371,13 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         *,
         stream: torch.Stream | None = None,
     ) -> None:
-        """Set a hook that gets the reduced gradients of each bucket before they become ``.grad`` or
-        are added to it. If there are replicas, it runs after the all-reduce over them.
+        """Set a hook that gets the reduced gradients of each param group before they become
+        ``.grad`` or are added to it. If there are replicas, it runs after the all-reduce over them.
 
         Args:
             hook: gets this rank's range of the gradients, as a flat tensor in the reduce dtype,
-                which it may edit in place. It runs on the lane of the reduction. On a CPU it runs
-                when compute waits for the reduction.
+                which it may edit in place. It runs on the comm stream of the reduction. On a CPU it
+                runs when compute waits for the reduction.
             stream: the stream to run ``hook`` on instead. Not possible with replicas.
 
         Raises:
@@ -471,38 +475,40 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
             applied = [fn(shard) for _, shard in shards]
         context = context_of(self._fsdp_unit)
         device = context.device
-        with _hidden(self._fsdp_unit.buckets):
+        with _hidden(self._fsdp_unit.param_groups):
             super()._apply(fn, recurse)
         if self._fsdp_unit.is_offloaded:  # shards stay on the host, buffers do not
             move_buffers([self], device)
         if any(
-            bucket.is_meta and not result.is_meta
-            for (bucket, _), result in zip(shards, applied, strict=True)
+            param_group.is_meta and not result.is_meta
+            for (param_group, _), result in zip(shards, applied, strict=True)
         ):
             materialize(self._fsdp_unit, device)
             context.require_lazy_init()
         else:
-            for (bucket, shard), result in zip(shards, applied, strict=True):
+            for (param_group, shard), result in zip(shards, applied, strict=True):
                 if result.dtype != shard.dtype:
-                    cast_bucket(self._fsdp_unit, bucket, result)
+                    cast_param_group(self._fsdp_unit, param_group, result)
                 elif result is not shard:
                     shard.copy_(result)
         register_unsharded_once(self._fsdp_unit)
         return self
 
-    def _shards(self) -> list[tuple[Bucket, torch.Tensor]]:
+    def _shards(self) -> list[tuple[ParamGroup, torch.Tensor]]:
         """Return the tensors that :meth:`_apply` works on: the shards of the unit, without what is
         opaque. If the unit has several modules, each of them is called, and works on the ranges of
         its own parameters. So it does if they are of a class of their own."""
         unit = self._fsdp_unit
-        buckets = [bucket for bucket in unit.buckets if not bucket.is_opaque]
+        param_groups = [
+            param_group for param_group in unit.param_groups if not param_group.is_opaque
+        ]
         mine = {id(module._parameters) for _, module in modules_outside_units([self])}
-        flat = [] if unit.is_list else [each for each in buckets if not each.is_extension]
-        return [(bucket, bucket.shard) for bucket in flat] + [
-            (bucket, sharded._local_tensor)
-            for bucket in buckets
-            if bucket not in flat
-            for item, sharded in zip(bucket.owned, bucket.sharded_parameters, strict=True)
+        flat = [] if unit.is_list else [each for each in param_groups if not each.is_extension]
+        return [(param_group, param_group.shard) for param_group in flat] + [
+            (param_group, sharded._local_tensor)
+            for param_group in param_groups
+            if param_group not in flat
+            for item, sharded in zip(param_group.owned, param_group.sharded_parameters, strict=True)
             if any(id(registered) in mine for registered, _ in item.registrations)
         ]
 
@@ -538,9 +544,13 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
                 f"unit {unit.name!r} is of several modules, of which one was deleted, and cannot "
                 "be copied without it: keep, and copy, the module that holds all of them"
             )
-        sync_grad_dtypes(unit.buckets)
+        sync_grad_dtypes(unit.param_groups)
         kept = _copy_parameters(unit, memo)
-        if any(not item.registrations for bucket in unit.buckets for item in bucket.owned):
+        if any(
+            not item.registrations
+            for param_group in unit.param_groups
+            for item in param_group.owned
+        ):
             raise RuntimeError(
                 f"{unit.name!r} has weights that were tied after fully_shard(), and cannot be "
                 "copied: tie them before"
@@ -558,10 +568,10 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
             duplicate.__setstate__(deepcopy(state, memo))
         context = deepcopy(context_of(unit), memo)
         meshes = {}
-        for bucket in unit.buckets:
-            mesh_info = context.mesh_info_of(bucket.mesh_info.mesh)
-            mesh_info.plans.place(duplicates, [bucket.plan])
-            for item in bucket.owned:
+        for param_group in unit.param_groups:
+            mesh_info = context.mesh_info_of(param_group.mesh_info.mesh)
+            mesh_info.plans.place(duplicates, [param_group.plan])
+            for item in param_group.owned:
                 full = item.spmd.full if item.spmd is not None else None
                 # As FSDP2's ShardPlacementResult.
                 meshes[memo[id(item.parameter)]] = SimpleNamespace(
@@ -591,7 +601,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         copied_unit.unowned = deepcopy(unit.unowned, memo)
         for module, duplicate in zip(originals, duplicates, strict=True):
             object.__setattr__(duplicate, "__class__", type(module))
-        for mine, its in zip(unit.buckets, copied_unit.buckets, strict=True):
+        for mine, its in zip(unit.param_groups, copied_unit.param_groups, strict=True):
             # For an optimizer that is copied together with the model.
             memo.update(zip(map(id, mine.sharded_parameters), its.sharded_parameters, strict=True))
         unit.copy_to(copied_unit)
@@ -642,11 +652,12 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
 def _check_shards_are_equal(unit: Unit, method: str) -> None:
     """Raise ValueError if ranks hold different numbers of elements of ``unit``. ``method`` names
     the caller."""
-    for bucket in unit.buckets:
-        if not bucket.plan.is_equal:
+    for param_group in unit.param_groups:
+        if not param_group.plan.is_equal:
             raise ValueError(
                 f"{method}() on unit {unit.name!r}, of which ranks hold "
-                f"{bucket.plan.shard_numels} elements: use FsdpContext(layout=Flat()), which makes "
+                f"{param_group.plan.shard_numels} elements: use FsdpContext(layout=Flat()), which "
+                "makes "
                 "equal shards"
             )
 
@@ -692,12 +703,12 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
-    """Make several roots, such as the chunks of a pipeline stage, share the lanes of the first.
-    Each keeps its own context, and so its own order. Call it before the first forward.
+    """Make several roots, such as the chunks of a pipeline stage, share the comm streams of the
+    first. Each keeps its own context, and so its own order. Call it before the first forward.
 
     Raises:
         ValueError: a module is no unit, or is on another kind of device.
-        RuntimeError: a unit has run already, on lanes of its own. Nothing was changed then.
+        RuntimeError: a unit has run already, on comm streams of its own. Nothing was changed then.
     """
     contexts = []
     for module in modules:
@@ -708,29 +719,32 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
     for context in contexts[1:]:
         first = contexts[0]
         if context.device != first.device:
-            raise ValueError(f"a context on {context.device} cannot use lanes on {first.device}")
+            raise ValueError(
+                f"a context on {context.device} cannot use comm streams on {first.device}"
+            )
         if (
             context.is_initialized
-            and context.comm_context.gather_lane is not first.comm_context.gather_lane
+            and context.comm_context.all_gather_stream is not first.comm_context.all_gather_stream
         ):
             raise RuntimeError(
-                "a context that has run has lanes of its own: call share_comm_ctx() before the "
+                "a context that has run has comm streams of its own: call share_comm_ctx() before "
+                "the "
                 "first forward"
             )
     for context in contexts[1:]:
-        context.comm_context.use_lanes_of(contexts[0].comm_context)
+        context.comm_context.share_comm_streams_of(contexts[0].comm_context)
 
 
 def _check_apply(unit: Unit, fn: Any) -> None:
     """Raise RuntimeError if ``fn``, which ``_apply()`` is to call, would move or cast shards where
     they cannot be."""
     has_run = context_of(unit).was_initialized
-    for bucket in unit.buckets:
+    for param_group in unit.param_groups:
         with torch.no_grad():
-            result = fn(bucket.shard.new_empty(0))
-        if bucket.is_opaque:  # left alone, whatever fn does to numbers
-            result = result.to(bucket.shard.dtype)
-        if (refused := validate_cast(unit, bucket, result, has_run)) is not None:
+            result = fn(param_group.shard.new_empty(0))
+        if param_group.is_opaque:  # left alone, whatever fn does to numbers
+            result = result.to(param_group.shard.dtype)
+        if (refused := validate_cast(unit, param_group, result, has_run)) is not None:
             raise RuntimeError(refused)
 
 
@@ -743,14 +757,14 @@ def _copy_parameters(unit: Unit, memo: dict[int, Any]) -> set[nn.Parameter]:
     """Put into ``memo`` a parameter without values for each of the unit's. Return those that keep
     their dtype."""
     kept: set[nn.Parameter] = set()
-    for bucket in unit.buckets:
-        device = bucket.device if bucket.is_opaque else bucket.shard.device
+    for param_group in unit.param_groups:
+        device = param_group.device if param_group.is_opaque else param_group.shard.device
         for spec, item, sharded in zip(
-            bucket.plan.specs, bucket.owned, bucket.sharded_parameters, strict=True
+            param_group.plan.specs, param_group.owned, param_group.sharded_parameters, strict=True
         ):
             # make_unit() takes this over. Of its values only the shard is copied, below.
             empty = torch.empty(spec.shape, dtype=spec.dtype, device=device)
-            if bucket.is_extension:
+            if param_group.is_extension:
                 empty = sharded._local_tensor.new_zeros(spec.shape)
             copied = parameter_like(item.parameter, empty, spec.requires_grad)
             if spec.grad_dtype is not None:
@@ -764,8 +778,10 @@ def _copy_parameters(unit: Unit, memo: dict[int, Any]) -> set[nn.Parameter]:
 
 def _copy_attributes(unit: Unit, memo: dict[int, Any]) -> None:
     """Give the parameters in ``memo`` copies of the attributes that the unit's have."""
-    for bucket in unit.buckets:
-        for parameter, sharded in zip(bucket.parameters, bucket.sharded_parameters, strict=True):
+    for param_group in unit.param_groups:
+        for parameter, sharded in zip(
+            param_group.parameters, param_group.sharded_parameters, strict=True
+        ):
             attributes = attributes_of(parameter) | attributes_of(sharded)
             del attributes["_fsdp_owner"]
             copied = memo[id(parameter)]
@@ -775,15 +791,15 @@ def _copy_attributes(unit: Unit, memo: dict[int, Any]) -> None:
 
 
 @contextmanager
-def _hidden(buckets: Sequence[Bucket]) -> Iterator[None]:
-    """Take the parameters of ``buckets`` out of their modules inside the ``with`` block."""
-    for bucket in buckets:
-        bucket.module_info.to_none()
+def _hidden(param_groups: Sequence[ParamGroup]) -> Iterator[None]:
+    """Take the parameters of ``param_groups`` out of their modules inside the ``with`` block."""
+    for param_group in param_groups:
+        param_group.module_info.to_none()
     try:
         yield
     finally:
-        for bucket in buckets:
-            bucket.module_info.to_sharded()
+        for param_group in param_groups:
+            param_group.module_info.to_sharded()
 
 
 def _keeping_dtypes(
@@ -818,9 +834,9 @@ class FSDPState:
         return self
 
     @property
-    def _comm_ctx(self) -> Lane:
-        """The same object for units that share lanes, and only for these."""
-        return context_of(self._unit).comm_context.reduce_lane
+    def _comm_ctx(self) -> CommStream:
+        """The same object for units that share comm streams, and only for these."""
+        return context_of(self._unit).comm_context.reduce_scatter_stream
 
     def _root_post_backward_final_callback(self) -> None:
         """Complete the gradients of a step. Stages of torch 2.13 call it where those of 2.15 call
@@ -837,7 +853,7 @@ class FSDPState:
 
     def _refuse(self, name: str) -> NoReturn:
         raise AttributeError(
-            f"{name!r} is internal to FSDP2, and {self._unit.module_kind} was sharded by "
+            f"{name!r} is internal to FSDP2, and {self._unit.module_class_name} was sharded by "
             "fsdp_overlap, which has nothing like it. Functions of torch.distributed.fsdp that "
             "read it, such as register_fsdp_forward_method(), have the same name in fsdp_overlap"
         )

@@ -15,7 +15,7 @@ from fsdp_overlap.engine.unit import unit_of
 from fsdp_overlap.engine.unit_init import make_unit
 from fsdp_overlap.fsdp_module import FSDPModule, state_of
 from fsdp_overlap.tensor.spmd_mesh import DataParallelMeshDims, spmd_mesh
-from fsdp_overlap.torch_internals import is_replicated, note_fully_sharded, teach_fully_shard
+from fsdp_overlap.torch_internals import is_replicated, record_fully_sharded, teach_fully_shard
 
 # ---- fully_shard() ----
 
@@ -141,7 +141,7 @@ def fully_shard(
     )
     for each, fsdp_class in zip(modules, classes, strict=True):
         object.__setattr__(each, "__class__", fsdp_class)  # modules may guard their attributes
-        note_fully_sharded(each)
+        record_fully_sharded(each)
     return cast(FSDPModule | Sequence[FSDPModule], module)
 
 

@@ -33,7 +33,8 @@ def _fully_shard_in_rows(
     dp_mesh_dims: DataParallelMeshDims | None = None,
     **options: Any,
 ) -> Any:
-    """:func:`fully_shard` without a context, whose sharded parameters are placed as FSDP2's."""
+    """Return :func:`fully_shard` without a context, whose sharded parameters are placed as
+    FSDP2's."""
     spmd = spmd_mesh(mesh, dp_mesh_dims)
     ctx = FsdpContext(mesh if spmd is None else spmd.data, layout=PerTensor())
     ctx.is_implicit = True
@@ -42,8 +43,8 @@ def _fully_shard_in_rows(
 
 @contextmanager
 def patch_fsdp2(ctx: FsdpContext | None = None) -> Iterator[None]:
-    """Inside the ``with`` block, ``from torch.distributed.fsdp import fully_shard, FSDPModule``
-    gives ours. It is for other people's code that calls ``fully_shard`` itself, as
+    """Make ``from torch.distributed.fsdp import fully_shard, FSDPModule`` give ours inside the
+    ``with`` block. It is for other people's code that calls ``fully_shard`` itself, as
     ``Accelerator.prepare()`` does.
 
     The other names that FSDP2 exports are ours too, and

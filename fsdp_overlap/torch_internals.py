@@ -79,7 +79,7 @@ ATTRIBUTES = {
     # FSDP2, of whose class our modules are instances too
     "FSDPModule._get_fsdp_state": "overridden, because verbs that are not ours ask it first",
     "FSDPState._state_ctx": "through it pipeline stages of 2.13 find all states, and we have none",
-    "FSDPState._comm_ctx": "tells pipeline schedules of 2.15 which stages share lanes",
+    "FSDPState._comm_ctx": "tells pipeline schedules of 2.15 which stages share comm streams",
     "FSDPState._root_post_backward_final_callback": "ends a step of a pipeline stage of 2.13",
     "FileSystemWriter._write_data": "wrapped, since each file of safetensors has a name once",
     # Operations, as modes see them
@@ -146,7 +146,8 @@ def running_backwards_by(run: Callable[..., Any]) -> Iterator[None]:
 
 
 def determinism_checks() -> dict[str, Callable[[torch.Tensor], Any]]:
-    """What checkpointing compares when it recomputes a tensor, by name. Modes do not see that."""
+    """Return what checkpointing compares when it recomputes a tensor, by name. Modes do not see
+    that."""
     return checkpoint._allowed_determinism_checks_to_fns
 
 
@@ -286,16 +287,16 @@ def teach_fully_shard(state_of: Callable[[Any], Any]) -> None:
     torchs_fully_shard.state = state
 
 
-def note_fully_sharded(module: nn.Module) -> None:
+def record_fully_sharded(module: nn.Module) -> None:
     """Note on ``module`` that ``fully_shard`` was called on it, where torch's other composable
     calls look. ``replicate()`` on a module around it leaves its parameters alone then."""
     module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
 
 
 def given_grad_dtype(parameter: torch.Tensor) -> torch.dtype | None:
-    """What somebody set as the ``grad_dtype`` of ``parameter``. ``None`` if nobody did: gradients
-    then have the parameter's dtype, also after a cast. Up to torch 2.14 a parameter does not tell
-    whether its own dtype was set, and counts as one that follows casts."""
+    """Return what somebody set as the ``grad_dtype`` of ``parameter``. ``None`` if nobody did:
+    gradients then have the parameter's dtype, also after a cast. Up to torch 2.14 a parameter does
+    not tell whether its own dtype was set, and counts as one that follows casts."""
     if hasattr(parameter, "_has_grad_dtype_override"):
         is_given: bool = parameter._has_grad_dtype_override
     else:
@@ -304,7 +305,8 @@ def given_grad_dtype(parameter: torch.Tensor) -> torch.dtype | None:
 
 
 def is_replicated(module: nn.Module) -> bool:
-    """Whether ``replicate()`` was called on ``module``, which trains the parameters in it then."""
+    """Return whether ``replicate()`` was called on ``module``, which trains the parameters in it
+    then."""
     return "replicate" in module.__dict__.get(REGISTRY_KEY, ())
 
 
@@ -359,7 +361,7 @@ default_timeout = c10d._get_default_timeout
 
 
 def is_registered(group: dist.ProcessGroup) -> bool:
-    """Whether nobody has destroyed ``group``."""
+    """Return whether nobody has destroyed ``group``."""
     return group in c10d._world.pg_map
 
 
@@ -427,7 +429,7 @@ def teach_state_dicts(
     distribute_tensor: Callable[[Callable[..., Any]], Callable[..., Any]],
     distribute_tensors: Callable[[Callable[..., Any]], Callable[..., Any]],
 ) -> None:
-    """Wraps the two functions by which torch's ``set_state_dict()`` family cuts whole tensors."""
+    """Wrap the two functions by which torch's ``set_state_dict()`` family cuts whole tensors."""
     module: Any = _state_dict_utils
     module.distribute_tensor = distribute_tensor(module.distribute_tensor)
     module._distribute_tensors = distribute_tensors(module._distribute_tensors)

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp_overlap import FsdpContext, fully_shard
 from fsdp_overlap.checkpoint import ShardStager
 from fsdp_overlap.comm import graphs
-from fsdp_overlap.comm.lanes import REPLAY, CapturedTicket, StreamLane
+from fsdp_overlap.comm.comm_streams import REPLAY, CapturedWorkHandle, DeviceCommStream
 from fsdp_overlap.emulator import (
     CUDAGraph,
     EmulatedDevice,
@@ -396,12 +396,15 @@ def test_a_step_that_raised_in_a_capture_leaves_a_context_that_resets(
 
 
 def preceding(one: OneStep) -> list[Any]:
-    """What lanes know that their streams wait for."""
-    lanes: Any = one.ctx.comm_context.lanes
+    """What comm streams know that their streams wait for."""
+    comm_streams: Any = one.ctx.comm_context.comm_streams
     return [
         event
-        for lane in lanes
-        for event in (*lane._preceding, *(each for some in lane.launched for each in some.waits))
+        for comm_stream in comm_streams
+        for event in (
+            *comm_stream._preceding,
+            *(each for some in comm_stream.launched for each in some.waits),
+        )
     ]
 
 
@@ -425,12 +428,14 @@ def test_a_capture_leaves_no_events_that_nobody_may_ask(
 def test_replays_are_counted_and_leave_nothing_else(device: EmulatedDevice) -> None:
     one = OneStep()
     one.capture()
-    lanes: Any = one.ctx.comm_context.lanes
-    counts = [lane.count for lane in lanes]
+    comm_streams: Any = one.ctx.comm_context.comm_streams
+    counts = [comm_stream.count for comm_stream in comm_streams]
     for _ in range(3):
         one.graph.replay()
-    assert [lane.count - before for lane, before in zip(lanes, counts, strict=True)] == [3, 3]
-    assert {lane.launched[-1].kind for lane in lanes} == {REPLAY}
+    assert [
+        comm_stream.count - before for comm_stream, before in zip(comm_streams, counts, strict=True)
+    ] == [3, 3]
+    assert {comm_stream.launched[-1].kind for comm_stream in comm_streams} == {REPLAY}
     before = len(preceding(one))
     one.graph.replay()
     assert len(preceding(one)) == before
@@ -475,8 +480,8 @@ def test_a_forward_without_gradients_is_captured_alone(device: EmulatedDevice) -
     for _ in range(3):
         one.graph.replay()
         # A communicator is used by one thing after the other.
-        lane: Any = one.ctx.comm_context.gather_lane
-        assert device.current.clock.items() <= lane.stream.queue.clock.items()
+        comm_stream: Any = one.ctx.comm_context.all_gather_stream
+        assert device.current.clock.items() <= comm_stream.stream.queue.clock.items()
         assert torch.equal(found[0], other.evaluate())
         one.step()  # which the next replay must see
         other.step()
@@ -591,19 +596,25 @@ def test_the_example_in_the_documents_runs(device: EmulatedDevice) -> None:
 
 
 MISSED = {
-    "lanes are not forked": Defect(CommContext, "begin_capture", "self.let_lanes_wait()", ""),
-    "lanes are not joined": Defect(CommContext, "end_capture", "self.wait_for_lanes()", ""),
+    "comm streams are not forked": Defect(
+        CommContext, "begin_capture", "self.let_comm_streams_wait()", ""
+    ),
+    "comm streams are not joined": Defect(
+        CommContext, "end_capture", "self.wait_for_comm_streams()", ""
+    ),
     "a captured event is asked": Defect(
-        CapturedTicket, "done", "not self._is_under_way()", "", new="self._event.query()"
+        CapturedWorkHandle, "done", "not self._is_under_way()", "", new="self._event.query()"
     ),
     "events keep memory back": Defect(
-        StreamLane, "_keeps_enough", "if self.is_captured:", "", new="if False:"
+        DeviceCommStream, "_keeps_enough", "if self.is_captured:", "", new="if False:"
     ),
-    "the host reads an order check": Defect(MeshInfo, "agree", " or lane.is_captured", "", new=""),
-    "compute does not wait for lanes before a replay": Defect(
-        ReplayedSteps, "before", "comm.wait_for_lanes()", ""
+    "the host reads an order check": Defect(
+        MeshInfo, "validate_and_sync", " or comm_stream.is_captured", "", new=""
     ),
-    "replays are no edits": Defect(ReplayedSteps, "after", "bucket.edits.note_values()", ""),
+    "compute does not wait for comm streams before a replay": Defect(
+        ReplayedSteps, "before", "comm.wait_for_comm_streams()", ""
+    ),
+    "replays are no edits": Defect(ReplayedSteps, "after", "param_group.edits.record_values()", ""),
     "what was captured counts as gathered": Defect(
         CapturedSteps, "capture_ends", "unit.mark_stale()", ""
     ),

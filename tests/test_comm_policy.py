@@ -28,10 +28,10 @@ from fsdp_overlap import (
     TensorAtomic,
     fully_shard,
 )
-from fsdp_overlap.comm.collectives import Issued
-from fsdp_overlap.comm.quantized import QuantizedGather, Wire
-from fsdp_overlap.layout import BucketPlan, LayoutRule, ParamSpec, Plan, RowsPlan, plan_units
-from fsdp_overlap.layout.wire_plan import Block
+from fsdp_overlap.comm.collectives import PendingCollective
+from fsdp_overlap.comm.quantized import QuantizedFormat, QuantizedGather
+from fsdp_overlap.layout import LayoutRule, ParamGroupPlan, ParamSpec, Plan, RowsPlan, plan_units
+from fsdp_overlap.layout.quantized_plan import Block
 from support.quantized import LARGEST, as_gathered, quantize_twin
 from support.ranks import RankError, run_ranks
 from support.twins import COPIES, NAMES, Twins
@@ -51,23 +51,26 @@ class Meeting:
     def __init__(self) -> None:
         self.sent: list[torch.Tensor] = []
 
-    def reduce_scatter(self, *arguments: Any) -> Issued:
+    def reduce_scatter(self, *arguments: Any) -> PendingCollective:
         raise NotImplementedError
 
     def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, plan: BucketPlan, group: Any
-    ) -> Issued:
+        self, full: torch.Tensor, shard: torch.Tensor, plan: ParamGroupPlan, group: Any
+    ) -> PendingCollective:
         assert len(shard) == plan.shard_numels[group.rank()]
         self.sent.append(shard.clone())
 
         def finish() -> torch.Tensor:
             return full.copy_(torch.cat(self.sent))
 
-        return Issued((), finish)
+        return PendingCollective((), finish)
 
 
 def gathered(
-    wholes: list[torch.Tensor], plan: BucketPlan, policy: QuantizedCommPolicy, dtype: torch.dtype
+    wholes: list[torch.Tensor],
+    plan: ParamGroupPlan,
+    policy: QuantizedCommPolicy,
+    dtype: torch.dtype,
 ) -> list[list[torch.Tensor]]:
     """What each rank sees of each parameter."""
     flat = torch.full([plan.numel], math.nan, dtype=wholes[0].dtype)
@@ -78,7 +81,7 @@ def gathered(
     wire, scale_dtype = policy.wire(plan, dtype, codes), policy.scale_dtype(dtype, codes)
     issued = []
     for rank, shard in enumerate(flat.split(plan.shard_numels)):
-        travels = Wire(wire, wire.segment(rank), policy.gather_dtype, scale_dtype)
+        travels = QuantizedFormat(wire, wire.segment(rank), policy.gather_dtype, scale_dtype)
         collectives = QuantizedGather(travels, meeting)
         group = cast(dist.ProcessGroup, SimpleNamespace(rank=lambda rank=rank: rank))
         full = torch.full([plan.numel], math.nan, dtype=dtype)
@@ -131,7 +134,7 @@ def test_values_are_those_of_a_plain_program(
         torch.randn(spec.shape, generator=generator) * 10.0 ** (index * 2 - 3)
         for index, spec in enumerate(plan.specs)
     ]
-    for found in gathered(wholes, cast(BucketPlan, plan), policy, dtype):
+    for found in gathered(wholes, cast(ParamGroupPlan, plan), policy, dtype):
         for whole, values in zip(wholes, found, strict=True):
             assert torch.equal(values, as_gathered(whole, policy, dtype))
 
@@ -147,7 +150,7 @@ def test_blocks_of_extreme_numbers(
         [[0.0] * 8, [1e-45] * 8, [3e38, *[1.0] * 7], [math.inf, *[1.0] * 7], [math.nan] + [0.0] * 7]
     )
     [plan] = plan_units([[ParamSpec("p", (5, 8), torch.float32)]], 1, Flat())
-    [[found]] = gathered([whole], cast(BucketPlan, plan), policy, dtype)
+    [[found]] = gathered([whole], cast(ParamGroupPlan, plan), policy, dtype)
     assert torch.equal(found[:3], as_gathered(whole[:3], policy, dtype))
     assert found[:3].isfinite().all()
     assert found[0].eq(0).all()
@@ -228,14 +231,14 @@ def as_sent(whole: torch.Tensor, policy: QuantizedCommPolicy) -> torch.Tensor:
 
 def held_by(ctx: FsdpContext, parameter: nn.Parameter) -> torch.Tensor:
     """For each rank that shards are spread over, which elements it holds."""
-    for bucket in (bucket for unit in ctx.units for bucket in unit.buckets):
-        for spec, each in zip(bucket.plan.specs, bucket.sharded_parameters, strict=True):
+    for param_group in (param_group for unit in ctx.units for param_group in unit.param_groups):
+        for spec, each in zip(param_group.plan.specs, param_group.sharded_parameters, strict=True):
             if each is parameter:
-                held = torch.zeros(bucket.plan.world_size, spec.numel, dtype=torch.bool)
-                for rank, start, stop in ranges_of(bucket.plan, spec):
+                held = torch.zeros(param_group.plan.world_size, spec.numel, dtype=torch.bool)
+                for rank, start, stop in ranges_of(param_group.plan, spec):
                     held[rank, start:stop] = True
                 return held.view(-1, *spec.shape)
-    raise AssertionError("no bucket has it")
+    raise AssertionError("no param group has it")
 
 
 def reduce_some(policy: QuantizedCommPolicy, layout: LayoutRule, mesh: tuple[int, ...]) -> None:

@@ -41,10 +41,10 @@ DEFECTS: dict[str, tuple[str, Callable[..., Any]]] = {
 
 
 def check_groups(twins: Twins) -> list[NcclLikeGroup]:
-    """Returns the groups of the lanes, each after a look at how it was connected."""
-    lanes, mesh = twins.ctx.groups, twins.ctx.mesh
+    """Returns the groups of the comm streams, each after a look at how it was connected."""
+    comm_streams, mesh = twins.ctx.groups, twins.ctx.mesh
     shard, copies = mesh.get_group(mesh.ndim - 1), mesh.get_group(0)
-    parents = {lanes.gather: shard, lanes.reduce: shard, lanes.across: copies}
+    parents = {comm_streams.gather: shard, comm_streams.reduce: shard, comm_streams.across: copies}
     found = []
     for group, parent in parents.items():
         if group is not None:

@@ -19,7 +19,7 @@ from fsdp_overlap.engine import unit_init
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_, updates
 from fsdp_overlap.tensor import ragged_dtensor, sums_and_norms
 from support.ranks import run_ranks
-from support.recorded import Entry, RecordingLane
+from support.recorded import Entry, RecordingCommStream
 from support.twins import Twins
 from support.zoo import Model, shard_layers
 
@@ -48,7 +48,7 @@ def test_on_a_cpu_the_policy_changes_nothing(world_size: int) -> None:
 def train(name: str, optimizer: type[torch.optim.Optimizer] = AdamW) -> None:
     with pretending():
         twins = Twins.of(name, optimizer=optimizer)
-        assert all(unit.is_offloaded for unit in twins.ctx.units if unit.buckets)
+        assert all(unit.is_offloaded for unit in twins.ctx.units if unit.param_groups)
         twins.train(3)
 
 
@@ -149,11 +149,11 @@ def test_gradients_are_given_at_the_end_of_backward() -> None:
 
 
 def edits() -> None:
-    """Wherever the user may edit shards next, nothing on a lane still reads them."""
+    """Wherever the user may edit shards next, nothing on a comm stream still reads them."""
     with pretending():
         twins = Twins.of("layers")
     log: list[Entry] = []
-    twins.ctx.lane_factory = lambda name, device: RecordingLane(name, log)
+    twins.ctx.comm_stream_factory = lambda name, device: RecordingCommStream(name, log)
     [mesh_info] = twins.ctx.mesh_infos
     tokens, targets = next(twins.batches(1))
     with torch.no_grad():

@@ -1,8 +1,7 @@
-"""The CUDA lanes: parity on real streams, memory that comes back, and overlap.
+"""The CUDA comm streams: parity on real streams, memory that comes back, and overlap.
 
-On one GPU these are one rank's, whose collectives are copies on the lanes; test_simulated_ranks has
-more. With two GPUs NCCL's collectives run.
-"""
+On one GPU these are one rank's, whose collectives are copies on the comm streams;
+test_simulated_ranks has more. With two GPUs NCCL's collectives run."""
 
 from __future__ import annotations
 
@@ -22,12 +21,12 @@ from torch.profiler import ProfilerActivity, profile
 from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, TensorAtomic, fully_shard
 from fsdp_overlap.checkpoint import SafeFileSystemReader, SafeFileSystemWriter
 from fsdp_overlap.comm.collectives import TensorCollectives
-from fsdp_overlap.comm.lanes import StreamLane
+from fsdp_overlap.comm.comm_streams import DeviceCommStream
 from fsdp_overlap.layout import Flat, ParamSpec, plan_units
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
 from fsdp_overlap.profiling import assert_overlapped, read_report
 from support.captured import OPTIMIZERS, replay_steps
-from support.hostile_lanes import CYCLES, RANKS, HostileLane
+from support.hostile_streams import CYCLES, RANKS, HostileCommStream
 from support.ranks import run_ranks
 from support.twins import Twins, loss_of
 from support.zoo import VOCABULARY, ZOO, Model, shard_layers
@@ -54,13 +53,17 @@ def test_training_on_gpus_equals_unsharded_training(name: str, prefetch: int) ->
     run_ranks(train, RANKS, name, prefetch, backend="nccl")
 
 
-def train_on_hostile_lanes(name: str, prefetch: int, late_compute: bool) -> None:
+def train_on_hostile_streams(name: str, prefetch: int, late_compute: bool) -> None:
     twins = Twins.of(name, prefetch=prefetch, device="cuda", optimizer=AdamW)
-    twins.ctx.lane_factory = lambda lane, device: HostileLane(device, late_compute)
+    twins.ctx.comm_stream_factory = lambda comm_stream, device: HostileCommStream(
+        device, late_compute
+    )
     twins.train(iterations=4)
 
 
-LATE = pytest.mark.parametrize("late_compute", [False, True], ids=["late lanes", "late compute"])
+LATE = pytest.mark.parametrize(
+    "late_compute", [False, True], ids=["late comm streams", "late compute"]
+)
 
 
 @LATE
@@ -69,7 +72,7 @@ LATE = pytest.mark.parametrize("late_compute", [False, True], ids=["late lanes",
 def test_compute_and_lanes_wait_for_each_other(
     name: str, prefetch: int, late_compute: bool
 ) -> None:
-    run_ranks(train_on_hostile_lanes, RANKS, name, prefetch, late_compute, backend="nccl")
+    run_ranks(train_on_hostile_streams, RANKS, name, prefetch, late_compute, backend="nccl")
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -110,7 +113,9 @@ def test_inputs_of_the_root_are_moved_to_its_device() -> None:
     run_ranks(inputs_from_the_host, RANKS, backend="nccl")
 
 
-def train_copies_on_hostile_lanes(shard_optimizer_over_replicas: bool, late_compute: bool) -> None:
+def train_replicas_on_hostile_streams(
+    shard_optimizer_over_replicas: bool, late_compute: bool
+) -> None:
     twins = Twins.of(
         "layers",
         device="cuda",
@@ -118,7 +123,9 @@ def train_copies_on_hostile_lanes(shard_optimizer_over_replicas: bool, late_comp
         mesh=(RANKS, 1),
         shard_optimizer_over_replicas=shard_optimizer_over_replicas,
     )
-    twins.ctx.lane_factory = lambda lane, device: HostileLane(device, late_compute)
+    twins.ctx.comm_stream_factory = lambda comm_stream, device: HostileCommStream(
+        device, late_compute
+    )
     twins.train(iterations=4)
 
 
@@ -129,7 +136,7 @@ def test_lanes_of_copies_wait_for_each_other(
     shard_optimizer_over_replicas: bool, late_compute: bool
 ) -> None:
     run_ranks(
-        train_copies_on_hostile_lanes,
+        train_replicas_on_hostile_streams,
         RANKS,
         shard_optimizer_over_replicas,
         late_compute,
@@ -137,7 +144,7 @@ def test_lanes_of_copies_wait_for_each_other(
     )
 
 
-def travel_on_a_lane(dtype: torch.dtype) -> None:
+def travel_on_a_comm_stream(dtype: torch.dtype) -> None:
     """NCCL itself, which one rank's training does without: values, and who waits for whom."""
     rank, world = dist.get_rank(), dist.get_world_size()
     specs = [ParamSpec("weight", (4096, 8 * world), dtype)]
@@ -148,19 +155,19 @@ def travel_on_a_lane(dtype: torch.dtype) -> None:
     full = torch.full((plan.numel,), torch.nan, dtype=dtype, device="cuda")
     shard = torch.full((own,), rank + 1, dtype=dtype, device="cuda")
     gradients = torch.arange(world, device="cuda").repeat_interleave(own).to(dtype) + rank
-    lane = StreamLane(torch.device("cuda", torch.cuda.current_device()))
+    comm_stream = DeviceCommStream(torch.device("cuda", torch.cuda.current_device()))
     collectives.all_gather(full, shard, plan, group)  # which makes the communicator
     full.fill_(torch.nan)
     torch.cuda.synchronize()
 
-    lane.after_compute()
-    with torch.cuda.stream(lane.stream):
+    comm_stream.after_compute()
+    with torch.cuda.stream(comm_stream.stream):
         torch.cuda._sleep(100 * CYCLES)
     means: list[torch.Tensor] = []
-    gathered = lane.enqueue(
+    gathered = comm_stream.enqueue(
         "all_gather", "weight", lambda: collectives.all_gather(full, shard, plan, group)
     )
-    reduced = lane.enqueue(
+    reduced = comm_stream.enqueue(
         "reduce_scatter",
         "weight",
         lambda: collectives.reduce_scatter(gradients, plan, group),
@@ -177,7 +184,7 @@ def travel_on_a_lane(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
 def test_collectives_of_nccl_run_on_the_lane(dtype: torch.dtype) -> None:
-    run_ranks(travel_on_a_lane, RANKS, dtype, backend="nccl")
+    run_ranks(travel_on_a_comm_stream, RANKS, dtype, backend="nccl")
 
 
 def run_ahead() -> None:
@@ -412,8 +419,13 @@ def test_collectives_run_under_compute_on_streams_of_their_own(tmp_path: Path) -
     assert_overlapped(report, all_gathers=BLOCKS - 1, reduce_scatters=BLOCKS - 1)
     for rank in report.ranks:
         assert rank.gemm_time > rank.compute_time / 2
-        lanes = {
-            kind: {lane for c in rank.collectives if c.kind == kind for lane in c.lanes}
+        comm_streams = {
+            kind: {
+                comm_stream
+                for c in rank.collectives
+                if c.kind == kind
+                for comm_stream in c.comm_streams
+            }
             for kind in ("all_gather", "reduce_scatter")
         }
-        assert lanes["all_gather"].isdisjoint(lanes["reduce_scatter"])
+        assert comm_streams["all_gather"].isdisjoint(comm_streams["reduce_scatter"])

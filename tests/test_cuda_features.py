@@ -22,7 +22,7 @@ from fsdp_overlap.layout import BlockAtomic, PerTensor, TensorAtomic
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
 from support.emulated import Program
 from support.extensions import Rounded, with_matrices_of
-from support.hostile_lanes import RANKS, HostileLane
+from support.hostile_streams import RANKS, HostileCommStream
 from support.nccl_like import BACKEND, chosen_as_for_nccl
 from support.ranks import expect_rank_errors, run_ranks
 from support.simulated import WORLD, simulate
@@ -209,7 +209,9 @@ def test_the_host_waits_nowhere_among_simulated_ranks(device: str, name: str) ->
 def parameters_after(device: str, name: str, late_compute: bool | None) -> list[torch.Tensor]:
     program, step = FEATURES[name](device)
     if late_compute is not None:
-        program.ctx.lane_factory = lambda lane, device: HostileLane(device, late_compute)
+        program.ctx.comm_stream_factory = lambda comm_stream, device: HostileCommStream(
+            device, late_compute
+        )
     for _ in range(3):
         step()
     return [parameter.detach().to_local().cpu() for parameter in program.model.parameters()]

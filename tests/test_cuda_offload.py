@@ -26,7 +26,7 @@ from fsdp_overlap import (
     TensorAtomic,
 )
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
-from support.hostile_lanes import CYCLES, RANKS, HostileLane
+from support.hostile_streams import CYCLES, RANKS, HostileCommStream
 from support.ranks import run_ranks
 from support.twins import Twins, loss_of
 from support.zoo import Model, shard_layers
@@ -69,10 +69,10 @@ def test_training_equals_unsharded_training(pin_memory: bool, prefetch: int) -> 
     run_ranks(train, RANKS, pin_memory, prefetch, backend="nccl")
 
 
-def train_on_hostile_lanes() -> None:
+def train_on_hostile_streams() -> None:
     """Accumulating too: what is read on the host has arrived."""
     twins = offloaded(optimizer=AdamW)
-    twins.ctx.lane_factory = lambda lane, device: HostileLane(device)
+    twins.ctx.comm_stream_factory = lambda comm_stream, device: HostileCommStream(device)
     for _ in range(3):
         for batch in twins.batches(2):
             twins.backward(*batch)
@@ -82,7 +82,7 @@ def train_on_hostile_lanes() -> None:
 
 
 def test_the_host_waits_for_gradients() -> None:
-    run_ranks(train_on_hostile_lanes, RANKS, backend="nccl")
+    run_ranks(train_on_hostile_streams, RANKS, backend="nccl")
 
 
 def run_ahead() -> None:
@@ -107,7 +107,7 @@ def test_forward_never_waits_for_the_gpu() -> None:
 def edit_after_evaluation() -> None:
     """What is edited on the host was read before."""
     twins = offloaded()
-    twins.ctx.lane_factory = lambda lane, device: HostileLane(device)
+    twins.ctx.comm_stream_factory = lambda comm_stream, device: HostileCommStream(device)
     tokens, _ = next(twins.batches(1))
     with torch.no_grad():
         expected = twins.twin(tokens)

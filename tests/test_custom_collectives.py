@@ -105,8 +105,8 @@ def one_of_them(verb: str, comm: type[Keeps]) -> None:
     assert first.calls
     assert {tensor.numel() for tensor in first.memory.values()} <= {
         numel
-        for bucket in layer._fsdp_unit.buckets
-        for numel in (bucket.plan.numel, *bucket.plan.shard_numels)
+        for param_group in layer._fsdp_unit.param_groups
+        for numel in (param_group.plan.numel, *param_group.plan.shard_numels)
     }
     calls = len(first.calls)
     getattr(layer, verb)(later)
@@ -154,7 +154,7 @@ def ragged() -> None:
     model = fully_shard(
         nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32)), FsdpContext(layout=TensorAtomic())
     )
-    numels = model._fsdp_unit.buckets[0].plan.shard_numels
+    numels = model._fsdp_unit.param_groups[0].plan.shard_numels
     assert len(set(numels)) > 1
     for verb in (model.set_custom_all_gather, model.set_custom_reduce_scatter):
         with pytest.raises(

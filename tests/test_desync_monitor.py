@@ -21,11 +21,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_overlap import FsdpContext, fully_shard
-from fsdp_overlap.comm.lanes import REPLAY
-from fsdp_overlap.comm.store_notes import StoreNotes
+from fsdp_overlap.comm.comm_streams import REPLAY
+from fsdp_overlap.comm.store_mailbox import StoreMailbox
 from fsdp_overlap.desync import monitor
-from fsdp_overlap.desync.faults import Faults
-from fsdp_overlap.desync.monitor import Position, describe_hang
+from fsdp_overlap.desync.error_monitor import ErrorMonitor
+from fsdp_overlap.desync.monitor import RankPosition, describe_hang
 from fsdp_overlap.emulator import EmulatedDevice, running
 from support.late_nccl import Late, late_collectives
 from support.nccl_like import BACKEND, NcclLikeGroup
@@ -114,7 +114,7 @@ def slowly(one: Hanging, late: Late) -> str:
 def all_idle(one: Hanging, late: Late) -> str:
     """Nobody asks the store about others."""
     one.step()
-    with patch.object(StoreNotes, "read") as read:
+    with patch.object(StoreMailbox, "read") as read:
         load_data(3 * TIMEOUT)
     assert not read.called
     return "".join(one.said)
@@ -165,7 +165,7 @@ def after_a_reset(one: Hanging, late: Late) -> str:
         one.step()
     dist.barrier()
     if dist.get_rank() == 0:
-        one.ctx.faults.look()
+        one.ctx.error_monitor.poll()
     dist.barrier()
     return "".join(one.said)
 
@@ -200,15 +200,15 @@ def monitors() -> list[threading.Thread]:
 
 def after_an_error(one: Hanging, late: Late) -> str:
     """An error of the monitor itself is no fault of the ranks."""
-    read, failed = Faults._read, []
+    read, failed = ErrorMonitor._read, []
 
-    def fail_once(faults: Faults) -> str:
+    def fail_once(error_monitor: ErrorMonitor) -> str:
         if not failed:
             failed.append(True)
             raise RuntimeError("dictionary changed size during iteration")
-        return read(faults)
+        return read(error_monitor)
 
-    with patch.object(Faults, "_read", fail_once):
+    with patch.object(ErrorMonitor, "_read", fail_once):
         return in_data_loading(one, late)
 
 
@@ -317,8 +317,8 @@ def test_a_process_ends_as_it_should_while_its_monitor_asks_the_store() -> None:
 
 
 def test_who_waits_for_whom() -> None:
-    def at(state: str, number: int) -> Position:
-        return Position(state, "all_gather of unit 'x'", number, "at train.py:1 in main", 12.0)
+    def at(state: str, number: int) -> RankPosition:
+        return RankPosition(state, "all_gather of unit 'x'", number, "at train.py:1 in main", 12.0)
 
     idle = {0: at("idle", 7), 1: at("idle", 7)}
     assert describe_hang(idle, []) is None
@@ -346,8 +346,8 @@ def test_who_waits_for_whom() -> None:
 
 
 def test_a_replay_may_take_its_time_but_not_for_a_rank_that_does_not_come() -> None:
-    def at(state: str, number: int) -> Position:
-        return Position(state, REPLAY, number, "at train.py:1 in main", 12.0)
+    def at(state: str, number: int) -> RankPosition:
+        return RankPosition(state, REPLAY, number, "at train.py:1 in main", 12.0)
 
     assert describe_hang({0: at("waits", 7), 1: at("waits", 7)}, []) is None
     assert describe_hang({0: at("waits", 7), 1: at("idle", 8)}, []) is None  # it is through

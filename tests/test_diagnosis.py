@@ -176,8 +176,8 @@ def test_confirmations_are_known_by_name() -> None:
     ("mark", "says"),
     [
         ("order_check()", "the check of the order at the end of backward"),
-        ("all_reduce(blocks.1)", "what travels between copies of shards"),
-        ("copies_reduce_scatter(blocks.1)", "what travels between copies of shards"),
+        ("all_reduce(blocks.1)", "what travels between replicas"),
+        ("copies_reduce_scatter(blocks.1)", "what travels between replicas"),
         ("all_to_all(Muon)", "Muon's exchange of cut matrices"),
     ],
 )

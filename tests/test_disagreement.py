@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_overlap import FsdpContext, fully_shard
 from fsdp_overlap.desync import order_check
-from fsdp_overlap.desync.order_check import Expectation
+from fsdp_overlap.desync.order_check import ExpectedOrder
 from support.ranks import expect_rank_errors, run_ranks
 from support.twins import Twins, impatient
 from support.zoo import VOCABULARY, WIDTH
@@ -145,7 +145,7 @@ def test_ranks_on_all_copies_hear_of_a_difference_on_one() -> None:
 
 
 def leave_copies(rank: int) -> None:
-    """``rank`` leaves the reduction across copies to a later backward."""
+    """``rank`` leaves the reduction across replicas to a later backward."""
     with impatient():
         twins = MarkedTwins(lambda: Wayward(False), shard, mesh=(2, 2))
         twins.train(1)
@@ -156,7 +156,7 @@ def leave_copies(rank: int) -> None:
 
 def test_a_rank_that_leaves_out_copies_alone_gets_an_error() -> None:
     messages = expect_rank_errors(leave_copies, 4, 1, match="ranks ran different units")
-    assert "rank 0: reduce_scatter and all_reduce across copies of unit 'layers.3'" in messages[0]
+    assert "rank 0: reduce_scatter and all_reduce across replicas of unit 'layers.3'" in messages[0]
     assert "rank 1: reduce_scatter of unit 'layers.3'" in messages[1]
 
 
@@ -275,7 +275,7 @@ def test_what_repeats_is_expected_in_the_end(period: list[int], before: list[int
     for index in range(len(period)):
         first, second, third = (3 * period)[index : index + 3]
         assume(follows.setdefault((first, second), third) == third)
-    expectation = Expectation()
+    expectation = ExpectedOrder()
     with patch.object(order_check, "REMEMBERED", 400):  # also while it forgets
         for code in before + 20 * period:
             expectation.take(code)

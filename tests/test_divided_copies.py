@@ -18,7 +18,7 @@ from fsdp_overlap import FsdpContext
 from fsdp_overlap.layout import TensorAtomic
 from fsdp_overlap.optim import AdamW, Muon
 from support.ranks import run_ranks
-from support.recorded import Entry, RecordingLane
+from support.recorded import Entry, RecordingCommStream
 from support.twins import Twins, same
 from support.zoo import Model, shard_layers
 
@@ -64,7 +64,9 @@ def memory() -> None:
     twins.train(2)
     held = sum(state["exp_avg"].to_local().numel() for state in twins.optimizer.state.values())
     total = sum(parameter.numel() for parameter in twins.twin.parameters())
-    padding = sum(bucket.plan.padding for unit in twins.ctx.units for bucket in unit.buckets)
+    padding = sum(
+        param_group.plan.padding for unit in twins.ctx.units for param_group in unit.param_groups
+    )
     assert held <= (total + padding) / 4
     for parameter in twins.model.parameters():
         assert parameter.device_mesh.size() == 4
@@ -78,14 +80,14 @@ def once_a_step() -> None:
     """However many microbatches there are, and with either way to accumulate."""
     twins = Twins.of("layers", **OPTIONS)
     log: list[Entry] = []
-    twins.ctx.lane_factory = lambda name, device: RecordingLane(name, log)
+    twins.ctx.comm_stream_factory = lambda name, device: RecordingCommStream(name, log)
     units = len(twins.ctx.units)
     for verb in ("set_requires_all_reduce", "set_requires_gradient_sync"):
         log.clear()
         for index, (tokens, targets) in enumerate(twins.batches(3)):
             getattr(twins.model, verb)(index == 2)
             twins.backward(tokens, targets)
-        issued = [(entry.kind, entry.lane) for entry in log if entry.action == "enqueue"]
+        issued = [(entry.kind, entry.comm_stream) for entry in log if entry.action == "enqueue"]
         assert issued.count(("copies_all_gather", "all_reduce")) == units
         assert issued.count(("copies_reduce_scatter", "all_reduce")) == units
         assert issued.count(("all_gather", "all_gather")) == 3 * (2 * units - 2)
@@ -161,7 +163,7 @@ def test_a_reset_in_the_middle_changes_nothing() -> None:
     run_ranks(recovers, 4)
 
 
-class EventLane(RecordingLane):
+class EventCommStream(RecordingCommStream):
     def after_event(self, event: Any) -> None:
         self.log.append(event)
 
@@ -170,7 +172,9 @@ def waits_for_the_event() -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     ctx = FsdpContext(mesh, shard_optimizer_over_replicas=True)
     log: list[Any] = []
-    ctx.lane_factory = lambda name, device: EventLane(name, log if name == "all_reduce" else [])
+    ctx.comm_stream_factory = lambda name, device: EventCommStream(
+        name, log if name == "all_reduce" else []
+    )
     model = Model()
     shard_layers(model, ctx)
     model.set_post_optim_event("event")
@@ -189,7 +193,7 @@ def without_memory() -> None:
         init_device_mesh("cpu", (2, 1), mesh_dim_names=("r", "s")),
         shard_optimizer_over_replicas=True,
     )
-    ctx.lane_factory = lambda name, device: RecordingLane(name, log)
+    ctx.comm_stream_factory = lambda name, device: RecordingCommStream(name, log)
     with torch.device("meta"):
         model = Model()
     shard_layers(model, ctx)
@@ -208,14 +212,14 @@ def freed() -> None:
     dropped.train(1)
     gc.disable()
     try:
-        bucket = weakref.ref(dropped.ctx.units[0].buckets[0])
+        param_group = weakref.ref(dropped.ctx.units[0].param_groups[0])
         del dropped
-        assert bucket() is None  # at once, and not when Python looks for cycles
+        assert param_group() is None  # at once, and not when Python looks for cycles
     finally:
         gc.enable()
-    faults = kept.ctx.faults
+    error_monitor = kept.ctx.error_monitor
     del kept
-    assert not list(faults._parties())
+    assert not list(error_monitor._parties())
     other.ctx.reset()
     other.train(1)
 

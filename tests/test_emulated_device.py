@@ -351,13 +351,13 @@ def test_a_slow_host_holds_up_the_device_and_a_fast_one_runs_ahead() -> None:
 
 def test_communicators_in_different_orders_are_found() -> None:
     gather, reduce = (
-        IssuedCollective("lanes of gathers", "all_gather"),
+        IssuedCollective("comm streams of gathers", "all_gather"),
         IssuedCollective("reductions", "all_reduce"),
     )
     assert compare_issued([[gather, reduce], [gather, reduce]]) is None
     finding = compare_issued([[gather, reduce], [reduce, gather]])
     assert finding is not None
-    assert "rank 0 with all_gather on lanes of gathers (0 before it); rank 1" in finding.text
+    assert "rank 0 with all_gather on comm streams of gathers (0 before it); rank 1" in finding.text
     shorter = compare_issued([[gather, reduce], [gather]])
     assert shorter is not None
     assert "rank 1 with nothing (1 before it)" in shorter.text

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import fsdp_overlap
-from fsdp_overlap.desync.faults import Faults
+from fsdp_overlap.desync.error_monitor import ErrorMonitor
 from fsdp_overlap.emulator import (
     EmulatedDevice,
     IssuedCollective,
@@ -212,7 +212,7 @@ def test_after_a_fault_on_all_ranks_the_numbers_are_right(
 
 def reset_twice() -> None:
     """Rank 0 is late to compare itself, when the other has come to its next reset already."""
-    apart = Faults._apart
+    apart = ErrorMonitor._apart
 
     def late(*args: Any) -> Any:
         if dist.get_rank() == 0:
@@ -222,7 +222,7 @@ def reset_twice() -> None:
     with running(EmulatedDevice()):
         twins = Trained.of("layers")
         twins.train(1)
-        with patch.object(Faults, "_apart", late):
+        with patch.object(ErrorMonitor, "_apart", late):
             twins.ctx.reset()
             twins.ctx.reset()
         twins.train(1)

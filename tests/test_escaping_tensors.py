@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_overlap import FsdpContext, fully_shard
 from fsdp_overlap.engine import autograd
-from fsdp_overlap.engine.param_group import Bucket
+from fsdp_overlap.engine.param_group import ParamGroup
 from fsdp_overlap.layout import Flat, LayoutRule, PerTensor
 from support.ranks import RankError, run_ranks
 from support.twins import Twins, loss_of
@@ -504,7 +504,7 @@ def left_out(owner: Any, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(autograd.SavedForward, "before_read"), (Bucket, "wait")],
+    [(autograd.SavedForward, "before_read"), (ParamGroup, "wait")],
     ids=["gather", "wait"],
 )
 def test_planted_defects_are_found(owner: Any, name: str) -> None:

@@ -99,7 +99,7 @@ def test_gradients_equal_fsdp2s() -> None:
     run_ranks(against_fsdp2, 4)
 
 
-def groups_and_lanes() -> None:
+def groups_and_comm_streams() -> None:
     whole, shards, ep = meshes()
     model = Moe(ep)
     ctx = FsdpContext(whole)
@@ -122,7 +122,7 @@ def groups_and_lanes() -> None:
 
 
 def test_groups_are_made_once_for_each_set_of_ranks() -> None:
-    run_ranks(groups_and_lanes, 4)
+    run_ranks(groups_and_comm_streams, 4)
 
 
 def only_some_ranks() -> None:

@@ -14,7 +14,7 @@ from fsdp_overlap import (
     fully_shard,
 )
 from support.ranks import run_ranks
-from support.recorded import GATHER, REDUCE, Recorded, RecordingLane, layer, position
+from support.recorded import GATHER, REDUCE, Recorded, RecordingCommStream, layer, position
 from support.twins import Twins
 from support.zoo import Checkpointed, CheckpointedReentrant, Model, SharedLayer, shard_layers
 
@@ -31,9 +31,11 @@ def gathered_ahead(log: list[Any], index: int) -> list[str]:
     """Units that are gathered and not waited for while layer ``index`` computes."""
     before = log[: position(log, "wait", layer(index)) + 1]
     enqueued = [
-        entry.label for entry in before if (entry.lane, entry.action) == (GATHER, "enqueue")
+        entry.label for entry in before if (entry.comm_stream, entry.action) == (GATHER, "enqueue")
     ]
-    waited = [entry.label for entry in before if (entry.lane, entry.action) == (GATHER, "wait")]
+    waited = [
+        entry.label for entry in before if (entry.comm_stream, entry.action) == (GATHER, "wait")
+    ]
     return [label for label in enqueued if label not in waited]
 
 
@@ -50,7 +52,7 @@ def two_ahead(prefetch: int) -> None:
     assert gathered_ahead(backward, 2) == [layer(1), layer(0)]
     for log in (forward, backward):
         enqueued = [
-            entry.label for entry in log if (entry.lane, entry.action) == (GATHER, "enqueue")
+            entry.label for entry in log if (entry.comm_stream, entry.action) == (GATHER, "enqueue")
         ]
         assert len(enqueued) == len(set(enqueued))
     assert recorded.ctx.stats.prefetches_unused == 0
@@ -119,13 +121,15 @@ def embedding_unit(model: Model, ctx: FsdpContext) -> None:
 def embedding_stays_sharded() -> None:
     twins = Twins(Model, embedding_unit)
     log: list[Any] = []
-    twins.ctx.lane_factory = lambda name, device: RecordingLane(name, log)
+    twins.ctx.comm_stream_factory = lambda name, device: RecordingCommStream(name, log)
     twins.model.embedding.set_unshard_in_backward(False)
     twins.train(2)
     loss, _ = twins.losses(*next(twins.batches(1)))
     log.clear()
     loss.backward()
-    assert not [entry for entry in log if entry.lane == GATHER and entry.label == "embedding"]
+    assert not [
+        entry for entry in log if entry.comm_stream == GATHER and entry.label == "embedding"
+    ]
     position(log, "enqueue", "embedding", REDUCE)  # its gradient is reduced all the same
     twins.check_rest()
 

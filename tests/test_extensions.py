@@ -22,9 +22,9 @@ from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_overlap import FsdpContext, PerTensor, fully_shard
-from fsdp_overlap.comm.collectives import Issued
+from fsdp_overlap.comm.collectives import PendingCollective
 from fsdp_overlap.comm.extension_gather import ExtensionGather
-from fsdp_overlap.layout import BucketPlan
+from fsdp_overlap.layout import ParamGroupPlan
 from fsdp_overlap.optim import AdamW, Muon
 from support.extension_twins import LOW, batches, both, check, train
 from support.extensions import TOLD, WIDTH, Net, Rounded, parts
@@ -115,11 +115,11 @@ class Meeting:
         self.sent: list[torch.Tensor] = []
 
     def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, plan: BucketPlan, group: Any
-    ) -> Issued:
+        self, full: torch.Tensor, shard: torch.Tensor, plan: ParamGroupPlan, group: Any
+    ) -> PendingCollective:
         assert len(shard) == plan.shard_numels[group.rank()]
         self.sent.append(shard.clone())
-        return Issued((), lambda: full.copy_(torch.cat(self.sent)))
+        return PendingCollective((), lambda: full.copy_(torch.cat(self.sent)))
 
 
 DTYPES = [torch.float64, torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.bool, torch.uint8]
@@ -179,7 +179,7 @@ def test_an_extension_is_told_of_the_parameter_and_of_its_unit() -> None:
 def travels_alone() -> None:
     ours, theirs, ctx = both("coded")
     unit = ours.layers[0]._fsdp_unit
-    names = [[spec.fqn for spec in bucket.plan.specs] for bucket in unit.buckets]
+    names = [[spec.fqn for spec in param_group.plan.specs] for param_group in unit.param_groups]
     assert names == [["norm.weight", "norm.bias", "down.bias"], ["up.weight", "down.weight"]]
     train(ours, theirs, steps=1)
     ctx.stats.reset()
@@ -188,7 +188,9 @@ def travels_alone() -> None:
     assert ctx.stats.all_gathers == 4  # one for each layer and the head
     codes, scales = 2 * 16 * WIDTH, (16 + WIDTH) * 8
     gathered = [
-        bucket.gathered_nbytes for layer in ours.layers for bucket in layer._fsdp_unit.buckets
+        param_group.gathered_nbytes
+        for layer in ours.layers
+        for param_group in layer._fsdp_unit.param_groups
     ]
     assert gathered[1::2] == [codes + scales] * 3
 

@@ -20,12 +20,12 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_overlap import FsdpContext, RaggedDTensor, fully_shard
-from fsdp_overlap.comm import store_notes
-from fsdp_overlap.comm.collectives import Issued
-from fsdp_overlap.comm.lanes import HostTicket
-from fsdp_overlap.desync import faults
+from fsdp_overlap.comm import store_mailbox
+from fsdp_overlap.comm.collectives import PendingCollective
+from fsdp_overlap.comm.comm_streams import HostWorkHandle
+from fsdp_overlap.desync import error_monitor
 from support.ranks import RankError, expect_rank_errors, run_ranks
-from support.recorded import RecordingLane
+from support.recorded import RecordingCommStream
 from support.twins import Twins, impatient
 from support.zoo import WIDTH, Block, Model, shard_layers
 
@@ -62,7 +62,7 @@ def fail_and_go_on(where: str, steps_before: int, failing: Sequence[int]) -> str
     """Returns what the error said."""
     with impatient():
         twins = Twins(Failing, shard_layers)
-        twins.ctx.lane_factory = lambda name, device: RecordingLane(name, [])
+        twins.ctx.comm_stream_factory = lambda name, device: RecordingCommStream(name, [])
         twins.train(steps_before)
         for _ in range(2):
             tokens, targets = next(twins.batches(1))
@@ -175,7 +175,7 @@ def go_on_alone() -> None:
     twins.train(1)
     if twins.rank == 1:
         half = timedelta(seconds=0.5)
-        with patch.object(faults, "group_timeout", lambda *_: half):
+        with patch.object(error_monitor, "group_timeout", lambda *_: half):
             twins.ctx.reset()
 
 
@@ -201,10 +201,10 @@ class SilentStore(dist.Store):
 def ask_a_silent_store() -> None:
     store, second = SilentStore(), timedelta(seconds=0.1)
     with (
-        patch.object(store_notes, "default_store", lambda: store),
-        patch.object(store_notes, "ANSWER_SECONDS", 0.1),
+        patch.object(store_mailbox, "default_store", lambda: store),
+        patch.object(store_mailbox, "ANSWER_SECONDS", 0.1),
     ):
-        asked = store_notes.StoreNotes("asked", dist.group.WORLD)
+        asked = store_mailbox.StoreMailbox("asked", dist.group.WORLD)
         asked.post("note")
         assert asked.read() == {}
         assert asked.meet(second) == {}
@@ -227,8 +227,8 @@ class BusyStore(SilentStore):
 def ask_a_busy_store() -> None:
     store = BusyStore()
     store.notes = []
-    with patch.object(store_notes, "default_store", lambda: store):
-        asked = store_notes.StoreNotes("asked", dist.group.WORLD)
+    with patch.object(store_mailbox, "default_store", lambda: store):
+        asked = store_mailbox.StoreMailbox("asked", dist.group.WORLD)
         asking = threading.Thread(target=asked.read)
         asking.start()
         asked.post("note")
@@ -342,7 +342,7 @@ def different_units(in_forward_only: bool) -> None:
     experts = nn.ModuleList(Block() for _ in range(2))
     for expert in experts:
         fully_shard(expert, ctx)
-    model = fully_shard(Chosen(experts, dist.get_rank()), ctx)
+    model = fully_shard(NetworkChoice(experts, dist.get_rank()), ctx)
     x = torch.ones(2, WIDTH)
     if in_forward_only:
         with torch.no_grad():
@@ -351,7 +351,7 @@ def different_units(in_forward_only: bool) -> None:
     model(x).sum().backward()
 
 
-class Chosen(nn.Module):
+class NetworkChoice(nn.Module):
     def __init__(self, experts: nn.ModuleList, chosen: int) -> None:
         super().__init__()
         self.experts = experts
@@ -390,7 +390,9 @@ def delete_model(when: str) -> None:
         ctx = FsdpContext()
         model = Model()
         shard_layers(model, ctx)
-        storages = [weakref.ref(bucket) for unit in ctx.units for bucket in unit.buckets]
+        storages = [
+            weakref.ref(param_group) for unit in ctx.units for param_group in unit.param_groups
+        ]
         modules = [weakref.ref(module) for module in model.modules()]
         tokens = torch.zeros(2, 3, dtype=torch.int64)
         loss = model(tokens).sum()
@@ -488,10 +490,12 @@ class Waited:
 
 def test_all_of_a_failed_collective_is_over_before_its_memory_goes() -> None:
     works: list[Any] = [Waited(fails=True), Waited(fails=False)]
-    ticket = HostTicket("all_gather", "layers.0", Issued(works, lambda: torch.zeros(1)), None)
+    work = HostWorkHandle(
+        "all_gather", "layers.0", PendingCollective(works, lambda: torch.zeros(1)), None
+    )
     for _ in range(2):  # nobody takes what failed for done
         with pytest.raises(RuntimeError, match=r"all_gather of unit 'layers.0' failed.*peer gone"):
-            ticket.wait()
+            work.wait()
     assert all(work.waited for work in works)
 
 

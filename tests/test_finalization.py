@@ -1,4 +1,5 @@
-"""Recovery after errors, backwards that the caller ends, and verbs on late lanes of a GPU."""
+"""Recovery after errors, backwards that the caller ends, and verbs on late comm streams of a
+GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from fsdp_overlap import (
     FsdpContext,
     fully_shard,
 )
-from support.hostile_lanes import RANKS, HostileLane
+from support.hostile_streams import RANKS, HostileCommStream
 from support.module_lists import Normed, shard_ends
 from support.ranks import run_ranks
 from support.twins import Twins, same
@@ -168,13 +169,13 @@ def test_finalization_out_of_turn_is_an_error() -> None:
     run_ranks(misused, 2)
 
 
-# On a GPU, where lanes are late with all they do
+# On a GPU, where comm streams are late with all they do
 
 
-def on_hostile_lanes(how: str) -> None:
+def on_hostile_streams(how: str) -> None:
     build, shard = (Normed, shard_ends) if how == "list" else (Model, shard_layers)
     twins = Twins(build, shard, device="cuda")
-    twins.ctx.lane_factory = lambda lane, device: HostileLane(device)
+    twins.ctx.comm_stream_factory = lambda comm_stream, device: HostileCommStream(device)
     layers = twins.model.layers
     if how == "prefetch":
         twins.model.set_modules_to_forward_prefetch(list(layers))
@@ -195,4 +196,4 @@ def on_hostile_lanes(how: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("how", ["list", "prefetch", "storage", "finalization", "event"])
 def test_the_verbs_on_late_lanes(how: str) -> None:
-    run_ranks(on_hostile_lanes, RANKS, how, backend="nccl")
+    run_ranks(on_hostile_streams, RANKS, how, backend="nccl")

@@ -67,8 +67,8 @@ def first_step() -> None:
     gpu_parts.assert_nothing_was_predicted(model)
     ours = gpu_parts.units_of(bench.models[gpu_parts.OURS])[0].context
     assert (
-        gpu_parts.units_of(model)[0].context.comm_context.gather_lane
-        is ours.comm_context.gather_lane
+        gpu_parts.units_of(model)[0].context.comm_context.all_gather_stream
+        is ours.comm_context.all_gather_stream
     )
     step()
     with pytest.raises(AssertionError, match="prefetch hits"):

@@ -128,7 +128,9 @@ def set_after(kept: str) -> None:
         expected = unsharded(Net(dtype), grad_dtype, None, (False, True), (2,))
         check(gradients(model, (False, True)), expected, layout)
         assert {parameter.grad_dtype for parameter in model.parameters()} == {grad_dtype}
-        assert all("gradients" in bucket.dtypes for bucket in model._fsdp_unit.buckets)
+        assert all(
+            "gradients" in param_group.dtypes for param_group in model._fsdp_unit.param_groups
+        )
         weight = model.head.weight
         weight.grad_dtype = grad_dtype  # as it is
         weight.grad = None
@@ -160,21 +162,21 @@ def test_parameters_that_travel_together_need_the_same(layout: str) -> None:
     run_ranks(set_on_some, 1, layout)
 
 
-def a_bucket_each() -> None:
+def a_param_group_each() -> None:
     net = Net(BF16)
     net.head.weight.grad_dtype = FP32
     net = ours(net)
     backward(net, batches(1)[0])
     assert net.head.weight.grad.dtype == FP32
     assert net.head.bias.grad.dtype == BF16
-    assert {bucket.label for bucket in net._fsdp_unit.buckets} == {
+    assert {param_group.label for param_group in net._fsdp_unit.param_groups} == {
         "Net [bfloat16, gradients float32]",
         "Net [bfloat16]",
     }
 
 
 def test_set_before_parameters_of_a_unit_may_have_several() -> None:
-    run_ranks(a_bucket_each, 2)
+    run_ranks(a_param_group_each, 2)
 
 
 REFUSED = [

@@ -104,7 +104,7 @@ def closed_by_a_fault() -> None:
         twins = Twins.of("layers")
         twins.train(1)
         names = groups_of(twins)
-        twins.ctx.faults._fail("planned")
+        twins.ctx.error_monitor._fail("planned")
         del twins
         twins = Twins.of("layers")
         twins.train(2)

@@ -182,13 +182,13 @@ def forwards_while_an_error_is_handled() -> None:
 
     run(None)
     assert ctx.stats.current_full_buffers == 2  # as the user said
-    assert ctx.faults._event == ""
+    assert ctx.error_monitor._event == ""
     for error in (ValueError("the forward's"), KeyError()):  # the latter raises the caller's again
         ctx.release_unsharded()
         with pytest.raises(type(error)) as raised:
             run(error)
         assert ctx.stats.current_full_buffers == 0
-        assert repr(raised.value) in ctx.faults._event
+        assert repr(raised.value) in ctx.error_monitor._event
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 

@@ -14,12 +14,12 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import Replicate
 
 from fsdp_overlap import FsdpContext, RaggedDTensor, fully_shard
-from fsdp_overlap.comm.lanes import Ticket
+from fsdp_overlap.comm.comm_streams import WorkHandle
 from fsdp_overlap.engine import grads
 from fsdp_overlap.layout import TensorAtomic
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
 from support.ranks import run_ranks
-from support.recorded import Entry, RecordingLane
+from support.recorded import Entry, RecordingCommStream
 from support.twins import Twins, loss_of
 from support.zoo import ZOO, Model, shard_layers
 
@@ -71,7 +71,7 @@ def test_copies_stay_equal_to_the_bit() -> None:
 def accumulate(verb: str) -> None:
     twins = Twins.of("layers", mesh=(2, 2))
     log: list[Entry] = []
-    twins.ctx.lane_factory = lambda name, device: RecordingLane(name, log)
+    twins.ctx.comm_stream_factory = lambda name, device: RecordingCommStream(name, log)
     for _ in range(2):
         for index, (tokens, targets) in enumerate(twins.batches(3)):
             is_last = index == 2
@@ -151,15 +151,17 @@ def test_a_unit_that_the_last_microbatch_skips_is_reduced_across_copies(
 def all_reduces_on_its_own() -> None:
     log: list[Entry] = []
     ctx = FsdpContext(init_device_mesh("cpu", (2, 2)))
-    ctx.lane_factory = lambda name, device: RecordingLane(name, log)
+    ctx.comm_stream_factory = lambda name, device: RecordingCommStream(name, log)
     model = Model()
     shard_layers(model, ctx)
     model(torch.zeros(1, 1, dtype=torch.int64)).sum().backward()
     groups = ctx.groups
     assert groups.across is not None
     assert len({id(groups.gather), id(groups.reduce), id(groups.across)}) == 3
-    assert {entry.lane for entry in log if entry.kind == "all_reduce"} == {"all_reduce"}
-    assert {entry.lane for entry in log if entry.kind == "reduce_scatter"} == {"reduce_scatter"}
+    assert {entry.comm_stream for entry in log if entry.kind == "all_reduce"} == {"all_reduce"}
+    assert {entry.comm_stream for entry in log if entry.kind == "reduce_scatter"} == {
+        "reduce_scatter"
+    }
     # A unit's copies travel while the next is reduced among its shards: not one after the other.
     order = [entry.kind for entry in log if entry.action == "enqueue"]
     first = order.index("all_reduce")
@@ -244,19 +246,19 @@ def test_a_reset_drops_what_waits_for_copies() -> None:
     run_ranks(recovers, 4)
 
 
-class SlowOnSomeRanks(RecordingLane):
+class SlowOnSomeRanks(RecordingCommStream):
     """What is reduced among shards is seen to be done early on ranks 0 and 1 alone."""
 
-    def enqueue(self, *args: Any, **options: Any) -> Ticket:
-        ticket = super().enqueue(*args, **options)
+    def enqueue(self, *args: Any, **options: Any) -> WorkHandle:
+        work = super().enqueue(*args, **options)
         if self.name == "reduce_scatter":
-            ticket.done = lambda: dist.get_rank() < 2
-        return ticket
+            work.done = lambda: dist.get_rank() < 2
+        return work
 
 
 def fails_in_backward() -> None:
     twins = Twins(partial(Model, layers=6), shard_layers, mesh=(2, 2))
-    twins.ctx.lane_factory = lambda name, device: SlowOnSomeRanks(name, [])
+    twins.ctx.comm_stream_factory = lambda name, device: SlowOnSomeRanks(name, [])
     twins.model.set_reduce_scatter_max_input_buffers(8)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grads, "LARGE_BYTES", 0)

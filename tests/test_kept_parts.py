@@ -26,11 +26,11 @@ def train(name: str, layout: LayoutRule, prefetch: int) -> None:
 
 
 def parts(ctx: FsdpContext) -> list[torch.Tensor]:
-    buckets = [bucket for unit in ctx.units for bucket in unit.buckets]
+    param_groups = [param_group for unit in ctx.units for param_group in unit.param_groups]
     kept = [
-        bucket.post_forward_shard._values
-        for bucket in buckets
-        if bucket.post_forward_shard is not None
+        param_group.post_forward_shard._values
+        for param_group in param_groups
+        if param_group.post_forward_shard is not None
     ]
     return [values for values in kept if values is not None]
 
@@ -62,7 +62,9 @@ def memory() -> None:
     model, ctx = sharded()
     for _ in range(2):
         loss = forward(model)
-        full = sum(bucket.full.nbytes for unit in ctx.units for bucket in unit.buckets)
+        full = sum(
+            param_group.full.nbytes for unit in ctx.units for param_group in unit.param_groups
+        )
         assert sum(values.nbytes for values in parts(ctx)) == full // 2
         assert ctx.stats.current_full_buffers == 0
         loss.backward()

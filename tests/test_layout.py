@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from fsdp_overlap.layout import (
     BlockAtomic,
-    BucketPlan,
     Flat,
     LayoutRule,
+    ParamGroupPlan,
     ParamSpec,
     TensorAtomic,
     plan_units,
@@ -67,7 +67,7 @@ layouts = st.sampled_from([*LAYOUTS, *PADDED])
 world_sizes = st.integers(1, 9) | st.sampled_from([16, 37])
 
 
-def check_covered_once(plan: BucketPlan) -> None:
+def check_covered_once(plan: ParamGroupPlan) -> None:
     for spec in plan.specs:
         found = sorted((start, stop) for _, start, stop in plan.ranges(spec.fqn))
         assert all(start < stop for start, stop in found)
@@ -75,7 +75,7 @@ def check_covered_once(plan: BucketPlan) -> None:
         assert [start for start, _ in found] == [0, *(stop for _, stop in found)][: len(found)]
 
 
-def check_ranges_invert_to_offsets(plan: BucketPlan) -> None:
+def check_ranges_invert_to_offsets(plan: ParamGroupPlan) -> None:
     for spec, offset in zip(plan.specs, plan.offsets, strict=True):
         for rank, start, stop in plan.ranges(spec.fqn):
             first = plan.shard_starts[rank]
@@ -83,7 +83,7 @@ def check_ranges_invert_to_offsets(plan: BucketPlan) -> None:
             assert offset + stop <= first + plan.shard_numels[rank]
 
 
-def check_cuts(plan: BucketPlan, layout: LayoutRule) -> None:
+def check_cuts(plan: ParamGroupPlan, layout: LayoutRule) -> None:
     for spec in plan.specs:
         block_size = layout_for(layout, spec).block_size(spec)
         inner = [stop for _, _, stop in plan.ranges(spec.fqn) if stop < spec.numel]
@@ -120,11 +120,11 @@ def test_plans_made_one_by_one_keep_it_too(
 
 
 def validate_layouts(
-    plans: list[BucketPlan], specs: list[list[ParamSpec]], world_size: int, layout: LayoutRule
+    plans: list[ParamGroupPlan], specs: list[list[ParamSpec]], world_size: int, layout: LayoutRule
 ) -> None:
     names = sorted(spec.fqn for plan in plans for spec in plan.specs)
     assert names == sorted(spec.fqn for unit in specs for spec in unit)
-    most_padding = max(0.01, getattr(layout, "max_padding", 0.0))
+    max_padding = max(0.01, getattr(layout, "max_padding", 0.0))
     for plan in plans:
         assert plan.world_size == world_size
         check_covered_once(plan)
@@ -134,7 +134,7 @@ def validate_layouts(
         assert all(offset % unit == 0 for offset in plan.offsets)
         held = sum(spec.numel for spec in plan.specs)
         rounding = unit * (len(plan.specs) + world_size)
-        assert 0 <= plan.padding <= most_padding * (held + rounding) + rounding
+        assert 0 <= plan.padding <= max_padding * (held + rounding) + rounding
         assert plan.is_equal or layout != TensorAtomic(max_padding=inf)
         assert str(plan).count("\n") == world_size
 
@@ -182,7 +182,7 @@ def imbalance(loads: Sequence[float]) -> float:
     return max(loads) * len(loads) / sum(loads)
 
 
-def loads_of(plans: list[BucketPlan], layout: TensorAtomic) -> tuple[list[int], list[float]]:
+def loads_of(plans: list[ParamGroupPlan], layout: TensorAtomic) -> tuple[list[int], list[float]]:
     """Elements and Newton-Schulz cost of each rank."""
     elements = [sum(numels) for numels in zip(*(p.shard_numels for p in plans), strict=True)]
     work = [0.0] * len(elements)
@@ -309,7 +309,7 @@ def test_water_rises_to_one_level() -> None:
 
 def test_a_plan_draws_itself() -> None:
     specs = [ParamSpec("a", (4, 8), torch.float32), ParamSpec("b", (2, 8), torch.float32)]
-    plan = BucketPlan(tuple(specs), (0, 32), (24, 24))
+    plan = ParamGroupPlan(tuple(specs), (0, 32), (24, 24))
     drawn = str(plan).splitlines()
     assert drawn[0] == "2 parameters on 2 ranks, 48 elements in equal shards, 0 of them padding"
     assert drawn[1].endswith("24  a[0:24]")
@@ -319,13 +319,13 @@ def test_a_plan_draws_itself() -> None:
 def test_broken_plans_are_refused() -> None:
     a, b = (ParamSpec(name, (4,), torch.float32) for name in "ab")
     with pytest.raises(ValueError, match="b starts at 2, inside the parameter before it"):
-        BucketPlan((a, b), (0, 2), (8,))
+        ParamGroupPlan((a, b), (0, 2), (8,))
     with pytest.raises(ValueError, match="the shards hold 6 elements, the parameters end at 8"):
-        BucketPlan((a, b), (0, 4), (3, 3))
+        ParamGroupPlan((a, b), (0, 4), (3, 3))
     matrix = ParamSpec("w", (4, 4), torch.float32)
     message = r"w of shape \(4, 4\) is cut at element 8, but its layout allows cuts at multiples of"
     with pytest.raises(ValueError, match=message):
-        BucketPlan((matrix,), (0,), (8, 8), (16,))
+        ParamGroupPlan((matrix,), (0,), (8, 8), (16,))
 
 
 def test_impossible_wishes_are_refused() -> None:

@@ -67,7 +67,7 @@ def train_forced(padding: float, tensor_collectives: bool) -> None:
     """With shards that are equal at any cost, or never."""
     with forced_shards(padding, tensor_collectives):
         twins = Twins(Model, shard_layers, layout=uncut)
-        plans = [bucket.plan for unit in twins.ctx.units for bucket in unit.buckets]
+        plans = [param_group.plan for unit in twins.ctx.units for param_group in unit.param_groups]
         assert all(plan.is_equal for plan in plans) == (padding > 0)
         twins.train(3)
 
@@ -83,7 +83,7 @@ def travels_plainly() -> None:
     model = Model()
     ctx = FsdpContext(layout=TensorAtomic(max_padding=inf))
     shard_layers(model, ctx)
-    plans = [bucket.plan for unit in ctx.units for bucket in unit.buckets]
+    plans = [param_group.plan for unit in ctx.units for param_group in unit.param_groups]
     assert any(plan.padding for plan in plans)
     for plan in plans:
         assert isinstance(choose("cuda", dist.group.WORLD, plan), TensorCollectives)
@@ -96,8 +96,8 @@ def test_equal_shards_on_request_take_the_plain_collectives() -> None:
 
 
 def low_precision(layout: str) -> None:
-    """Ranks that hold nothing of a bucket take part with its dtypes: bf16 parameters, gradients
-    reduced in fp32."""
+    """Ranks that hold nothing of a param group take part with its dtypes: bf16 parameters,
+    gradients reduced in fp32."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     twin = copy.deepcopy(model)
@@ -139,7 +139,7 @@ def follows_the_plan(layout: str, ahead: bool) -> None:
     for unit in units:
         fully_shard(unit, ctx)
     expected = plan_units(specs, dist.get_world_size(), LAYOUTS[layout])
-    plans = [bucket.plan for unit in ctx.units for bucket in unit.buckets]
+    plans = [param_group.plan for unit in ctx.units for param_group in unit.param_groups]
     if ahead or layout == "flat":
         assert plans == expected
     rank = dist.get_rank()

@@ -29,7 +29,7 @@ from support.twins import NAMES, Twins
 PURPOSES = {
     "gather": "all_gather",
     "reduce": "reduce_scatter AVG",
-    "copies": "all_reduce AVG",
+    "replicas": "all_reduce AVG",
 }
 
 
@@ -80,7 +80,7 @@ def run_where_told(dims: tuple[int, ...]) -> None:
     assert used == set(wanted.values())
     for name in ("gather", "reduce"):
         assert getattr(twins.ctx.groups, name) is wanted[name]
-    assert twins.ctx.groups.across is wanted.get("copies")
+    assert twins.ctx.groups.across is wanted.get("replicas")
     assert twins.ctx.groups.confirm_across is wanted.get("confirm")
     twins.optimizer.zero_grad()
     twins.train(3)
@@ -121,7 +121,7 @@ def each_kind_on_its_own(name: str) -> None:
     log: dict[str, set[int]] = {}
     with noted(log):
         twins.losses(*next(twins.batches(1)))[0].backward()
-    wanted = {"gather": mesh.get_group(1), "copies": mesh.get_group(0), name: getattr(one, name)}
+    wanted = {"gather": mesh.get_group(1), "replicas": mesh.get_group(0), name: getattr(one, name)}
     if name == "gather":
         wanted["reduce"] = mesh.get_group(1)
     for each, group in wanted.items():
@@ -230,19 +230,23 @@ def refused() -> None:
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES)
     line = init_device_mesh("cpu", (4,))
-    world, shard, copies = dist.group.WORLD, mesh.get_group(1), mesh.get_group(0)
+    world, shard, replicas = dist.group.WORLD, mesh.get_group(1), mesh.get_group(0)
     gone, twin = like(line), like(mesh, 1)
     dist.destroy_process_group(gone)
     other = dist.new_group(backend=LAGGING)
     row = [rank // 2 * 2, rank // 2 * 2 + 1]
     for mesh_given, groups, said in (
         (mesh, MeshGroups(gather=world), rf"gather connects ranks \[0, 1, 2, 3\]; .* \[{row[0]}, "),
-        (mesh, MeshGroups(copies=shard), rf"copies connects ranks \[{row[0]}, {row[1]}\]; give"),
+        (
+            mesh,
+            MeshGroups(replicas=shard),
+            rf"replicas connects ranks \[{row[0]}, {row[1]}\]; give",
+        ),
         (mesh, MeshGroups(confirm=shard), "confirm connects ranks"),
-        (line, MeshGroups(copies=world), "has no copies; leave it out"),
+        (line, MeshGroups(replicas=world), "has no replicas; leave it out"),
         (line, MeshGroups(reduce=gone), "reduce was destroyed"),
         (line, MeshGroups(reduce=other), "has the backend lagging for cpu; give .* with gloo"),
-        (line, {mesh: MeshGroups(copies=world)}, "copies connects"),
+        (line, {mesh: MeshGroups(replicas=world)}, "replicas connects"),
         (line, {line: MeshGroups(gather=world), mesh: MeshGroups(gather=world)}, "gather connects"),
         (
             mesh,
@@ -252,7 +256,7 @@ def refused() -> None:
     ):
         with pytest.raises(ValueError, match=f"groups: .*{said}"):
             FsdpContext(mesh_given, groups=groups)
-    two: Any = MeshGroups(gather=copies, reduce=world)
+    two: Any = MeshGroups(gather=replicas, reduce=world)
     with pytest.raises(ValueError, match="separate_reduce_scatter_group=False"):
         FsdpContext(mesh, groups=two, separate_reduce_scatter_group=False)
     none: Any = dist.GroupMember.NON_GROUP_MEMBER
@@ -261,7 +265,9 @@ def refused() -> None:
     bare: Any = {line: world}
     with pytest.raises(TypeError, match="give a MeshGroups"):
         FsdpContext(line, groups=bare)
-    with pytest.raises(ValueError, match=r"no lane 'gather'; use all_gather, reduce_scatter, "):
+    with pytest.raises(
+        ValueError, match=r"no comm stream 'gather'; use all_gather, reduce_scatter, "
+    ):
         FsdpContext(line, pg_options={"gather": Options()})
     with pytest.raises(TypeError, match=r"gloo, which .* has, takes none"):
         FsdpContext(line, pg_options={"all_gather": Options()})
@@ -289,7 +295,7 @@ def lagging(group: dist.ProcessGroup | None) -> LaggingGroup:
     return group
 
 
-def by_lane() -> None:
+def by_comm_stream() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES)
     theirs = lagging(mesh.get_group(1)).options
     theirs.max_ctas = 4
@@ -301,7 +307,7 @@ def by_lane() -> None:
         made = lagging(group).given
         assert (made.max_ctas, made is wanted) == (wanted.max_ctas, False)
         assert made._timeout == theirs._timeout
-    # The mesh's own has its own options, which a lane without others takes.
+    # The mesh's own has its own options, which a comm stream without others takes.
     assert first.reduce is mesh.get_group(1)
     assert (first.gather, first.across) == (second.gather, second.across)
     assert FsdpContext(mesh).groups.gather is mesh.get_group(1)
@@ -318,4 +324,4 @@ def by_lane() -> None:
 
 
 def test_each_lane_may_have_options_and_others_have_those_of_the_mesh() -> None:
-    run_ranks(by_lane, 4, backend=LAGGING)
+    run_ranks(by_comm_stream, 4, backend=LAGGING)

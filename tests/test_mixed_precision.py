@@ -229,7 +229,7 @@ def test_parameters_that_keep_their_dtype_train_as_in_fsdp2(options: dict[str, A
     run_ranks(override, 2, options)
 
 
-def overridden_buckets() -> None:
+def overridden_param_groups() -> None:
     layer = Scaled()
     kept = {layer.scale}
     policy = MixedPrecisionPolicy(
@@ -239,11 +239,11 @@ def overridden_buckets() -> None:
     layer = fully_shard(layer, FsdpContext(), mp_policy=policy)
     for module in (layer, copy.deepcopy(layer), copy.deepcopy(copy.deepcopy(layer))):
         module(torch.ones(2, 13)).sum().backward()  # which looks at the dtype
-        buckets = module._fsdp_unit.buckets
-        assert [bucket.compute_dtype for bucket in buckets] == [FP32, BF16] or [
-            bucket.compute_dtype for bucket in buckets
+        param_groups = module._fsdp_unit.param_groups
+        assert [param_group.compute_dtype for param_group in param_groups] == [FP32, BF16] or [
+            param_group.compute_dtype for param_group in param_groups
         ] == [BF16, FP32]
-        assert {bucket.label for bucket in buckets} == {
+        assert {param_group.label for param_group in param_groups} == {
             "Scaled [float32 as bfloat16]",
             "Scaled [float32]",
         }
@@ -251,7 +251,7 @@ def overridden_buckets() -> None:
 
 @needs_override
 def test_parameters_that_keep_their_dtype_are_a_bucket_of_their_own() -> None:
-    run_ranks(overridden_buckets, 1)
+    run_ranks(overridden_param_groups, 1)
 
 
 def refused_override(where: str) -> None:

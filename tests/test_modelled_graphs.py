@@ -205,7 +205,8 @@ def test_the_default_stream_is_not_captured(device: EmulatedDevice) -> None:
 
 
 def test_a_stream_that_is_not_captured_runs_and_takes_other_memory(device: EmulatedDevice) -> None:
-    """So memory that a lane takes before it has joined the capture is found when it is used."""
+    """So memory that a comm stream takes before it has joined the capture is found when it is
+    used."""
     side, x = Stream(), ones(4)
     with graph(captured := CUDAGraph()):
         with stream(side):

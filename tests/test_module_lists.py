@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_overlap import FsdpContext, FsdpModule, RaggedDTensor, fully_shard
 from support.module_lists import Normed, shard_ends, shard_last_two
 from support.ranks import run_ranks
-from support.recorded import GATHER, REDUCE, Entry, RecordingLane
+from support.recorded import GATHER, REDUCE, Entry, RecordingCommStream
 from support.twins import LENGTH, Twins, loss_of, same
 from support.zoo import ROWS, VOCABULARY, Block
 
@@ -96,11 +96,11 @@ class Recorded(Twins):
     def __init__(self, *case: Any, **options: Any) -> None:
         super().__init__(*case, **options)
         self.log: list[Entry] = []
-        self.ctx.lane_factory = lambda name, device: RecordingLane(name, self.log)
+        self.ctx.comm_stream_factory = lambda name, device: RecordingCommStream(name, self.log)
 
-    def count(self, action: str, label: str, lane: str = GATHER) -> int:
-        wanted = (lane, action, label)
-        return sum((entry.lane, entry.action, entry.label) == wanted for entry in self.log)
+    def count(self, action: str, label: str, comm_stream: str = GATHER) -> int:
+        wanted = (comm_stream, action, label)
+        return sum((entry.comm_stream, entry.action, entry.label) == wanted for entry in self.log)
 
 
 def one_gather_each_way() -> None:
@@ -127,7 +127,7 @@ def freed_after_the_last() -> None:
     twins.model.set_reshard_after_forward(True)
     twins.train(1)
     held: list[bool] = []
-    full = twins.model.head._fsdp_unit.buckets[0].full
+    full = twins.model.head._fsdp_unit.param_groups[0].full
     for layer in twins.model.layers:
         layer.register_forward_hook(lambda *_: held.append(full.allocated))
     twins.losses(*next(twins.batches(1)))

@@ -23,7 +23,7 @@ from support.twins import impatient
 
 EXACT: dict[str, Any] = {"lr": 0.05, "ns_dtype": torch.float64}
 
-# One owner group of four ranks, whose process group serves the lanes too, or one over two
+# One owner group of four ranks, whose process group serves the comm streams too, or one over two
 # dimensions of a mesh.
 SHAPES = [(4, 1), (2, 2)]
 

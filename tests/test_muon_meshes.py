@@ -346,8 +346,8 @@ def test_context_parallelism() -> None:
 
 
 def step_beside(shape: tuple[int, ...], layout: str) -> None:
-    """A matrix that tensor parallelism copies, in a bucket with one whose tiles differ in size: the
-    ranges of its copies differ too."""
+    """A matrix that tensor parallelism copies, in a param group with one whose tiles differ in
+    size: the ranges of its copies differ too."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
     shapes = ((5, 64), (32, 32), (33, 7))
     generator = torch.Generator().manual_seed(5)

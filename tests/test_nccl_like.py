@@ -198,8 +198,8 @@ def train(name: str, wanted: str, /, **options: Any) -> None:
     """As unsharded, by the collectives that are `wanted` among others."""
     twins = Twins.of(name, **options)
     twins.train(2)
-    buckets = [bucket for unit in twins.ctx.units for bucket in unit.buckets]
-    assert wanted in {type(bucket.collectives).__name__ for bucket in buckets}
+    param_groups = [param_group for unit in twins.ctx.units for param_group in unit.param_groups]
+    assert wanted in {type(param_group.collectives).__name__ for param_group in param_groups}
 
 
 def watch_ragged() -> None:
@@ -236,7 +236,7 @@ def reduce_in_few_bits(layout: LayoutRule) -> None:
 
 
 class OfManyDtypes(nn.Module):
-    """A unit of four buckets: wide and narrow, frozen and not."""
+    """A unit of four param groups: wide and narrow, frozen and not."""
 
     def __init__(self) -> None:
         super().__init__()

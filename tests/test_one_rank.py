@@ -68,15 +68,15 @@ def run_one(program: Callable[..., str | None], device: str, *args: Any) -> None
         pytest.skip(reason)
 
 
-def lanes(twins: Twins) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+def comm_streams(twins: Twins) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     groups = twins.ctx.groups
     assert groups.gather is not groups.reduce
     return groups.gather, groups.reduce
 
 
 def all_use(twins: Twins, kind: type) -> bool:
-    buckets = [bucket for unit in twins.ctx.units for bucket in unit.buckets]
-    return all(isinstance(bucket.collectives, kind) for bucket in buckets)
+    param_groups = [param_group for unit in twins.ctx.units for param_group in unit.param_groups]
+    return all(isinstance(param_group.collectives, kind) for param_group in param_groups)
 
 
 def forget_gradients(twins: Twins) -> None:
@@ -89,9 +89,9 @@ def communicate(device: str, layout: str) -> None:
         with one_rank(device) as make:
             twins = make(layout=LAYOUTS[layout], **options)
             twins.ctx.lazy_init()
-            issued = [collectives_issued(group) for group in lanes(twins)]
+            issued = [collectives_issued(group) for group in comm_streams(twins)]
             twins.train(3)
-            for group, before in zip(lanes(twins), issued, strict=True):
+            for group, before in zip(comm_streams(twins), issued, strict=True):
                 after = collectives_issued(group)
                 assert before is not None
                 assert after is not None
@@ -126,12 +126,12 @@ def reset(device: str) -> None:
     with one_rank(device) as make:
         twins = make()
         twins.train(2)
-        before = lanes(twins)
+        before = comm_streams(twins)
         twins.ctx.mesh_infos[0].group_cache.abort(before[1].group_name)
         twins.ctx.reset()
         forget_gradients(twins)
         twins.train(2)
-        after = lanes(twins)
+        after = comm_streams(twins)
         assert after[0] is before[0]
         assert after[1] is not before[1]
 
@@ -148,7 +148,7 @@ def destroy(device: str) -> None:
             twins.train(1)
             if device == "cuda":
                 torch.cuda.synchronize()
-            _, reduce = lanes(twins)
+            _, reduce = comm_streams(twins)
             del twins
             dist.destroy_process_group(reduce)
 
@@ -169,7 +169,7 @@ def register(device: str) -> str | None:
                 return str(error)
         twins.train(3)
         assert any(mesh_info._memories for mesh_info in twins.ctx.mesh_infos)
-        twins.ctx.mesh_infos[0].group_cache.abort(lanes(twins)[1].group_name)
+        twins.ctx.mesh_infos[0].group_cache.abort(comm_streams(twins)[1].group_name)
         twins.ctx.reset()
         forget_gradients(twins)
         twins.train(2)

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_overlap.comm import lanes
-from fsdp_overlap.comm.lanes import HostTicket
+from fsdp_overlap.comm import comm_streams
+from fsdp_overlap.comm.comm_streams import HostWorkHandle
 from fsdp_overlap.engine import grads
 from fsdp_overlap.engine.unit import unit_of
 from fsdp_overlap.layout import ParamSpec, pieces
-from fsdp_overlap.layout.pieces import LEAST_SHARD_BYTES, MOST_PIECES, in_pieces
+from fsdp_overlap.layout.pieces import MAX_PIECES, MIN_SHARD_BYTES, in_pieces
 from fsdp_overlap.optim import AdamW
 from support.ranks import run_ranks
 from support.recorded import GATHER, REDUCE, Entry, Recorded, layer, position
@@ -27,7 +27,7 @@ from support.twins import Twins
 from support.zoo import VOCABULARY, ZOO, shard_layers
 
 # So that units of a few hundred bytes travel in pieces.
-TINY = patch.object(pieces, "LEAST_SHARD_BYTES", 1)
+TINY = patch.object(pieces, "MIN_SHARD_BYTES", 1)
 
 
 def specs_of(sizes: Sequence[int], frozen: Sequence[int] = ()) -> list[ParamSpec]:
@@ -47,10 +47,10 @@ def test_pieces_follow_each_other_and_are_few(
     assert [spec.fqn for spec in divided] == [spec.fqn for spec in specs]
     numbers = [spec.piece for spec in divided if spec.requires_grad]
     assert all(before <= after for before, after in pairwise(numbers))
-    assert max(numbers, default=0) <= MOST_PIECES
+    assert max(numbers, default=0) <= MAX_PIECES
     assert all(spec.piece == 0 for spec in divided if not spec.requires_grad)
     total = sum(4 * spec.numel for spec in divided if spec.requires_grad)
-    if total < 2 * LEAST_SHARD_BYTES * world_size:
+    if total < 2 * MIN_SHARD_BYTES * world_size:
         assert divided == specs
 
 
@@ -137,7 +137,7 @@ class Repeated(nn.Module):
         return scores
 
 
-class Arrived(HostTicket):
+class Arrived(HostWorkHandle):
     """Has always arrived when the host asks."""
 
     def done(self) -> bool:
@@ -146,11 +146,14 @@ class Arrived(HostTicket):
 
 
 def with_checkpoints_within(mixed: bool, arrives: bool) -> int:
-    """Returns how many buckets were reduced."""
+    """Returns how many param groups were reduced."""
     with TINY:
         twins = Twins(partial(Repeated, mixed), shard_layers)
     large = patch.object(grads, "LARGE_BYTES", 1)
-    with large, patch.object(lanes, "HostTicket", Arrived if arrives else HostTicket):
+    with (
+        large,
+        patch.object(comm_streams, "HostWorkHandle", Arrived if arrives else HostWorkHandle),
+    ):
         twins.train(2)
     return twins.ctx.stats.reduce_scatters // 2
 
@@ -167,7 +170,7 @@ def sizes_without_a_context() -> list[int]:
     with TINY:
         twins = Twins.of("without a context")
     units = (unit_of(module) for module in twins.model.modules())
-    return [len(unit.buckets) for unit in units if unit is not None]
+    return [len(unit.param_groups) for unit in units if unit is not None]
 
 
 def test_units_without_a_context_are_whole() -> None:

@@ -57,7 +57,7 @@ def largest_work(model: nn.Module, ranks: int) -> float:
 
 
 def plans_of(ctx: FsdpContext) -> list[Any]:
-    return [bucket.plan for unit in ctx.units for bucket in unit.buckets]
+    return [param_group.plan for unit in ctx.units for param_group in unit.param_groups]
 
 
 def balance(ranks: int) -> None:

@@ -123,7 +123,7 @@ def test_a_stretch_is_a_row_of_operations_that_waited() -> None:
     device = ObservedDevice(Clock(Seconds(1.0)))
     with running(device):
         for ready, enqueued in ((0.0, 1.0), (1.5, 2.0), (3.0, 2.5), (3.0, 4.0)):
-            device._note_wait(ready, enqueued)
+            device._record_wait(ready, enqueued)
     assert [tuple(each) for each in device.stretches] == [(0.0, 2.0, 1.5), (3.0, 4.0, 1.0)]
 
 

@@ -29,7 +29,7 @@ def sharded(rows: int = 5, columns: int = 3) -> tuple[Any, torch.Tensor]:
     module = nn.Linear(columns, rows)
     whole = module.weight.detach().clone()
     fully_shard(module, FsdpContext())
-    # The context's lanes are not needed, the parameter outlives the module.
+    # The context's comm streams are not needed, the parameter outlives the module.
     return module.weight, whole
 
 

@@ -64,9 +64,9 @@ def shared_and_separate() -> None:
         model.set_separate_reduce_scatter_group(enable)
         model(tokens).sum().backward()
         for unit in ctx.units:
-            for bucket in unit.buckets:
-                assert (bucket.groups.reduce is not bucket.groups.gather) == enable
-                assert bucket.groups.gather is ctx.groups.gather
+            for param_group in unit.param_groups:
+                assert (param_group.groups.reduce is not param_group.groups.gather) == enable
+                assert param_group.groups.gather is ctx.groups.gather
 
 
 def test_reductions_can_share_the_group_of_gathers() -> None:

@@ -235,7 +235,7 @@ def refused() -> None:
     with pytest.raises(ValueError, match=r"are cut under FsdpContext\(layout=PerT"):
         fully_shard(model, FsdpContext(), shard_placement_fn=columns)
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=NAMES)
-    with pytest.raises(ValueError, match="which copies cannot divide"):
+    with pytest.raises(ValueError, match="which replicas cannot divide"):
         fully_shard(
             model, FsdpContext(mesh, layout=PerTensor(), shard_optimizer_over_replicas=True)
         )

@@ -1,4 +1,4 @@
-"""What is enqueued, waited for and freed before what, on recording lanes."""
+"""What is enqueued, waited for and freed before what, on recording comm streams."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_overlap import FsdpContext
-from fsdp_overlap.comm.lanes import HostLane, Mark
+from fsdp_overlap.comm.comm_streams import ComputeEvent, HostCommStream
 from fsdp_overlap.schedule.stats import Stats
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 from support.ranks import run_ranks
-from support.recorded import GATHER, REDUCE, Entry, Recorded, RecordingLane, layer, position
+from support.recorded import GATHER, REDUCE, Entry, Recorded, RecordingCommStream, layer, position
 from support.twins import NAMES, Twins
 from support.zoo import Checkpointed, Model, SharedLayer, shard_layers
 
@@ -60,13 +60,13 @@ def test_delayed_release_alone_overlaps_in_the_first_forward() -> None:
 COMPUTE = "compute"
 
 
-def note_compute(model: Model, log: list[Entry]) -> None:
+def record_compute(model: Model, log: list[Entry]) -> None:
     """Makes each layer write down when it computes, in forward and in backward."""
 
     def note(layer: str) -> None:
         log.append(Entry(COMPUTE, COMPUTE, "", layer))
 
-    def note_backward(output: torch.Tensor, layer: str) -> None:
+    def record_backward(output: torch.Tensor, layer: str) -> None:
         # The gradient of what is inside of the layer is there after the schedule has heard of the
         # layer's, and before the layer's parameters are read.
         if output.requires_grad:
@@ -75,17 +75,18 @@ def note_compute(model: Model, log: list[Entry]) -> None:
     for index, block in enumerate(model.layers):
         name = layer(index)
         block.norm.register_forward_pre_hook(lambda *_, name=name: note(name))
-        block.down.register_forward_hook(lambda *given, name=name: note_backward(given[2], name))
+        block.down.register_forward_hook(lambda *given, name=name: record_backward(given[2], name))
 
 
 def waits_for_its_own() -> None:
     recorded = Recorded()
-    note_compute(recorded.model, recorded.log)
+    record_compute(recorded.model, recorded.log)
     forward, backward = (
         [
             (entry.action, entry.label)
             for entry in log
-            if entry.lane in (GATHER, COMPUTE) and entry.action in ("enqueue", "wait", COMPUTE)
+            if entry.comm_stream in (GATHER, COMPUTE)
+            and entry.action in ("enqueue", "wait", COMPUTE)
         ]
         for log in recorded.passes()
     )
@@ -131,7 +132,9 @@ def test_next_all_gather_is_enqueued_before_reduce_scatter() -> None:
 
 def reduce_order() -> None:
     _, backward = Recorded().passes()
-    reduced = [entry.label for entry in backward if entry.lane == REDUCE and entry.kind == REDUCE]
+    reduced = [
+        entry.label for entry in backward if entry.comm_stream == REDUCE and entry.kind == REDUCE
+    ]
     enqueued = reduced[: len(reduced) // 2]
     assert list(dict.fromkeys(reduced)) == [layer(2), layer(1), layer(0), "Model"]
     assert enqueued[0] == layer(2)
@@ -150,7 +153,7 @@ def reduce_at_once() -> None:
         assert enqueued < position(backward, "free", layer(index - 1))
     in_flight = 0
     for entry in backward:
-        if entry.lane == REDUCE and entry.kind == REDUCE:
+        if entry.comm_stream == REDUCE and entry.kind == REDUCE:
             in_flight += {"enqueue": 1, "wait": -1}[entry.action]
             assert in_flight <= 2
     assert in_flight == 0
@@ -229,7 +232,7 @@ def separate(separate_reduce_scatter_group: bool) -> None:
     shard_layers(model, ctx)
     model(torch.zeros(1, 1, dtype=torch.int64))
     assert (ctx.groups.gather is not ctx.groups.reduce) == separate_reduce_scatter_group
-    assert ctx.comm_context.gather_lane is not ctx.comm_context.reduce_lane
+    assert ctx.comm_context.all_gather_stream is not ctx.comm_context.reduce_scatter_stream
 
 
 @pytest.mark.parametrize("separate_reduce_scatter_group", [True, False])
@@ -238,10 +241,12 @@ def test_lanes_have_groups_of_their_own(separate_reduce_scatter_group: bool) -> 
 
 
 def lazily_made() -> None:
-    for mesh, lanes in (((2,), {GATHER, REDUCE}), ((2, 1), {GATHER, REDUCE, "all_reduce"})):
+    for mesh, comm_streams in (((2,), {GATHER, REDUCE}), ((2, 1), {GATHER, REDUCE, "all_reduce"})):
         ctx = FsdpContext(init_device_mesh("cpu", mesh, mesh_dim_names=NAMES[-len(mesh) :]))
         made: list[str] = []
-        ctx.lane_factory = lambda name, device, made=made: made.append(name) or HostLane()
+        ctx.comm_stream_factory = lambda name, device, made=made: (
+            made.append(name) or HostCommStream()
+        )
         groups = set(dist.distributed_c10d._world.pg_map)
         model = Model()
         shard_layers(model, ctx)
@@ -250,7 +255,7 @@ def lazily_made() -> None:
         for _ in range(2):
             model(torch.zeros(1, 1, dtype=torch.int64)).sum().backward()
             used = ctx.groups
-            assert sorted(made) == sorted(lanes)  # each once
+            assert sorted(made) == sorted(comm_streams)  # each once
             # Of one rank, the mesh's own serves.
             own = {used.gather, used.reduce} if len(mesh) == 1 else {used.across}
             assert own <= set(dist.distributed_c10d._world.pg_map) - groups
@@ -301,7 +306,7 @@ def bytes_counted() -> None:
     twins.ctx.stats.reset()
     twins.backward(*next(twins.batches(1)))
     [unit] = twins.ctx.units
-    nbytes = unit.buckets[0].plan.numel * 8
+    nbytes = unit.param_groups[0].plan.numel * 8
     assert twins.ctx.stats.all_gather_bytes == nbytes
     assert twins.ctx.stats.reduce_scatter_bytes == nbytes
     assert "all-gathers 1 (0.0 MiB), reduce-scatters 1" in repr(twins.ctx.stats)
@@ -323,13 +328,13 @@ class Wandering(Model):
         return self.head(x)
 
 
-class MarkingLane(RecordingLane):
+class MarkingCommStream(RecordingCommStream):
     """Notes which frees wait for compute."""
 
-    def mark_compute(self) -> str:
+    def record_compute_event(self) -> str:
         return "compute"
 
-    def free(self, label: str, buffer: FlatBuffer, after: Mark, waits: bool = True) -> None:
+    def free(self, label: str, buffer: FlatBuffer, after: ComputeEvent, waits: bool = True) -> None:
         self.log.append(Entry(self.name, "free after", str(after), label))
         super().free(label, buffer, after, waits)
 
@@ -337,7 +342,7 @@ class MarkingLane(RecordingLane):
 def used_then_kept_in_vain() -> None:
     """What was used and then kept for a use that did not come is freed after the compute on it."""
     recorded = Recorded(build=Wandering)
-    recorded.ctx.lane_factory = lambda name, device: MarkingLane(name, recorded.log)
+    recorded.ctx.comm_stream_factory = lambda name, device: MarkingCommStream(name, recorded.log)
     with torch.no_grad():
         recorded.forward()
         recorded.model.order = (0, 1, 2)

@@ -18,9 +18,9 @@ from fsdp_overlap.schedule.reducer import GradReducer
 from fsdp_overlap.schedule.scheduler import Schedule
 from support.schedule_model import (
     Action,
+    NoGradForward,
     Options,
     Rank,
-    Run,
     Seen,
     Wrong,
     count_calls,
@@ -29,14 +29,18 @@ from support.schedule_model import (
 )
 
 TREES = {
-    1: [Run(0)],
-    2: [Run(0, (Run(1),)), Run(0, (Run(1), Run(1))), Run(0)],
+    1: [NoGradForward(0)],
+    2: [
+        NoGradForward(0, (NoGradForward(1),)),
+        NoGradForward(0, (NoGradForward(1), NoGradForward(1))),
+        NoGradForward(0),
+    ],
     3: [
-        Run(0, (Run(1), Run(2))),
-        Run(0, (Run(2), Run(1))),
-        Run(0, (Run(1), Run(2), Run(1))),
-        Run(0, (Run(1, (Run(2),)),)),
-        Run(0, (Run(1),)),
+        NoGradForward(0, (NoGradForward(1), NoGradForward(2))),
+        NoGradForward(0, (NoGradForward(2), NoGradForward(1))),
+        NoGradForward(0, (NoGradForward(1), NoGradForward(2), NoGradForward(1))),
+        NoGradForward(0, (NoGradForward(1, (NoGradForward(2),)),)),
+        NoGradForward(0, (NoGradForward(1),)),
     ],
 }
 """By the number of units: the forwards that a pass may make."""
@@ -48,7 +52,7 @@ OPTIONS = [
 ]
 
 
-def checkpointed(run: Run) -> Iterator[Run]:
+def checkpointed(run: NoGradForward) -> Iterator[NoGradForward]:
     """As it is, and with the forwards of one unit within it run again in backward."""
     yield run
     for unit in dict.fromkeys(inner.unit for inner in run.inner if not inner.inner):
@@ -106,7 +110,7 @@ IN_A_CHECKPOINT = ("reentrant", "same", "twice", "within")
 KINDS = ("", *IN_A_CHECKPOINT, "recomputed", "without gradients")
 
 
-def of_kinds(count: int) -> Iterator[Run]:
+def of_kinds(count: int) -> Iterator[NoGradForward]:
     """So many units beside each other, with checkpoints of all kinds."""
     for kinds in product(KINDS, repeat=count):
         if all(
@@ -114,7 +118,12 @@ def of_kinds(count: int) -> Iterator[Run]:
             for before, kind in zip(("", *kinds), kinds, strict=False)
             if kind in ("same", "within")
         ):
-            yield Run(0, tuple(Run(index + 1, checkpoint=kind) for index, kind in enumerate(kinds)))
+            yield NoGradForward(
+                0,
+                tuple(
+                    NoGradForward(index + 1, checkpoint=kind) for index, kind in enumerate(kinds)
+                ),
+            )
 
 
 def test_checkpoints_of_all_kinds_beside_each_other_are_right() -> None:
@@ -128,8 +137,10 @@ def test_checkpoints_of_all_kinds_beside_each_other_are_right() -> None:
 def explore_a_unit_in_a_checkpoint() -> None:
     """With others before and after it, and with checkpoints of all kinds within."""
     for run, options in product(of_kinds(2), OPTIONS):
-        unit = Run(3, run.inner, "same")
-        around = Run(0, (Run(4, checkpoint="reentrant"), unit, Run(5, checkpoint="same")))
+        unit = NoGradForward(3, run.inner, "same")
+        around = NoGradForward(
+            0, (NoGradForward(4, checkpoint="reentrant"), unit, NoGradForward(5, checkpoint="same"))
+        )
         explore(6, options, [Action("train", around)] * 2)
 
 
@@ -180,7 +191,7 @@ def test_what_is_wrong_after_a_step_is_found(
 
 
 def explore_in_pieces() -> None:
-    """Units of two buckets, which may be reduced one by one at the end of a backward."""
+    """Units of two param groups, which may be reduced one by one at the end of a backward."""
     seen: Seen = {}
     for options, units in product(OPTIONS, (1, 2, 3)):
         for action in actions(units):
@@ -194,7 +205,7 @@ def test_units_in_pieces_are_right() -> None:
 
 def test_the_last_unit_is_reduced_piece_by_piece_as_gradients_arrive() -> None:
     alone = Rank(3, Options(pieces=2))
-    alone.act(Action("train", Run(0, (Run(1), Run(2)))), frozenset())
+    alone.act(Action("train", NoGradForward(0, (NoGradForward(1), NoGradForward(2)))), frozenset())
     reduced = [each[1:] for each in alone.collectives if each[0] == "reduce"]
     assert reduced == [(2, 1), (2, 0), (1, 1), (1, 0), (0, 1), (0, 0)]
     assert alone.reduced_in_backward == reduced[:4]  # what the root has waits for the end
@@ -212,11 +223,15 @@ def test_checkpoints_around_units_within_each_other_are_right() -> None:
     groups = product(("reentrant",), *[("reentrant", "same")] * 2)
     for kinds in (*groups, ("recomputed",) * 3, ("recomputed", "", "reentrant")):
         outer = [
-            Run(3 * at + 1, (Run(3 * at + 2), Run(3 * at + 3), Run(3 * at + 2)), kind)
+            NoGradForward(
+                3 * at + 1,
+                (NoGradForward(3 * at + 2), NoGradForward(3 * at + 3), NoGradForward(3 * at + 2)),
+                kind,
+            )
             for at, kind in enumerate(kinds)
         ]
         for options in OPTIONS:
-            explore(10, options, [Action("train", Run(0, tuple(outer)))] * 2)
+            explore(10, options, [Action("train", NoGradForward(0, tuple(outer)))] * 2)
 
 
 @pytest.mark.parametrize("prefetch", [1, 2])
@@ -227,7 +242,9 @@ def test_a_backward_learns_from_the_first_checkpoint_around_how_many_units_other
     """It expects one, as most are."""
     kinds = ["reentrant", *["same"] * (size - 1)] * 3
     rank = Rank(len(kinds) + 1, Options(prefetch))
-    run = Run(0, tuple(Run(index + 1, checkpoint=kind) for index, kind in enumerate(kinds)))
+    run = NoGradForward(
+        0, tuple(NoGradForward(index + 1, checkpoint=kind) for index, kind in enumerate(kinds))
+    )
     for _ in range(2):
         rank.act(Action("train", run), frozenset())
         rank.act(Action("step"), frozenset())
@@ -240,9 +257,11 @@ def test_a_backward_learns_from_the_first_checkpoint_around_how_many_units_other
 @pytest.mark.parametrize("prefetch", [1, 2, 3])
 def test_units_within_checkpointed_ones_are_gathered_ahead_and_once(prefetch: int) -> None:
     """As experts within a block, of which both run again before the experts go back."""
-    blocks = [Run(unit, (Run(unit + 1),), "recomputed") for unit in (1, 3, 5, 7)]
+    blocks = [
+        NoGradForward(unit, (NoGradForward(unit + 1),), "recomputed") for unit in (1, 3, 5, 7)
+    ]
     rank = Rank(9, Options(prefetch))
-    rank.act(Action("train", Run(0, tuple(blocks))), frozenset())
+    rank.act(Action("train", NoGradForward(0, tuple(blocks))), frozenset())
     assert rank.backwards == [(0, 0)]
 
 
@@ -253,7 +272,9 @@ def test_what_runs_without_gradients_and_never_again_is_gathered_in_vain_once(
     """And never if it is frozen."""
     rank = Rank(4, Options())
     kinds = ("", "without gradients", "")
-    run = Run(0, tuple(Run(index + 1, checkpoint=kind) for index, kind in enumerate(kinds)))
+    run = NoGradForward(
+        0, tuple(NoGradForward(index + 1, checkpoint=kind) for index, kind in enumerate(kinds))
+    )
     if is_frozen:
         rank.units[2].gradients = []
     for _ in range(2):

@@ -80,7 +80,7 @@ def steps_in(mode: Mode, device: str) -> tuple[list[torch.Tensor], list[torch.Te
             optimizer.zero_grad()
             losses.append(loss.detach().cpu())
     assert exchanged.called == mode.exchanges
-    plans = [bucket.plan for unit in ctx.units for bucket in unit.buckets]
+    plans = [param_group.plan for unit in ctx.units for param_group in unit.param_groups]
     assert any(not plan.is_equal for plan in plans) == mode.is_ragged
     shards = [parameter.detach().to_local().cpu() for parameter in model.parameters()]
     assert ctx.stats.current_full_buffers == ctx.stats.current_reduce_inputs == 0

@@ -242,7 +242,9 @@ def shard_ours(model: Any, mesh: DeviceMesh) -> None:
 def shard_ragged(model: Any, mesh: DeviceMesh) -> None:
     ctx = FsdpContext(mesh, layout=TensorAtomic())
     shard_layers(model, ctx)
-    assert any(not bucket.plan.is_equal for unit in ctx.units for bucket in unit.buckets)
+    assert any(
+        not param_group.plan.is_equal for unit in ctx.units for param_group in unit.param_groups
+    )
 
 
 def shard_fsdp2(model: Any, mesh: DeviceMesh) -> None:

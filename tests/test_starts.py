@@ -169,7 +169,7 @@ def not_compared() -> None:
     for unit in edited._fsdp_unit.context.units:
         if rank == unit.index % 2:  # what nobody knows of one rank is not compared
             with torch.no_grad():
-                unit.buckets[0].sharded_parameters[0].to_local().add_(0)
+                unit.param_groups[0].sharded_parameters[0].to_local().add_(0)
     assert asked.run(edited) == 1
 
     with torch.device("meta" if rank else "cpu"):  # rank 0 alone has memory, and weights

@@ -45,7 +45,9 @@ def shards_after(twins: Twins, steps: int) -> list[torch.Tensor]:
         loss_of(twins.model.train()(mine), twins.mine(targets)).backward()
         twins.optimizer.step()
         twins.optimizer.zero_grad()
-    return [bucket.shard.clone() for unit in twins.ctx.units for bucket in unit.buckets]
+    return [
+        param_group.shard.clone() for unit in twins.ctx.units for param_group in unit.param_groups
+    ]
 
 
 def trains() -> None:
@@ -61,7 +63,9 @@ def trains() -> None:
         stats = twins.ctx.stats
         assert len(symmetric.travelled) == stats.all_gathers + stats.reduce_scatters
         # One piece for full buffers, one for reduce inputs, one for what is reduced.
-        largest = max(bucket.full.nbytes for unit in twins.ctx.units for bucket in unit.buckets)
+        largest = max(
+            param_group.full.nbytes for unit in twins.ctx.units for param_group in unit.param_groups
+        )
         gather, reduce = twins.ctx.groups.gather.group_name, twins.ctx.groups.reduce.group_name
         assert gather != reduce
         sizes = [(gather, largest), (reduce, largest), (reduce, largest // 2)]

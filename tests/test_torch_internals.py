@@ -744,11 +744,11 @@ def fsdp2_has_older_names() -> None:
     assert all(older.fully_shard is fsdp.fully_shard for older in internals.older_fsdp2)
 
 
-@canary("note_fully_sharded")
+@canary("record_fully_sharded")
 def composable_calls_look_for_each_other() -> None:
     """replicate() around a unit takes the unit's parameters, and trains them wrong."""
     module = nn.Linear(1, 1)
-    internals.note_fully_sharded(module)
+    internals.record_fully_sharded(module)
     assert "fully_shard" in (_get_registry(module) or {})
 
 

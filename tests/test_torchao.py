@@ -87,7 +87,7 @@ def trains(precomputes: bool, mesh: tuple[int, ...] | None = None, **options: An
                 precompute_float8_dynamic_scale_for_fsdp(model)
     for mine, its in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(local(mine), local(its), rtol=1e-5, atol=1e-6)
-    _, float8 = ours[0]._fsdp_unit.buckets  # type: ignore[union-attr]
+    _, float8 = ours[0]._fsdp_unit.param_groups  # type: ignore[union-attr]
     assert float8.gathered_nbytes == 2 * WIDTH * INNER  # a byte each
 
 
@@ -144,7 +144,7 @@ def trains_adapters() -> None:
         assert losses[0] == losses[1]
         torch.testing.assert_close(losses[0], losses[2])
     numel = 2 * PACKED * PACKED
-    [packed] = [b for b in ours[0]._fsdp_unit.buckets if b.is_extension]  # type: ignore[union-attr]
+    [packed] = [b for b in ours[0]._fsdp_unit.param_groups if b.is_extension]  # type: ignore[union-attr]
     assert packed.gathered_nbytes < 0.6 * numel  # four bits each, and scales
 
 

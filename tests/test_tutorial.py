@@ -177,13 +177,13 @@ def _shard_of(folder: str) -> Any:
 
 
 def _held(unit: Any, kind: str) -> str:
-    [bucket] = unit.buckets
+    [param_group] = unit.param_groups
     if kind == "parameters":
-        return "W" if bucket.full.allocated else "h"
+        return "W" if param_group.full.allocated else "h"
     [gradients] = unit.gradients or [None]
     if gradients is None:
         return "-"
-    has_some = any(parameter.grad is not None for parameter in bucket.parameters)
+    has_some = any(parameter.grad is not None for parameter in param_group.parameters)
     return "W" if gradients.reduce_scatter_input.allocated or has_some else "-"
 
 

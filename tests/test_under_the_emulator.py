@@ -15,19 +15,19 @@ from fsdp_overlap.checkpoint import stager
 from fsdp_overlap.checkpoint.staging import StagedSave, StagingBuffers
 from fsdp_overlap.comm import quantized
 from fsdp_overlap.comm.collectives import PackedRows
+from fsdp_overlap.comm.comm_streams import DeviceCommStream, DeviceWorkHandle
 from fsdp_overlap.comm.extension_gather import ExtensionGather
-from fsdp_overlap.comm.lanes import StreamLane, StreamTicket
 from fsdp_overlap.comm.quantized import QuantizedReduction, QuantizedRowsReduction
 from fsdp_overlap.desync.order_check import OrderCheck
 from fsdp_overlap.emulator import EmulatedDevice, active, fake_ranks, running
 from fsdp_overlap.engine import comm_context
 from fsdp_overlap.engine.autograd import SavedForward, VersionCounters
 from fsdp_overlap.engine.comm_context import CommContext
-from fsdp_overlap.engine.grads import BucketGradients
+from fsdp_overlap.engine.grads import ParamGroupGradients
 from fsdp_overlap.engine.hsdp import OuterShard, ReplicaReduction
 from fsdp_overlap.engine.mesh import MeshInfo
 from fsdp_overlap.engine.options import ReduceOptions
-from fsdp_overlap.engine.param_group import Bucket, D2HCopy
+from fsdp_overlap.engine.param_group import D2HCopy, ParamGroup
 from fsdp_overlap.fsdp_module import FSDPModule
 from fsdp_overlap.layout import TensorAtomic
 from fsdp_overlap.optim import Muon, clip_grad_norm_
@@ -81,7 +81,7 @@ SUMMED = "wire.add_up(received.view(len(sizes), -1), mine, rank, total)"
 SENT = "sent = self._encode(gradients)"
 SENT_ROWS = "sent = self._encode(regions, plan)"
 KEPT_LOW = "gradients kept in bfloat16"
-CAST = "mean = mean.to(self.bucket.grad_dtype)"
+CAST = "mean = mean.to(self.param_group.grad_dtype)"
 EXTENDED = "extensions"
 PUT_IN = "weights put into a model that gathers ahead"
 EXPORTED = "weights exported, prefetch 2"
@@ -89,48 +89,66 @@ SAVED = "saved beside training"
 SKIPS = "the model of skips in a list"
 TAKEN = "_copy([own[at].view(dtype) for at, dtype in layout.ranges], sources)"
 
-# Every line of the lanes, tickets and releases that orders something.
+# Every line of the comm streams, work handles and releases that orders something.
 DEFECTS = [
-    Defect(StreamTicket, "wait", "self._streams.current_stream().wait_event(self._event)", PLAIN),
-    Defect(StreamTicket, "wait_on_host", "self._event.synchronize()", OFFLOADED),
-    Defect(StreamTicket, "abandon", "self.wait()", "the model of unused parameters"),
     Defect(
-        StreamLane,
+        DeviceWorkHandle, "wait", "self._streams.current_stream().wait_event(self._event)", PLAIN
+    ),
+    Defect(DeviceWorkHandle, "wait_on_host", "self._event.synchronize()", OFFLOADED),
+    Defect(DeviceWorkHandle, "abandon", "self.wait()", "the model of unused parameters"),
+    Defect(
+        DeviceCommStream,
         "after_compute",
         "self.after_event(self._streams.current_stream().record_event())",
         PLAIN,
     ),
-    Defect(StreamLane, "after_event", "self.stream.wait_event(event)", SIDE),
-    Defect(StreamLane, "after_ticket", "ticket.wait()", COPIES),
+    Defect(DeviceCommStream, "after_event", "self.stream.wait_event(event)", SIDE),
+    Defect(DeviceCommStream, "after_work", "work.wait()", COPIES),
     Defect(
-        StreamLane,
+        DeviceCommStream,
         "before_compute",
         "self._streams.current_stream().wait_stream(self.stream)",
         "a hook of reductions that raised and a reset",
     ),
     Defect(
-        StreamLane,
-        "mark_compute",
+        DeviceCommStream,
+        "record_compute_event",
         "self._streams.current_stream().record_event()",
         PLAIN,
         new="None",
     ),
     Defect(
-        StreamLane,
-        "mark_compute",
+        DeviceCommStream,
+        "record_compute_event",
         "self._streams.current_stream()",
         PLAIN,
         new="self.stream",
     ),
     Defect(
-        StreamLane, "allocate", "with self._streams.stream(self.stream):", PLAIN, new="if True:"
+        DeviceCommStream,
+        "allocate",
+        "with self._streams.stream(self.stream):",
+        PLAIN,
+        new="if True:",
     ),
-    Defect(StreamLane, "enqueue", ", self._streams.stream(self.stream):", OFFLOADED, new=":"),
-    Defect(StreamLane, "enqueue", "self.stream.record_event()", PLAIN, new="self._streams.Event()"),
-    Defect(StreamLane, "free", "self.after_event(after)", PLAIN),
-    Defect(StreamLane, "free", "compute.wait_event(after)", UNEDITED),
-    Defect(StreamLane, "free", "buffer.record_stream(compute)", UNEDITED),
-    Defect(StreamLane, "free", " or buffer.keeps_storage", f"{UNEDITED} with storage kept", new=""),
+    Defect(DeviceCommStream, "enqueue", ", self._streams.stream(self.stream):", OFFLOADED, new=":"),
+    Defect(
+        DeviceCommStream,
+        "enqueue",
+        "self.stream.record_event()",
+        PLAIN,
+        new="self._streams.Event()",
+    ),
+    Defect(DeviceCommStream, "free", "self.after_event(after)", PLAIN),
+    Defect(DeviceCommStream, "free", "compute.wait_event(after)", UNEDITED),
+    Defect(DeviceCommStream, "free", "buffer.record_stream(compute)", UNEDITED),
+    Defect(
+        DeviceCommStream,
+        "free",
+        " or buffer.keeps_storage",
+        f"{UNEDITED} with storage kept",
+        new="",
+    ),
     Defect(Prefetcher, "begin_pass", "self._comm.after_compute()", PLAIN),
     Defect(Prefetcher, "_gather", "self._comm.after_compute()", "an edit past the event"),
     Defect(
@@ -148,24 +166,24 @@ DEFECTS = [
         new="",
     ),
     Defect(Prefetcher, "before_step", "unit.wait()", "stepped twice"),
-    Defect(Prefetcher, "release", "self._comm.mark_compute()", PLAIN, new="None"),
+    Defect(Prefetcher, "release", "self._comm.record_compute_event()", PLAIN, new="None"),
     Defect(
         FSDPModule,
         "set_post_optim_event",
-        "context.comm_context.gather_lane.after_event(event)",
+        "context.comm_context.all_gather_stream.after_event(event)",
         SIDE,
     ),
-    Defect(Bucket, "wait", "self._ticket.wait()", PLAIN),
-    Defect(Bucket, "free", "self._ticket.abandon()", "the model of unused parameters"),
+    Defect(ParamGroup, "wait", "self._work.wait()", PLAIN),
+    Defect(ParamGroup, "free", "self._work.abandon()", "the model of unused parameters"),
     Defect(
-        Bucket,
+        ParamGroup,
         "reset",
-        "self.free(lane, lane.mark_compute())",
+        "self.free(comm_stream, comm_stream.record_compute_event())",
         "a backward that raised and a reset",
-        new="self.free(lane, None)",
+        new="self.free(comm_stream, None)",
     ),
-    Defect(Bucket, "_gathered_shard", "self.outer_shard.wait()", DIVIDED),
-    Defect(Bucket, "is_filled_by", "self.mesh_info.reading = ticket", OFFLOADED),
+    Defect(ParamGroup, "_gathered_shard", "self.outer_shard.wait()", DIVIDED),
+    Defect(ParamGroup, "is_filled_by", "self.mesh_info.reading = work", OFFLOADED),
     Defect(
         comm_context,
         "_issue",
@@ -173,21 +191,21 @@ DEFECTS = [
         IN_ONE,
         new=aside("received[0]", TOGETHER),
     ),
-    Defect(OuterShard, "gather", "lane.after_compute()", DIVIDED),
-    Defect(ReplicaReduction, "start", "lane.after_compute()", COPIES),
+    Defect(OuterShard, "gather", "comm_stream.after_compute()", DIVIDED),
+    Defect(ReplicaReduction, "start", "comm_stream.after_compute()", COPIES),
     Defect(
         ReplicaReduction,
         "start",
-        "append((ticket, total))",
+        "append((work, total))",
         COPIES,
-        new="append((ticket, None))",
+        new="append((work, None))",
     ),
-    Defect(ReplicaReduction, "finish", "ticket.wait()", COPIES),
-    Defect(ReplicaReduction, "finish_before", "lane.after_ticket(ticket)", COPIES),
-    Defect(BucketGradients, "reduce", "lane.after_compute()", PLAIN),
-    Defect(BucketGradients, "reduce", "lane.after_compute()", "in pieces"),
+    Defect(ReplicaReduction, "finish", "work.wait()", COPIES),
+    Defect(ReplicaReduction, "finish_before", "comm_stream.after_work(work)", COPIES),
+    Defect(ParamGroupGradients, "reduce", "comm_stream.after_compute()", PLAIN),
+    Defect(ParamGroupGradients, "reduce", "comm_stream.after_compute()", "in pieces"),
     Defect(Prefetcher, "_gather", "self._comm.after_compute()", "stepped twice"),
-    Defect(CommContext, "finish", "ticket.wait()", PLAIN),
+    Defect(CommContext, "finish", "work.wait()", PLAIN),
     Defect(CommContext, "finish_all_reduces", "reduction.finish()", COPIES),
     Defect(
         GradReducer,
@@ -203,18 +221,24 @@ DEFECTS = [
         "finalized by hand after two backwards",
         new="while False:",
     ),
-    Defect(OrderCheck, "send", "lane.after_compute()", COPIES),
+    Defect(OrderCheck, "send", "comm_stream.after_compute()", COPIES),
     Defect(
-        ReduceOptions, "call_hook", "self.hook_stream.wait_stream(lane)", "hooks on another stream"
+        ReduceOptions,
+        "call_hook",
+        "self.hook_stream.wait_stream(comm_stream)",
+        "hooks on another stream",
     ),
     Defect(
-        ReduceOptions, "call_hook", "lane.wait_stream(self.hook_stream)", "hooks on another stream"
+        ReduceOptions,
+        "call_hook",
+        "comm_stream.wait_stream(self.hook_stream)",
+        "hooks on another stream",
     ),
     Defect(D2HCopy, "wait", "self.copied.synchronize()", "offloaded"),
-    Defect(Exchange, "_enqueue", "self._lane.after_compute()", EXCHANGED),
+    Defect(Exchange, "_enqueue", "self._comm_stream.after_compute()", EXCHANGED),
     Defect(Exchange, "_enqueue", "self._sent = source", EXCHANGED),
-    Defect(Exchange, "finish_gather", "self._ticket.wait()", EXCHANGED),
-    Defect(Exchange, "finish_scatter", "self._ticket.wait()", EXCHANGED),
+    Defect(Exchange, "finish_gather", "self._work.wait()", EXCHANGED),
+    Defect(Exchange, "finish_scatter", "self._work.wait()", EXCHANGED),
     Defect(PackedRows, "all_gather", COPIED, ROWS, new=aside("full", COPIED)),
     Defect(PackedRows, "reduce_scatter", COPIED, ROWS, new=aside("gradients", COPIED)),
     Defect(quantized, "_gather", DECODED, BITS, new=aside("full", DECODED)),
@@ -235,7 +259,7 @@ DEFECTS = [
         BITS_BACK,
         new=aside("gradients", SENT),
     ),
-    Defect(BucketGradients, "_accept", CAST, KEPT_LOW, new=aside("mean", CAST)),
+    Defect(ParamGroupGradients, "_accept", CAST, KEPT_LOW, new=aside("mean", CAST)),
     Defect(ExtensionGather, "_gather", TAKEN, EXTENDED, new=aside("full", TAKEN)),
     Defect(
         ExtensionGather,
@@ -244,9 +268,12 @@ DEFECTS = [
         EXTENDED,
         new=aside("full", "then()"),
     ),
-    Defect(WeightExchange, "start", "self.lane.after_compute()", EXPORTED),
+    Defect(WeightExchange, "start", "self.comm_stream.after_compute()", EXPORTED),
     Defect(
-        WeightResharder, "run", "context_of(unit).comm_context.gather_lane.before_compute()", PUT_IN
+        WeightResharder,
+        "run",
+        "context_of(unit).comm_context.all_gather_stream.before_compute()",
+        PUT_IN,
     ),
     Defect(
         export,
@@ -254,11 +281,11 @@ DEFECTS = [
         "tensor.record_stream(streams_of(tensor.device).current_stream())",
         EXPORTED,
     ),
-    Defect(WeightExchange, "run", "ticket.wait()\n            yield", EXPORTED, new="yield"),
+    Defect(WeightExchange, "run", "work.wait()\n            yield", EXPORTED, new="yield"),
     Defect(
         WeightExchange,
         "run",
-        "RuntimeError):\n                ticket.wait()",
+        "RuntimeError):\n                work.wait()",
         EXPORTED,
         new="OSError): pass",
     ),
@@ -283,14 +310,14 @@ DEFECTS = [
     Defect(
         CommContext,
         "wait_for_outer_shards",
-        "bucket.outer_shard.wait()",
+        "param_group.outer_shard.wait()",
         "an edit after a forward that raised over divided copies",
     ),
     Defect(MeshInfo, "finish_reading", "self.reading.wait_on_host()", OFFLOADED),
     Defect(
         CommContext,
-        "wait_for_lanes",
-        "lane.before_compute()",
+        "wait_for_comm_streams",
+        "comm_stream.before_compute()",
         "a hook of reductions that raised and a reset",
     ),
 ]
@@ -326,7 +353,7 @@ def test_reads_before_a_gather_are_refused_and_would_be_races() -> None:
 ORDERS = ("wait", "synchronize", "record_event", "stream(")
 
 
-@pytest.mark.parametrize("owner", [StreamTicket, StreamLane])
+@pytest.mark.parametrize("owner", [DeviceWorkHandle, DeviceCommStream])
 def test_no_line_of_the_lanes_that_orders_is_without_a_defect(owner: type) -> None:
     planted = [defect.old.strip(", :") for defect in DEFECTS if defect.owner is owner]
     for name, method in vars(owner).items():
@@ -380,9 +407,9 @@ def test_a_steady_step_waits_for_the_device_nowhere(name: str) -> None:
 
 def test_a_check_that_was_read_before_it_arrived_would_be_a_wait() -> None:
     waits: list[str] = []
-    with Defect(StreamTicket, "done", "self._event.query()", "", new="True").plant():
+    with Defect(DeviceWorkHandle, "done", "self._event.query()", "", new="True").plant():
         run(lambda: waits.extend(steady(Program())))
-    assert any("lanes.py" in wait for wait in waits)
+    assert any("comm_streams.py" in wait for wait in waits)
 
 
 def test_offloaded_a_step_waits_where_its_gradients_land_and_its_shards_are_read() -> None:
@@ -390,7 +417,7 @@ def test_offloaded_a_step_waits_where_its_gradients_land_and_its_shards_are_read
     run(lambda: waits.extend(steady(Program(shard_options=dict(OFFLOAD)))))
     places = {wait.split(" at ")[1].split(":")[0] for wait in waits}
     # And where the norm of gradients on the host, which the mesh computes, goes back there.
-    assert places == {"engine/param_group.py", "comm/lanes.py", "tensor/sums_and_norms.py"}
+    assert places == {"engine/param_group.py", "comm/comm_streams.py", "tensor/sums_and_norms.py"}
 
 
 def test_a_set_of_gradients_that_changes_makes_nobody_wait() -> None:
@@ -438,7 +465,7 @@ def test_sums_across_copies_are_not_kept_to_the_end() -> None:
             build = partial(Model, layers=layers, width=64)
             trained = Program(build=build, dims=(2, 2), reduce_dtype=torch.float64)
             trained.train(2)
-            shards.append(sum(b.shard.nbytes for u in trained.ctx.units for b in u.buckets))
+            shards.append(sum(b.shard.nbytes for u in trained.ctx.units for b in u.param_groups))
             at_rest.append(active().allocator.allocated)
 
         at_rest: list[int] = []

@@ -380,7 +380,7 @@ def guarded_memory() -> None:
         patch.setattr(flat_buffer, "refuse_access", refuse)
         patch.setattr(flat_buffer, "allow_access", messages.pop)
         twins = Twins(Model, shard_layers)
-        storage = twins.model.layers[1]._fsdp_unit.buckets[0].full.flat.untyped_storage()
+        storage = twins.model.layers[1]._fsdp_unit.param_groups[0].full.flat.untyped_storage()
 
         def look(linear: Any) -> None:
             assert storage._cdata not in messages

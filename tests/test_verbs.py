@@ -21,7 +21,7 @@ from fsdp_overlap import (
     share_comm_ctx,
 )
 from support.ranks import run_ranks
-from support.recorded import GATHER, RecordingLane
+from support.recorded import GATHER, RecordingCommStream
 from support.twins import Twins, loss_of, same
 from support.zoo import WIDTH, Block, Model, shard_layers
 
@@ -121,7 +121,9 @@ def same_addresses() -> None:
         twins.check_parameters()
         assert isinstance(twins.model.head.weight, RaggedDTensor)
         units = twins.ctx.units
-        addresses.append([p.data_ptr() for u in units for b in u.buckets for p in b.parameters])
+        addresses.append(
+            [p.data_ptr() for u in units for b in u.param_groups for p in b.parameters]
+        )
         assert twins.ctx.stats.current_full_buffers == len(units)
     assert addresses[0] == addresses[1] == addresses[2]
     assert 0 not in addresses[0]
@@ -156,7 +158,7 @@ def test_the_number_of_reduce_inputs_is_what_was_asked(count: int) -> None:
     run_ranks(inputs, 2, count)
 
 
-class EventLane(RecordingLane):
+class EventCommStream(RecordingCommStream):
     """Notes what it is made to wait for, which on a CPU is nothing."""
 
     def after_compute(self) -> None:
@@ -172,12 +174,12 @@ def post_optim_event() -> None:
     twins = Twins(Model, shard_layers)
     waits: list[Any] = []
 
-    def make(name: str, device: torch.device) -> EventLane:
-        lane = EventLane(name, [])
-        lane.waits = waits if name == GATHER else []
-        return lane
+    def make(name: str, device: torch.device) -> EventCommStream:
+        comm_stream = EventCommStream(name, [])
+        comm_stream.waits = waits if name == GATHER else []
+        return comm_stream
 
-    twins.ctx.lane_factory = make
+    twins.ctx.comm_stream_factory = make
     twins.train(1)
     batch = next(twins.batches(1))
     waits.clear()
@@ -220,9 +222,9 @@ def chunks() -> None:
         shard_layers(model, FsdpContext())
     share_comm_ctx(models)
     first, second = (model._fsdp_unit.context for model in models)
-    assert first.comm_context.gather_lane is second.comm_context.gather_lane
-    assert first.comm_context.reduce_lane is second.comm_context.reduce_lane
-    assert first.comm_context.all_reduce_lane is second.comm_context.all_reduce_lane
+    assert first.comm_context.all_gather_stream is second.comm_context.all_gather_stream
+    assert first.comm_context.reduce_scatter_stream is second.comm_context.reduce_scatter_stream
+    assert first.comm_context.all_reduce_stream is second.comm_context.all_reduce_stream
     assert first.schedule is not second.schedule
     tokens = torch.arange(8).view(2, 4)
     for _ in range(2):

@@ -44,10 +44,10 @@ def of_stage(name: str, stage: int, optimizer: Any = Muon, **options: Any) -> Tw
 def poison(twins: Twins) -> None:
     """Makes whoever uses a stale parameter known."""
     for unit in twins.ctx.units:
-        for bucket in unit.buckets:
+        for param_group in unit.param_groups:
             # A parameter without a gradient is not stepped, and stays fresh.
-            if bucket.is_gathered and not bucket.is_unsharded:
-                bucket.full.flat.fill_(torch.nan)
+            if param_group.is_gathered and not param_group.is_unsharded:
+                param_group.full.flat.fill_(torch.nan)
 
 
 def accumulate(twins: Twins, batches: Any, count: int) -> None:
@@ -92,7 +92,7 @@ def test_every_way_to_refresh_gives_the_same_parameters(
             assert all(map(torch.equal, mine[0], other))
 
 
-class Issued(TorchDispatchMode):
+class PendingCollective(TorchDispatchMode):
     """Counts collectives. (torch's ``CommDebugMode`` cannot follow modules whose class changes.)"""
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ def counted(stage: int, microbatches: int) -> tuple[int, int, set[str], int]:
     for step in range(3):
         if step:
             twins.ctx.stats.reset()
-        with Issued() as issued:
+        with PendingCollective() as issued:
             for index in range(microbatches):
                 twins.model.set_is_last_backward(index == microbatches - 1)
                 tokens, targets = next(batches)
@@ -359,7 +359,7 @@ def owners(padding: float, tensor_collectives: bool) -> list[torch.Tensor]:
         layout = TensorAtomic(split=("head.*",), max_padding=math.inf if padding > 0 else 0.0)
         twins = Twins(Model, shard_layers, optimizer=Muon, layout=layout)
         twins.model.set_zero_stage(2)
-        plans = [bucket.plan for unit in twins.ctx.units for bucket in unit.buckets]
+        plans = [param_group.plan for unit in twins.ctx.units for param_group in unit.param_groups]
         assert all(plan.is_equal for plan in plans) == (padding > 0)
         for batch in twins.batches(4):
             twins.losses(*batch)[0].backward()

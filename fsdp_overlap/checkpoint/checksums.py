@@ -116,7 +116,7 @@ class ChecksumStream(io.RawIOBase):
 
 @functools.cache
 def streams_work() -> bool:
-    """Return whether this torch saves as :class:`ChecksumStream` expects, and lets one thread alone
+    """Return whether this torch saves as :class:`ChecksumStream` expects, and let one thread alone
     do without torch's checksums, as 2.11 does not."""
     before = get_crc32_options()
     contextvars.copy_context().run(set_crc32_options, not before)

@@ -117,8 +117,8 @@ class StoredTensor:
         lengths: Sequence[int],
         target: torch.Tensor,
     ) -> None:
-        """``position``: where the part with the dimensions ``[dim:]`` begins, in elements of the
-        storage."""
+        """Copy the rows from ``position`` on: where the part with the dimensions ``[dim:]`` begins,
+        in elements of the storage."""
         inner = self.size[dim + 1 :]
         row = prod(inner)
         position += offsets[dim] * row

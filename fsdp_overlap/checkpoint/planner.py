@@ -446,7 +446,8 @@ class PlannedStorageMeta(StorageMeta):
 
 @contextmanager
 def paused_gc() -> Iterator[None]:
-    """Python's collector of cycles would look at all that is being made, again and again."""
+    """Pause Python's collector of cycles, which would look at all that is being made, again and
+    again."""
     was = gc.isenabled()
     gc.disable()
     try:

@@ -172,8 +172,8 @@ class SafeFileSystemReader(FileSystemReader):
 
 
 def _threads() -> int:
-    """As many as this rank has cores. Two at least, one of which waits for the disk, and at most
-    four, since each holds a block in memory."""
+    """Return as many as this rank has cores. Two at least, one of which waits for the disk, and at
+    most four, since each holds a block in memory."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun sets it
     return max(2, min(4, (cores or 1) // ranks))

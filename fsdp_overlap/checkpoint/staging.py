@@ -51,7 +51,8 @@ class StagingBuffers:
             streams_of(device).current_stream(device).wait_stream(stream)
 
     def copy(self, source: torch.Tensor) -> D2HCopy:
-        """A copy on the host. One from a device with streams is only enqueued, in pinned memory."""
+        """Return a copy on the host. One from a device with streams is only enqueued, in pinned
+        memory."""
         stream = self._streams.get(source.device)
         pinned = stream is not None
         host = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=pinned)
@@ -109,7 +110,7 @@ class StagedShard:
         return self._local is not None and self._version(self._local) != self._saved
 
     def drop_source(self) -> None:
-        """From now on the shard may be edited, and freed."""
+        """Let the shard be edited, and freed, from now on."""
         self._local = None
 
     def free(self, offsets: Offsets) -> None:
@@ -163,7 +164,7 @@ class StagedSave:
             self._buffers.changed.notify_all()
 
     def take(self, shard: StagedShard, offsets: Offsets) -> torch.Tensor:
-        """A chunk in memory of its own, on the host. Called by the writer, in any thread.
+        """Return a chunk in memory of its own, on the host. Called by the writer, in any thread.
 
         Raises:
             RuntimeError: the shard was edited before, or the chunk was taken before.
@@ -206,7 +207,7 @@ class StagedSave:
         return values
 
     def copy_remaining(self) -> None:
-        """Copy what is left, so that shards may be edited. Waits for the writer where there is no
+        """Copy what is left, so that shards may be edited. Wait for the writer where there is no
         room for copies. On a device with streams it is compute that waits for copies."""
         buffers = self._buffers
         with buffers.changed:
@@ -277,7 +278,7 @@ class StagedSave:
             self._buffers.nbytes -= chunk.nbytes
 
     def _copy_ahead(self) -> None:
-        """Where copies run beside compute they need not wait for the writer."""
+        """Copy ahead where copies run beside compute, and so need not wait for the writer."""
         while chunk := next(iter(self._uncopied), None):
             assert chunk.source is not None
             if not has_streams(chunk.source.device) or not self._buffers.fits(chunk.nbytes):

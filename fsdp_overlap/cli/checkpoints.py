@@ -106,7 +106,8 @@ def _reason(failed: CheckpointException) -> BaseException:
 
 
 def how_to_go_on(run: Path) -> str | None:
-    """One line on how to resume the run in the folder `run`; None if it has saved nothing."""
+    """Return one line on how to resume the run in the folder `run`; None if it has saved
+    nothing."""
     if Checkpoints(run / "checkpoints", keep=1).latest() is None:
         return None
     return f"go on with: fsdp-overlap train --resume {run}"

@@ -13,7 +13,7 @@ from fsdp_overlap.cli.output import BadInput
 
 # More than a default run sees, and little enough to be read in a moment.
 STDLIB_BYTES = 4 << 20
-_MOST_BYTES_OF_A_PIECE = 64 << 10
+_MAX_BYTES_OF_A_PIECE = 64 << 10
 _NOT_SOURCE = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
@@ -29,7 +29,7 @@ class Text:
 
 def load_text(data: Path | None, seq_len: int) -> Text:
     """Return the text at `data` (a file, or every file under a folder in order of name; None for
-    the standard library's sources), split the same way each time. Raises BadInput if there is none
+    the standard library's sources), split the same way each time. Raise BadInput if there is none
     or too little for `seq_len`."""
     if data is None:
         root = Path(sysconfig.get_path("stdlib"))
@@ -54,9 +54,10 @@ def load_text(data: Path | None, seq_len: int) -> Text:
 
 
 def split_text(text: bytes) -> tuple[Tensor, Tensor]:
-    """Return training and validation bytes, uint8 tensors `[n]`. Every tenth piece is for
-    validation; pieces are small, so that it samples the whole text and not just its end."""
-    rounds = math.ceil(len(text) / (10 * _MOST_BYTES_OF_A_PIECE))
+    """Return every tenth piece for validation and the others for training, as uint8 tensors `[n]`.
+    Every tenth piece is for validation; pieces are small, so that it samples the whole text and not
+    just its end."""
+    rounds = math.ceil(len(text) / (10 * _MAX_BYTES_OF_A_PIECE))
     size = max(1, len(text) // max(1, 10 * rounds))
     pieces = [text[i : i + size] for i in range(0, len(text), size)]
     train = b"".join(piece for i, piece in enumerate(pieces) if i % 10 != 9)
@@ -67,7 +68,7 @@ def split_text(text: bytes) -> tuple[Tensor, Tensor]:
 def sample_batch(
     text: Tensor, batch_size: int, seq_len: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Random sequences and their next bytes, both int64 `[batch_size, seq_len]`."""
+    """Return random sequences and their next bytes, both int64 `[batch_size, seq_len]`."""
     starts = torch.randint(len(text) - seq_len, (batch_size, 1), generator=generator)
     windows = text[starts + torch.arange(seq_len + 1)].long()
     return windows[:, :-1], windows[:, 1:]

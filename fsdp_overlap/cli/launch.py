@@ -84,7 +84,7 @@ def find_place(ranks: int | None, device: str, max_restarts: int | None = None) 
 
 
 def launch(config: TrainConfig, place: Place, resume: bool) -> None:
-    """Train on every rank of `place`; return when all are done. Raises ChildFailedError if a rank
+    """Train on every rank of `place`; return when all are done. Raise ChildFailedError if a rank
     that it started failed."""
     if place.joining:
         with _leaving_last():
@@ -131,7 +131,7 @@ def _leaving_last() -> Iterator[None]:
 
 
 def describe_failure(error: ChildFailedError) -> str:
-    """One line: the rank that failed first and why."""
+    """Return one line: the rank that failed first and why."""
     rank, failure = error.get_first_failure()
     # Declared a string; where the rank raised, it is a dictionary.
     raised: Any = failure.message

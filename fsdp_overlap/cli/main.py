@@ -113,7 +113,7 @@ def train(
 
 
 def _check_alone(context: typer.Context) -> None:
-    """Raises BadInput if --resume was given together with an option that it cannot change."""
+    """Raise BadInput if --resume was given together with an option that it cannot change."""
     given = [
         name
         for name in context.params
@@ -274,7 +274,7 @@ def simulate(
     ] = None,
 ) -> None:
     """Predict a training step on many GPUs, which need not be there: its time, its memory, and what
-    communication it waits for. Runs the library's own schedule on emulated time. --best looks for
+    communication it waits for. Run the library's own schedule on emulated time. --best looks for
     the fastest way to do the step, and prints it as code."""
     # Gives torch one more kind of device.
     from fsdp_overlap.cli.simulate import predict
@@ -301,7 +301,7 @@ def doctor(
 
 
 def run() -> int:
-    """Runs the program. Returns its exit code: 2 for input that it cannot work with."""
+    """Run the program. Return its exit code: 2 for input that it cannot work with."""
     try:
         app()
     except BadInput as error:

@@ -66,8 +66,8 @@ class GPTBlock(nn.Module):
 
 
 def _rotation(time: int, head_width: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines `[time, head_width / 2]` of rotary positions (arXiv 2104.09864), in the
-    dtype of `like`."""
+    """Return cosines and sines `[time, head_width / 2]` of rotary positions (arXiv 2104.09864), in
+    the dtype of `like`."""
     frequencies = 10000 ** (-torch.arange(0, head_width, 2, device=like.device) / head_width)
     angles = torch.arange(time, device=like.device)[:, None] * frequencies
     return angles.cos().to(like.dtype), angles.sin().to(like.dtype)

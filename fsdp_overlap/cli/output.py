@@ -11,7 +11,7 @@ class BadInput(ValueError):
 
 
 def check_writable(folder: Path) -> None:
-    """Raise BadInput if no file can be written to `folder`, which need not be there. Makes
+    """Raise BadInput if no file can be written to `folder`, which need not be there. Make
     nothing; call it before long work."""
     try:
         there = next(path for path in (folder, *folder.absolute().parents) if path.exists())

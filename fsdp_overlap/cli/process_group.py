@@ -44,15 +44,16 @@ def process_group(device_type: str) -> Iterator[torch.device]:
 
 
 def kept_store() -> dist.Store | None:
-    """torchrun's own store, if it shares one: it outlives ranks and keeps what they wrote."""
+    """Return torchrun's own store, if it shares one: it outlives ranks and keeps what they
+    wrote."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
 
 
 def fresh_store(kept: dist.Store, rank: int, world_size: int, seconds: float) -> dist.Store:
-    """A part of `kept` that nobody has written to. All `world_size` ranks that live now get the
-    same part, whatever dead ranks left in `kept`. Collective. Raises TimeoutError on rank 0, and
+    """Return a part of `kept` that nobody has written to. All `world_size` ranks that live now get
+    the same part, whatever dead ranks left in `kept`. Collective. Raise TimeoutError on rank 0, and
     the store's own error on other ranks, if not all come within `seconds`.
 
     Rank 0 names the part. Each other rank gives itself a new name, by which it tells an answer to

@@ -27,7 +27,7 @@ def report(
     given: Sequence[Path], against: Sequence[Path], out: Path | None, steps: int | None
 ) -> None:
     """Read the traces of one run, or of two, show the report and write it to `out`, by default
-    where the first trace is. Raises BadInput before anything is written."""
+    where the first trace is. Raise BadInput before anything is written."""
     first = given[0]
     folder = out or (first if first.is_dir() else first.parent)
     check_writable(folder)
@@ -46,7 +46,7 @@ def watch(
     given: Sequence[Path], against: Sequence[Path], out: Path | None, steps: int | None
 ) -> None:
     """Report as `report` does, each time that there are other traces, until Ctrl-C. A file is read
-    when it was the same in two looks. Raises BadInput for a path that is not there."""
+    when it was the same in two looks. Raise BadInput for a path that is not there."""
     if out is not None:
         check_writable(out)
     console = Console(stderr=True, highlight=False)
@@ -79,7 +79,7 @@ def _changes(*runs: Sequence[Path]) -> dict[Path, tuple[int, int]]:
 
 def find_traces(paths: Sequence[Path]) -> list[Path]:
     """Return the trace files that `paths` name. A folder stands for the traces in it or, if `train`
-    wrote it, for those in its `traces` folder. Raises BadInput for a path without a trace."""
+    wrote it, for those in its `traces` folder. Raise BadInput for a path without a trace."""
     found: list[Path] = []
     for path in paths:
         if not path.is_dir():
@@ -145,6 +145,6 @@ def _read(traces: Sequence[Path], steps: int | None) -> Report:
 
 
 def _names(runs: Sequence[Sequence[Path]]) -> list[str]:
-    """Short names of the runs if they differ, else their paths."""
+    """Return short names of the runs if they differ, else their paths."""
     short = [paths[0].absolute().name.split(".")[0] for paths in runs]
     return short if len(set(short)) == len(runs) else [str(paths[0]) for paths in runs]

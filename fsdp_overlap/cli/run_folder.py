@@ -40,7 +40,7 @@ class SavedRun:
 
 
 def read_saved_run(folder: Path) -> SavedRun:
-    """Return the run in `folder`. Raises BadInput if there is none."""
+    """Return the run in `folder`. Raise BadInput if there is none."""
     path = folder / "config.json"
     try:
         settings = json.loads(path.read_text())
@@ -115,7 +115,8 @@ class RunFolder:
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def plot(self, entropy: float) -> None:
-        """loss.png: both losses by step, in nats per byte, and `entropy` as the line to beat."""
+        """Plot loss.png: both losses by step, in nats per byte, and `entropy` as the line to
+        beat."""
         # Takes half a second, and launchers and all ranks but one do not need it.
         import matplotlib
         from matplotlib.figure import Figure

@@ -122,7 +122,7 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> float:
-        """Mean loss in nats per byte over the same validation sequences each time."""
+        """Return mean loss in nats per byte over the same validation sequences each time."""
         draws = torch.Generator().manual_seed(0)
         losses = [
             self._loss(*batch)
@@ -210,7 +210,8 @@ class Trainer:
         return F.cross_entropy(logits.flatten(0, 1), targets)
 
     def _lr_factor(self, step: int) -> float:
-        """Linear warmup over a tenth of the run, then a cosine down to a tenth of the peak."""
+        """Return linear warmup over a tenth of the run, then a cosine down to a tenth of the
+        peak."""
         warmup = max(1, self.config.steps // 10)
         if step < warmup:
             return (step + 1) / warmup

@@ -106,7 +106,7 @@ def _rank(rank: int, port: int, seconds: float, pipe: Connection) -> None:
 
 
 def _train(rank: int, port: int, seconds: float, at: Callable[[str], None]) -> None:
-    """One step of one layer. Raises if a number is wrong."""
+    """Train one step of one layer. Raises if a number is wrong."""
     at(MEETING)
     timeout = timedelta(seconds=seconds)
     torch.set_num_threads(1)

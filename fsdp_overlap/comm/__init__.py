@@ -1,1 +1,2 @@
-"""What moves bytes: process groups, collectives chosen per backend, and lanes they run on."""
+"""What moves bytes: process groups, collectives chosen per backend, and comm streams they run
+on."""

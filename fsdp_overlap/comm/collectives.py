@@ -1,4 +1,4 @@
-"""How a bucket is gathered and reduced, chosen once per bucket from its backend.
+"""How a param group is gathered and reduced, chosen once per param group from its backend.
 
 Everything above says only "gather this", "reduce that". ``docs/performance.md`` holds the
 measurements behind the choices.
@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from fsdp_overlap.comm.process_groups import backend_name, communicates, is_in_python
 from fsdp_overlap.comm.streams import has_streams
-from fsdp_overlap.layout import BucketPlan, Plan, RowsPlan
-from fsdp_overlap.tensor.carried import CARRIED, as_carried, carried_ranges
+from fsdp_overlap.layout import ParamGroupPlan, Plan, RowsPlan
+from fsdp_overlap.tensor.comm_dtypes import COMM_DTYPES, as_comm_dtype, comm_dtype_ranges
 from fsdp_overlap.torch_internals import AllGather, AllgatherOptions, ReduceScatter
 
 AVG, SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
@@ -64,7 +64,7 @@ _WITHOUT_MEANS = ("gloo", "mpi")
 
 
 @dataclass(eq=False, slots=True)  # one is made for each collective, twice as fast as a NamedTuple
-class Issued:
+class PendingCollective:
     """A collective on its way: ``finish()`` gives its result once all ``works`` are done.
 
     ``works`` lists every piece. One handle for several pieces, which waits for the group alone, was
@@ -81,13 +81,13 @@ P = TypeVar("P", contravariant=True)
 
 
 class Collectives(Protocol[P]):
-    """Gathers and reduces one bucket. ``full`` and ``gradients`` have shape ``[plan.numel]``,
+    """Gathers and reduces one param group. ``full`` and ``gradients`` have shape ``[plan.numel]``,
     ``shard`` and the result of a reduction ``[plan.shard_numels[rank]]``. Each method is collective
     over ``group``."""
 
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, plan: P, group: dist.ProcessGroup
-    ) -> Issued:
+    ) -> PendingCollective:
         """Fill ``full`` in place from every rank's ``shard``, cast to ``full``'s dtype. The shard
         may lie in the host's memory. It is read from there in the order of the current stream."""
         ...
@@ -98,7 +98,7 @@ class Collectives(Protocol[P]):
         plan: P,
         group: dist.ProcessGroup,
         divisor: float | None = None,
-    ) -> Issued:
+    ) -> PendingCollective:
         """Return this rank's range of the sum of all ranks' ``gradients``, divided by ``divisor``.
         ``None`` stands for the number of ranks, in whichever way the backend takes a mean.
         ``gradients`` may be overwritten."""
@@ -125,9 +125,9 @@ class LocalCollectives:
 
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, plan: Plan, group: dist.ProcessGroup
-    ) -> Issued:
+    ) -> PendingCollective:
         full.copy_(shard, non_blocking=True)
-        return Issued((), lambda: full)
+        return PendingCollective((), lambda: full)
 
     def reduce_scatter(
         self,
@@ -135,31 +135,43 @@ class LocalCollectives:
         plan: Plan,
         group: dist.ProcessGroup,
         divisor: float | None = None,
-    ) -> Issued:
-        return Issued((), lambda: divided(gradients.clone(), divisor))
+    ) -> PendingCollective:
+        return PendingCollective((), lambda: divided(gradients.clone(), divisor))
 
 
 class TensorCollectives:
     """For equal shards on a device with streams: one collective over the flat tensors."""
 
     def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
-    ) -> Issued:
+        self,
+        full: torch.Tensor,
+        shard: torch.Tensor,
+        plan: ParamGroupPlan,
+        group: dist.ProcessGroup,
+    ) -> PendingCollective:
         sent = self._sent(full, shard, plan, group)
-        if full.dtype in CARRIED:
+        if full.dtype in COMM_DTYPES:
             end(group._allgather_base(full, sent, GATHER))
         else:
-            end(group._allgather_base(as_carried(full), as_carried(sent), GATHER))
-        return Issued((), lambda: full)
+            end(group._allgather_base(as_comm_dtype(full), as_comm_dtype(sent), GATHER))
+        return PendingCollective((), lambda: full)
 
     def make_pieces(
-        self, full: torch.Tensor, shard: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
+        self,
+        full: torch.Tensor,
+        shard: torch.Tensor,
+        plan: ParamGroupPlan,
+        group: dist.ProcessGroup,
     ) -> Pieces:
-        """See :meth:`GathersInPlace.make_pieces`."""
-        return [as_carried(full)], [as_carried(self._sent(full, shard, plan, group))]
+        """Do as :meth:`GathersInPlace.make_pieces`."""
+        return [as_comm_dtype(full)], [as_comm_dtype(self._sent(full, shard, plan, group))]
 
     def _sent(
-        self, full: torch.Tensor, shard: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
+        self,
+        full: torch.Tensor,
+        shard: torch.Tensor,
+        plan: ParamGroupPlan,
+        group: dist.ProcessGroup,
     ) -> torch.Tensor:
         if shard.dtype == full.dtype and shard.is_cpu == full.is_cpu:
             return shard
@@ -168,14 +180,14 @@ class TensorCollectives:
     def reduce_scatter(
         self,
         gradients: torch.Tensor,
-        plan: BucketPlan,
+        plan: ParamGroupPlan,
         group: dist.ProcessGroup,
         divisor: float | None = None,
-    ) -> Issued:
+    ) -> PendingCollective:
         left = divide_early(gradients, divisor)
         own = gradients.new_empty(plan.shard_numels[group.rank()])
         reduce_into(own, gradients, group, AVG if divisor is None else SUM)
-        return Issued((), lambda: divided(own, left))
+        return PendingCollective((), lambda: divided(own, left))
 
 
 class NcclCollectives(TensorCollectives, GathersInPlace):
@@ -193,26 +205,30 @@ class RaggedTensorCollectives:
     """
 
     def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
-    ) -> Issued:
+        self,
+        full: torch.Tensor,
+        shard: torch.Tensor,
+        plan: ParamGroupPlan,
+        group: dist.ProcessGroup,
+    ) -> PendingCollective:
         own_range(full, plan, group).copy_(shard, non_blocking=True)
-        ranges = carried_ranges(full, plan.shard_numels)
+        ranges = comm_dtype_ranges(full, plan.shard_numels)
         end(dist.all_gather(list(ranges), ranges[group.rank()], group, async_op=True))
-        return Issued((), lambda: full)
+        return PendingCollective((), lambda: full)
 
     def reduce_scatter(
         self,
         gradients: torch.Tensor,
-        plan: BucketPlan,
+        plan: ParamGroupPlan,
         group: dist.ProcessGroup,
         divisor: float | None = None,
-    ) -> Issued:
+    ) -> PendingCollective:
         left = divide_early(gradients, divisor)
         own = gradients.new_empty(plan.shard_numels[group.rank()])
         ranges = list(as_real(gradients).split(list(plan.shard_numels)))
         op = AVG if divisor is None else SUM
         end(dist.reduce_scatter(as_real(own), ranges, op, group, async_op=True))
-        return Issued((), lambda: divided(own, left))
+        return PendingCollective((), lambda: divided(own, left))
 
 
 class GlooCollectives:
@@ -224,24 +240,28 @@ class GlooCollectives:
     """
 
     def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
-    ) -> Issued:
+        self,
+        full: torch.Tensor,
+        shard: torch.Tensor,
+        plan: ParamGroupPlan,
+        group: dist.ProcessGroup,
+    ) -> PendingCollective:
         own_range(full, plan, group).copy_(shard)
-        ranges = carried_ranges(full, plan.shard_numels)
+        ranges = comm_dtype_ranges(full, plan.shard_numels)
         works = [
             group.broadcast([held], _from_rank(rank))
             for rank, held in enumerate(ranges)
             if held.numel()
         ]
-        return Issued(works, lambda: full, group)
+        return PendingCollective(works, lambda: full, group)
 
     def reduce_scatter(
         self,
         gradients: torch.Tensor,
-        plan: BucketPlan,
+        plan: ParamGroupPlan,
         group: dist.ProcessGroup,
         divisor: float | None = None,
-    ) -> Issued:
+    ) -> PendingCollective:
         # One all-to-all to the ranks before this one, and one to the ranks after it. A single one
         # would also send this rank its own range, and so need memory for it twice.
         numels, rank = plan.shard_numels, group.rank()
@@ -279,7 +299,7 @@ class GlooCollectives:
                 total.add_(other)
             return divided(total, left)
 
-        return Issued(works, finish, group)
+        return PendingCollective(works, finish, group)
 
 
 class GlooPairCollectives(GlooCollectives):
@@ -292,17 +312,17 @@ class GlooPairCollectives(GlooCollectives):
     def reduce_scatter(
         self,
         gradients: torch.Tensor,
-        plan: BucketPlan,
+        plan: ParamGroupPlan,
         group: dist.ProcessGroup,
         divisor: float | None = None,
-    ) -> Issued:
+    ) -> PendingCollective:
         left = divide_early(gradients, 2 if divisor is None else divisor)
         ranges, rank = gradients.split(list(plan.shard_numels)), group.rank()
         mine, sent = ranges[rank], ranges[1 - rank]
         received, received_sizes, sent_sizes = torch.empty_like(mine), [0, 0], [0, 0]
         received_sizes[1 - rank], sent_sizes[1 - rank] = len(mine), len(sent)
         works = all_to_all(received, sent, received_sizes, sent_sizes, group).works
-        return Issued(works, lambda: divided(received.add_(mine), left), group)
+        return PendingCollective(works, lambda: divided(received.add_(mine), left), group)
 
 
 def all_to_all(
@@ -311,23 +331,23 @@ def all_to_all(
     output_sizes: list[int],
     source_sizes: list[int],
     group: dist.ProcessGroup,
-) -> Issued:
+) -> PendingCollective:
     """Send ``source_sizes[r]`` elements of ``source`` to each rank ``r``, and fill ``output``
     with ``output_sizes[r]`` elements from each. Both are flat. Collective over ``group``."""
     is_host = not has_streams(output.device)  # elsewhere the current stream waits, not the host
     sent, received = as_real(source), as_real(output)
     if is_in_python(group, output.device.type):
         dist.all_to_all_single(received, sent, output_sizes, source_sizes, group)
-        return Issued((), lambda: output)
+        return PendingCollective((), lambda: output)
     work = group.alltoall_base(received, sent, output_sizes, source_sizes, _ALL_TO_ALL[is_host])
     if not is_host:
         end(work)
-    return Issued((work,) if is_host else (), lambda: output, group)
+    return PendingCollective((work,) if is_host else (), lambda: output, group)
 
 
 def all_reduce(
     values: torch.Tensor, group: dist.ProcessGroup, divisor: float | None = None
-) -> Issued:
+) -> PendingCollective:
     """Replace ``values`` by their sum over ranks, divided by ``divisor``, which may be ``None`` as
     in :meth:`Collectives.reduce_scatter`. Collective over ``group``."""
     if divisor is None and backend_name(values.device.type, group) in _WITHOUT_MEANS:
@@ -338,10 +358,12 @@ def all_reduce(
     work = group.allreduce([as_real(values)], options)
     if not is_host:
         end(work)
-    return Issued((work,) if is_host else (), lambda: divided(values, left), group)
+    return PendingCollective((work,) if is_host else (), lambda: divided(values, left), group)
 
 
-def choose(device_type: str, group: dist.ProcessGroup, plan: BucketPlan) -> Collectives[BucketPlan]:
+def choose(
+    device_type: str, group: dist.ProcessGroup, plan: ParamGroupPlan
+) -> Collectives[ParamGroupPlan]:
     """Return the fastest collectives known for ``plan`` on the backend of ``group`` on
     ``device_type``."""
     if not communicates(group):
@@ -391,7 +413,7 @@ def end(work: dist.Work | None) -> None:
 
 def divide_early(gradients: torch.Tensor, divisor: float | None) -> float | None:
     """Divide ``gradients`` in half precision by ``divisor`` in place, before they are summed,
-    because the sum may overflow. Returns what is left to divide the sum by."""
+    because the sum may overflow. Return what is left to divide the sum by."""
     if divisor is None or gradients.dtype not in (torch.float16, torch.complex32):
         return divisor
     as_real(gradients).div_(divisor)
@@ -410,7 +432,7 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def own_range(full: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup) -> torch.Tensor:
+def own_range(full: torch.Tensor, plan: ParamGroupPlan, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the part of ``full`` that this rank's shard fills."""
     rank = group.rank()
     return full.narrow(0, plan.shard_starts[rank], plan.shard_numels[rank])
@@ -429,9 +451,9 @@ class InPlaceRows(GathersInPlace):
 
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, plan: RowsPlan, group: dist.ProcessGroup
-    ) -> Issued:
+    ) -> PendingCollective:
         gather_pieces(self.make_pieces(full, shard, plan, group), group)
-        return Issued((), lambda: full)
+        return PendingCollective((), lambda: full)
 
     def make_pieces(
         self, full: torch.Tensor, shard: torch.Tensor, plan: RowsPlan, group: dist.ProcessGroup
@@ -439,8 +461,8 @@ class InPlaceRows(GathersInPlace):
         regions = self._regions.of(full, plan)
         own = [region[group.rank()] for region in regions]
         torch._foreach_copy_(own, chunks_of(shard, plan), non_blocking=True)
-        received = [as_carried(region.view(-1)) for region in regions]
-        return received, [as_carried(chunk) for chunk in own]
+        received = [as_comm_dtype(region.view(-1)) for region in regions]
+        return received, [as_comm_dtype(chunk) for chunk in own]
 
     def reduce_scatter(
         self,
@@ -448,7 +470,7 @@ class InPlaceRows(GathersInPlace):
         plan: RowsPlan,
         group: dist.ProcessGroup,
         divisor: float | None = None,
-    ) -> Issued:
+    ) -> PendingCollective:
         left = divide_early(gradients, divisor)
         own = _new(gradients, plan.shard_numels[group.rank()], plan)
         received = [as_real(chunk) for chunk in chunks_of(own, plan)]
@@ -459,7 +481,7 @@ class InPlaceRows(GathersInPlace):
         else:
             for mine, of_all in zip(received, sent, strict=True):
                 reduce_into(mine, of_all, group, op)
-        return Issued((), lambda: divided(own, left))
+        return PendingCollective((), lambda: divided(own, left))
 
 
 class PackedRows:
@@ -470,7 +492,7 @@ class PackedRows:
     much memory again. ``others`` gather and reduce each of them by itself, in place.
     """
 
-    def __init__(self, others: Collectives[BucketPlan], large_bytes: float = inf) -> None:
+    def __init__(self, others: Collectives[ParamGroupPlan], large_bytes: float = inf) -> None:
         self._others = others
         self._large_bytes = large_bytes
         self._regions = _Views(regions_of)
@@ -479,7 +501,7 @@ class PackedRows:
 
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, plan: RowsPlan, group: dist.ProcessGroup
-    ) -> Issued:
+    ) -> PendingCollective:
         division = self._division(plan, full)
         regions, chunks = self._regions.of(full, plan), chunks_of(shard, plan)
         parts = [
@@ -510,7 +532,7 @@ class PackedRows:
         plan: RowsPlan,
         group: dist.ProcessGroup,
         divisor: float | None = None,
-    ) -> Issued:
+    ) -> PendingCollective:
         division = self._division(plan, gradients)
         regions = self._regions.of(gradients, plan)
         parts = [
@@ -545,20 +567,24 @@ class PackedRows:
         return self._divisions[size]
 
 
-def _together(parts: Sequence[Issued], finish: Callable[[], torch.Tensor]) -> Issued:
+def _together(
+    parts: Sequence[PendingCollective], finish: Callable[[], torch.Tensor]
+) -> PendingCollective:
     """Return several collectives of one group as one, whose result ``finish`` gives."""
-    return Issued([work for part in parts for work in part.works], finish, parts[0].group)
+    return PendingCollective(
+        [work for part in parts for work in part.works], finish, parts[0].group
+    )
 
 
 class _Division:
-    """Which parameters of a bucket travel by themselves: those of at least ``large`` elements. The
-    others are ``small``."""
+    """Which parameters of a param group travel by themselves: those of at least ``large`` elements.
+    The others are ``small``."""
 
     def __init__(self, plan: RowsPlan, large: float) -> None:
         ranks = plan.world_size
         sizes = list(zip(plan.specs, plan.chunks, strict=True))
         self.large = [
-            (index, BucketPlan((), (), (chunk,) * ranks))
+            (index, ParamGroupPlan((), (), (chunk,) * ranks))
             for index, (spec, chunk) in enumerate(sizes)
             if spec.cut_dim == 0 and chunk * ranks >= large
         ]
@@ -584,7 +610,7 @@ def choose_for_rows(
 
 
 class _Views:
-    """Views of the flat buffers of one bucket, made once for each."""
+    """Views of the flat buffers of one param group, made once for each."""
 
     def __init__(self, make: Callable[[torch.Tensor, RowsPlan], list[torch.Tensor]]) -> None:
         self._make = make
@@ -675,30 +701,34 @@ class CustomCollectives:
     collective is waited for at once.
     """
 
-    def __init__(self, comms: CustomComms, others: Collectives[BucketPlan]) -> None:
+    def __init__(self, comms: CustomComms, others: Collectives[ParamGroupPlan]) -> None:
         self._comms = comms
         self._others = others
 
     def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
-    ) -> Issued:
+        self,
+        full: torch.Tensor,
+        shard: torch.Tensor,
+        plan: ParamGroupPlan,
+        group: dist.ProcessGroup,
+    ) -> PendingCollective:
         comm = self._comms.all_gather
         if comm is None:
             return self._others.all_gather(full, shard, plan, group)
         gathered = comm.allocate(full.shape, dtype=full.dtype, device=full.device)
         own = own_range(gathered, plan, group).copy_(shard, non_blocking=True)
-        sent, received = as_carried(own), as_carried(gathered)
+        sent, received = as_comm_dtype(own), as_comm_dtype(gathered)
         end(comm(output_tensor=received, input_tensor=sent, group=group, async_op=False))
         full.copy_(gathered)
-        return Issued((), lambda: full)
+        return PendingCollective((), lambda: full)
 
     def reduce_scatter(
         self,
         gradients: torch.Tensor,
-        plan: BucketPlan,
+        plan: ParamGroupPlan,
         group: dist.ProcessGroup,
         divisor: float | None = None,
-    ) -> Issued:
+    ) -> PendingCollective:
         comm = self._comms.reduce_scatter
         if comm is None:
             return self._others.reduce_scatter(gradients, plan, group, divisor)
@@ -713,4 +743,4 @@ class CustomCollectives:
         work = comm(output_tensor=received, input_tensor=sent, group=group, op=op, async_op=False)
         end(work)
         mean = divided(own.clone(), left)
-        return Issued((), lambda: mean)
+        return PendingCollective((), lambda: mean)

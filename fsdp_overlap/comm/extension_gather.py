@@ -1,8 +1,7 @@
 """Gathers parameters that say themselves how, as FSDP2's tensor extensions do.
 
-What each gives may have any dtypes and sizes. All of a bucket travels in one collective, as bytes,
-and is copied in before it and out after it.
-"""
+What each gives may have any dtypes and sizes. All of a param group travels in one collective, as
+bytes, and is copied in before it and out after it."""
 
 from __future__ import annotations
 
@@ -12,8 +11,8 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.comm.collectives import Collectives, Issued, own_range
-from fsdp_overlap.layout import BucketPlan, RowsPlan
+from fsdp_overlap.comm.collectives import Collectives, PendingCollective, own_range
+from fsdp_overlap.layout import ParamGroupPlan, RowsPlan
 from fsdp_overlap.tensor.extension import Extension, is_subclass
 
 # Where a tensor may begin among bytes, so that they can be seen in its dtype.
@@ -24,7 +23,7 @@ Kind = tuple[torch.Size, torch.dtype]
 
 
 class SendLayout:
-    """Where what a rank sends of a bucket lies, whose extensions give ``inputs``."""
+    """Where what a rank sends of a param group lies, whose extensions give ``inputs``."""
 
     def __init__(self, inputs: Sequence[Sequence[torch.Tensor]]) -> None:
         self.kinds = [_kinds(tensors) for tensors in inputs]
@@ -48,7 +47,7 @@ class ExtensionGather:
 
     def __init__(self, extensions: Sequence[Extension]) -> None:
         self.extensions = extensions
-        self.others: Collectives[BucketPlan]
+        self.others: Collectives[ParamGroupPlan]
         self._layout: SendLayout | None = None
         self.outputs: list[list[torch.Tensor]] = []
         """For each parameter, what is gathered of each tensor that its extension gives, flat."""
@@ -66,7 +65,7 @@ class ExtensionGather:
     @torch.no_grad()
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, plan: RowsPlan, group: dist.ProcessGroup
-    ) -> Issued:
+    ) -> PendingCollective:
         """Fill the unsharded parameters. ``full`` and ``shard`` are empty, but ``full`` is where
         compute is."""
         inputs = self.inputs()
@@ -77,7 +76,7 @@ class ExtensionGather:
     @torch.no_grad()
     def all_gather_first(
         self, inputs: Sequence[Sequence[torch.Tensor]], full: torch.Tensor, group: dist.ProcessGroup
-    ) -> Issued:
+    ) -> PendingCollective:
         """Gather :attr:`outputs` anew, and make nothing of them."""
         layout = self._layout = SendLayout(inputs)
         ranks = group.size()
@@ -113,9 +112,9 @@ class ExtensionGather:
         full: torch.Tensor,
         group: dist.ProcessGroup,
         then: Callable[[], None],
-    ) -> Issued:
+    ) -> PendingCollective:
         ranks = group.size()
-        all_ranks = BucketPlan((), (), (layout.nbytes,) * ranks)
+        all_ranks = ParamGroupPlan((), (), (layout.nbytes,) * ranks)
         gathered = torch.empty(all_ranks.numel, dtype=torch.uint8, device=full.device)
         own = own_range(gathered, all_ranks, group)
         if layout.has_gaps:
@@ -142,7 +141,7 @@ class ExtensionGather:
                     extension.release_early()
             return full
 
-        return Issued(issued.works, finish, issued.group)
+        return PendingCollective(issued.works, finish, issued.group)
 
     def _fill(self) -> None:
         for extension in self.extensions:

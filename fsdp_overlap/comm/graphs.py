@@ -21,11 +21,11 @@ class Replays(Protocol):
     """Is told of each replay of one graph."""
 
     def before(self) -> None:
-        """The current stream is about to run the graph."""
+        """Prepare for the current stream to run the graph."""
         ...
 
     def after(self) -> None:
-        """The graph was enqueued on the current stream."""
+        """Follow up on the graph, which was enqueued on the current stream."""
         ...
 
 
@@ -34,7 +34,7 @@ class Watcher(Protocol):
 
     def capture_begins(self) -> None: ...
     def capture_ends(self) -> Replays | None:
-        """The capture is about to end. Return who is to be told of its replays."""
+        """Prepare for the capture to end. Return who is to be told of its replays."""
         ...
 
     def capture_ended(self) -> None:

@@ -31,7 +31,7 @@ class GroupMemory:
             backend.register_mem_pool(self._pool)
 
     def use(self) -> AbstractContextManager[None]:
-        """Return a context within which what this thread allocates comes from the pool."""
+        """Take what this thread allocates within from the pool."""
         within: AbstractContextManager[None] = self._streams.use_mem_pool(self._pool)
         return within
 

@@ -9,8 +9,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.comm.collectives import Issued
-from fsdp_overlap.comm.lanes import HostTicket
+from fsdp_overlap.comm.collectives import PendingCollective
+from fsdp_overlap.comm.comm_streams import HostWorkHandle
 
 T = TypeVar("T")
 
@@ -76,4 +76,4 @@ def _gather(mine: torch.Tensor, group: dist.ProcessGroup, what: str) -> list[tor
 
 
 def _wait(work: dist.Work, group: dist.ProcessGroup, what: str) -> None:
-    HostTicket(what, "", Issued([work], lambda: torch.empty(0), group), None).wait()
+    HostWorkHandle(what, "", PendingCollective([work], lambda: torch.empty(0), group), None).wait()

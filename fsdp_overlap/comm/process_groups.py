@@ -38,7 +38,7 @@ NO_TAG = 2**31 - 1
 FREE_SECONDS = 0.05
 
 OPTIMIZER = "optimizer"
-"""The purpose of groups that connect other ranks than the lanes' do."""
+"""The purpose of groups that connect other ranks than the comm streams' do."""
 
 # ---- What to know of a group ----
 
@@ -105,7 +105,7 @@ def can_split(device_type: str, group: dist.ProcessGroup) -> bool:
 def connect(device_type: str, group: dist.ProcessGroup) -> None:
     """Make the communicator of ``group``, which else comes with its first collective, and wait on
     the host until nothing is under way on it. Only then memory can be registered with it, and
-    others can be split from it. Does nothing for backends without communicators to split.
+    others can be split from it. Do nothing for backends without communicators to split.
     Collective over ``group``."""
     if can_split(device_type, group):
         device = current_device(device_type)  # a new group would guess another one
@@ -311,12 +311,12 @@ def _end_threads() -> None:
 PURPOSES = {
     "gather": "all_gather",
     "reduce": "reduce_scatter",
-    "copies": "all_reduce",
+    "replicas": "all_reduce",
     "confirm": "order_check",
 }
 
-LANES = ("all_gather", "reduce_scatter", "all_reduce")
-"""The lanes whose groups can be given options of their own."""
+PG_OPTION_KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+"""The comm streams whose groups can be given options of their own."""
 
 
 @dataclass(frozen=True)
@@ -332,14 +332,14 @@ class MeshGroups:
         gather: for all-gathers, along the dimension that parameters are sharded over.
         reduce: for reduce-scatters, and the check of their order, along the same dimension. It may
             be the group of ``gather``. Both then run one after the other.
-        copies: for what travels between ranks that hold copies, along the first dimension of a mesh
-            ``(replicate, shard)``.
-        confirm: for confirmations between ranks that hold copies. Only gloo on a CPU has them.
+        replicas: for what travels between ranks that hold replicas, along the first dimension of a
+            mesh ``(replicate, shard)``.
+        confirm: for confirmations between ranks that hold replicas. Only gloo on a CPU has them.
     """
 
     gather: dist.ProcessGroup | None = None
     reduce: dist.ProcessGroup | None = None
-    copies: dist.ProcessGroup | None = None
+    replicas: dist.ProcessGroup | None = None
     confirm: dist.ProcessGroup | None = None
 
     def checked(self, mesh: DeviceMesh) -> Iterator[tuple[str, list[int], dist.ProcessGroup]]:
@@ -364,10 +364,11 @@ def _check(group: object, name: str, mesh: DeviceMesh) -> None:
         )
     if not is_registered(group):
         raise ValueError(f"groups: {name} was destroyed; give a process group that still exists")
-    is_across = name in ("copies", "confirm")
+    is_across = name in ("replicas", "confirm")
     if is_across and mesh.ndim == 1:
         raise ValueError(
-            f"groups: {name} connects ranks that hold copies, and {mesh} has no copies; leave it "
+            f"groups: {name} connects ranks that hold replicas, and {mesh} has no replicas; leave "
+            "it "
             "out, or use a mesh (replicate, shard)"
         )
     wanted = mesh.get_group(0 if is_across else mesh.ndim - 1)
@@ -389,14 +390,14 @@ def _check(group: object, name: str, mesh: DeviceMesh) -> None:
 # ---- The groups of a context ----
 
 
-class LaneGroups:
-    """The groups that a bucket's collectives run on. A communicator runs one collective at a time,
-    so collectives that are to run beside each other need a group each.
+class CommGroups:
+    """The groups that a param group's collectives run on. A communicator runs one collective at a
+    time, so collectives that are to run beside each other need a group each.
 
     ``gather`` and ``reduce`` connect the ranks among which parameters are sharded. ``across`` and
-    ``confirm_across`` connect the ranks that hold copies. Both are ``None`` on a mesh of one
+    ``confirm_across`` connect the ranks that hold replicas. Both are ``None`` on a mesh of one
     dimension, and ``confirm_across`` also where nothing is confirmed. It is apart from ``across``
-    because a reduction across copies starts at another moment on each rank. It would hold up a
+    because a reduction across replicas starts at another moment on each rank. It would hold up a
     confirmation that other ranks need before they start theirs.
 
     Groups are referred to weakly, so that the user can destroy them. Afterwards the properties
@@ -453,14 +454,14 @@ class GroupCache:
     Args:
         separate: whether reductions run on another group than all-gathers.
         given: the groups that the user handed in, by mesh.
-        options: the backend's options for the groups of a lane, by its name. Groups of other lanes
-            have those of the mesh's group.
+        options: the backend's options for the groups of a comm stream, by its name. Groups of other
+            comm streams have those of the mesh's group.
 
     Raises:
         TypeError: what was given for a mesh is no :class:`MeshGroups`, or a group in it is none of
             this rank.
         ValueError: a group does not suit its mesh, two were handed in for the same use, or there is
-            no such lane.
+            no such comm stream.
     """
 
     def __init__(
@@ -471,9 +472,12 @@ class GroupCache:
     ) -> None:
         self.separate = separate
         self.options = dict(options or {})
-        for lane in self.options:
-            if lane not in LANES:
-                raise ValueError(f"pg_options: there is no lane {lane!r}; use {', '.join(LANES)}")
+        for comm_stream in self.options:
+            if comm_stream not in PG_OPTION_KINDS:
+                raise ValueError(
+                    f"pg_options: there is no comm stream {comm_stream!r}; use "
+                    f"{', '.join(PG_OPTION_KINDS)}"
+                )
         self.watchdog: Callable[[], Watchdog | None] = lambda: None
         """Gives the watchdog that is asked when a collective lasts or fails. Does not keep it
         alive."""
@@ -521,7 +525,7 @@ class GroupCache:
         Raises:
             TypeError: they are those of another backend, or the backend of ``mesh`` takes none.
         """
-        for lane, options in self.options.items():
+        for comm_stream, options in self.options.items():
             shard = mesh.get_group(mesh.ndim - 1)
             backend = backend_name(mesh.device_type, shard)
             if backend == "gloo":
@@ -529,11 +533,12 @@ class GroupCache:
             suitable = options_of(shard, mesh.device_type)
             if suitable is not None and not isinstance(options, type(suitable)):
                 raise TypeError(
-                    f"pg_options: those of {lane} are a {type(options).__name__}; {backend}, which "
+                    f"pg_options: those of {comm_stream} are a {type(options).__name__}; "
+                    f"{backend}, which "
                     f"{mesh} has, takes a {type(suitable).__qualname__}"
                 )
 
-    def get(self, mesh: DeviceMesh, separate: bool = True) -> LaneGroups:
+    def get(self, mesh: DeviceMesh, separate: bool = True) -> CommGroups:
         """Return the groups of a mesh of one dimension, or of ``(replicate, shard)``. Collective
         over the mesh at its first call.
 
@@ -545,12 +550,12 @@ class GroupCache:
         separate = separate and self.separate
         reduce = self._get("reduce_scatter", shard, mesh) if separate else gather
         if mesh.ndim == 1:
-            return LaneGroups(gather, reduce)
-        copies = mesh.get_group(0)
-        across = self._get("all_reduce", copies, mesh)
-        if not can_close(mesh.device_type, copies):
-            return LaneGroups(gather, reduce, across)
-        return LaneGroups(gather, reduce, across, self._get("order_check", copies, mesh))
+            return CommGroups(gather, reduce)
+        replicas = mesh.get_group(0)
+        across = self._get("all_reduce", replicas, mesh)
+        if not can_close(mesh.device_type, replicas):
+            return CommGroups(gather, reduce, across)
+        return CommGroups(gather, reduce, across, self._get("order_check", replicas, mesh))
 
     def get_part(self, mesh: DeviceMesh, size: int) -> dist.ProcessGroup:
         """Return the group of ``size`` neighbours that this rank belongs to, along the dimension
@@ -667,10 +672,10 @@ class GroupCache:
         key: tuple[str, tuple[int, ...]],
         like: dist.ProcessGroup,
         device_type: str,
-        lane: str,
+        comm_stream: str,
     ) -> dist.ProcessGroup:
         purpose, ranks = key
-        own = own_group(purpose, like, ranks, device_type, self.options.get(lane))
+        own = own_group(purpose, like, ranks, device_type, self.options.get(comm_stream))
         group = own.group
         self._groups[key] = own.reference
         self._own[group.group_name] = own

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from fsdp_overlap.comm.collectives import (
     Collectives,
-    Issued,
+    PendingCollective,
     all_to_all,
     chunks_of,
     divide_early,
@@ -23,19 +23,19 @@ from fsdp_overlap.comm.collectives import (
     own_range,
     regions_of,
 )
-from fsdp_overlap.layout import BucketPlan, RowsPlan
-from fsdp_overlap.layout.wire_plan import Run, Segment, WirePlan
+from fsdp_overlap.layout import ParamGroupPlan, RowsPlan
+from fsdp_overlap.layout.quantized_plan import QuantizedPlan, QuantizedRun, Segment
 from fsdp_overlap.tensor.quantization import at_once, decode_into, encode, multiply
 
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True)
-class Wire:
-    """How the shards of a bucket travel: where things lie, and in which dtypes. ``own`` is this
-    rank's segment. Codes without ``scales`` are numbers of a narrower dtype."""
+class QuantizedFormat:
+    """How the shards of a param group travel: where things lie, and in which dtypes. ``own`` is
+    this rank's segment. Codes without ``scales`` are numbers of a narrower dtype."""
 
-    plan: WirePlan
+    plan: QuantizedPlan
     own: Segment
     codes: torch.dtype
     scales: torch.dtype | None
@@ -57,7 +57,11 @@ class Wire:
         return codes.view(self.codes), scales.view(self.scales or torch.uint8), kept.view(dtype)
 
     def encode(
-        self, values: torch.Tensor, runs: Sequence[Run], codes: torch.Tensor, scales: torch.Tensor
+        self,
+        values: torch.Tensor,
+        runs: Sequence[QuantizedRun],
+        codes: torch.Tensor,
+        scales: torch.Tensor,
     ) -> None:
         """Fill ``codes`` and ``scales`` with those of ``runs``, which lie at the same places of
         ``values`` and ``codes``. All are flat."""
@@ -66,7 +70,7 @@ class Wire:
             self.encode_run(values[place], run, codes[place], scales)
 
     def encode_run(
-        self, values: torch.Tensor, run: Run, codes: torch.Tensor, scales: torch.Tensor
+        self, values: torch.Tensor, run: QuantizedRun, codes: torch.Tensor, scales: torch.Tensor
     ) -> None:
         """Fill ``codes`` and the scales of ``run`` from ``values``, which are those of the run
         alone. Each is flat, or has a row for each rank."""
@@ -120,7 +124,7 @@ class Segments:
     if shards are equal and no matrix that is kept is cut.
     """
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: QuantizedFormat) -> None:
         plan = wire.plan
         self._wire = wire
         self._numels = plan.plan.shard_numels
@@ -220,7 +224,7 @@ def copy_all(targets: list[torch.Tensor], sources: Sequence[torch.Tensor]) -> No
         torch._foreach_copy_(targets, list(sources))
 
 
-def scales_of(scales: torch.Tensor, run: Run) -> torch.Tensor:
+def scales_of(scales: torch.Tensor, run: QuantizedRun) -> torch.Tensor:
     """Return the scales of ``run``: its rows of blocks, and the blocks in a row. ``scales`` are
     flat, or have a row for each rank."""
     rows, _, blocks, _ = run.shape
@@ -228,16 +232,20 @@ def scales_of(scales: torch.Tensor, run: Run) -> torch.Tensor:
 
 
 class QuantizedGather:
-    """Gathers a bucket of ranges in few bits. ``others`` carry the bytes."""
+    """Gathers a param group of ranges in few bits. ``others`` carry the bytes."""
 
-    def __init__(self, wire: Wire, others: Collectives[BucketPlan]) -> None:
+    def __init__(self, wire: QuantizedFormat, others: Collectives[ParamGroupPlan]) -> None:
         self._wire = wire
         self._segments = Segments(wire)
         self._others = others
 
     def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
-    ) -> Issued:
+        self,
+        full: torch.Tensor,
+        shard: torch.Tensor,
+        plan: ParamGroupPlan,
+        group: dist.ProcessGroup,
+    ) -> PendingCollective:
         segments = self._wire.plan.packed
         return _gather(self._wire, full, shard, segments, group, self._others, self._decode)
 
@@ -253,17 +261,19 @@ class QuantizedGather:
 
 
 class QuantizedRowsGather:
-    """Gathers a bucket of rows in few bits. ``others`` carry the bytes. The plan of ``wire`` is
-    that of one rank, because all are alike: in a shard each chunk has room for as many rows."""
+    """Gathers a param group of rows in few bits. ``others`` carry the bytes. The plan of ``wire``
+    is that of one rank, because all are alike: in a shard each chunk has room for as many rows."""
 
-    def __init__(self, wire: Wire, others: Collectives[BucketPlan], ranks: int) -> None:
+    def __init__(
+        self, wire: QuantizedFormat, others: Collectives[ParamGroupPlan], ranks: int
+    ) -> None:
         self._wire = wire
-        self._packed = BucketPlan((), (), wire.plan.packed.shard_numels * ranks)
+        self._packed = ParamGroupPlan((), (), wire.plan.packed.shard_numels * ranks)
         self._others = others
 
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, plan: RowsPlan, group: dist.ProcessGroup
-    ) -> Issued:
+    ) -> PendingCollective:
         def decode(gathered: torch.Tensor, full: torch.Tensor) -> None:
             self._decode(gathered.view(plan.world_size, -1), full, plan)
 
@@ -283,20 +293,21 @@ class QuantizedRowsGather:
 
 
 class QuantizedReduction:
-    """Reduces a bucket of ranges in few bits: what each rank sends arrives by an all-to-all, and is
-    summed in the dtype of the gradients. A rank's own gradients do not travel, and are exact."""
+    """Reduces a param group of ranges in few bits: what each rank sends arrives by an all-to-all,
+    and is summed in the dtype of the gradients. A rank's own gradients do not travel, and are
+    exact."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: QuantizedFormat) -> None:
         self._wire = wire
         self._segments = Segments(wire)
 
     def reduce_scatter(
         self,
         gradients: torch.Tensor,
-        plan: BucketPlan,
+        plan: ParamGroupPlan,
         group: dist.ProcessGroup,
         divisor: float | None = None,
-    ) -> Issued:
+    ) -> PendingCollective:
         sizes = list(self._wire.plan.packed.shard_numels)
         left = divide_early(gradients, len(sizes) if divisor is None else divisor)
         sent = self._encode(gradients)
@@ -318,10 +329,10 @@ class QuantizedReduction:
 
 
 class QuantizedRowsReduction:
-    """Reduces a bucket of rows as :class:`QuantizedReduction` does one of ranges. The plan of
+    """Reduces a param group of rows as :class:`QuantizedReduction` does one of ranges. The plan of
     ``wire`` is that of one rank."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: QuantizedFormat) -> None:
         self._wire = wire
 
     def reduce_scatter(
@@ -330,7 +341,7 @@ class QuantizedRowsReduction:
         plan: RowsPlan,
         group: dist.ProcessGroup,
         divisor: float | None = None,
-    ) -> Issued:
+    ) -> PendingCollective:
         ranks = plan.world_size
         left = divide_early(gradients, ranks if divisor is None else divisor)
         regions = regions_of(gradients, plan)
@@ -356,14 +367,14 @@ class QuantizedRowsReduction:
 
 
 def _gather(
-    wire: Wire,
+    wire: QuantizedFormat,
     full: torch.Tensor,
     shard: torch.Tensor,
-    segments: BucketPlan,
+    segments: ParamGroupPlan,
     group: dist.ProcessGroup,
-    others: Collectives[BucketPlan],
+    others: Collectives[ParamGroupPlan],
     decode: Callable[[torch.Tensor, torch.Tensor], None],
-) -> Issued:
+) -> PendingCollective:
     """Gather what all ranks send into a buffer of the plan ``segments``, from which ``decode``
     fills ``full``."""
     gathered = torch.empty(segments.numel, dtype=torch.uint8, device=full.device)
@@ -376,17 +387,17 @@ def _gather(
         decode(gathered, full)
         return full
 
-    return Issued(issued.works, finish, issued.group)
+    return PendingCollective(issued.works, finish, issued.group)
 
 
 def _reduce(
-    wire: Wire,
+    wire: QuantizedFormat,
     sent: torch.Tensor,
     sizes: list[int],
     mine: torch.Tensor,
     group: dist.ProcessGroup,
     divisor: float | None,
-) -> Issued:
+) -> PendingCollective:
     """Send each rank its segment of ``sent``, which have ``sizes``, and sum those that arrive
     with ``mine``. The sum is divided by ``divisor``."""
     rank = group.rank()
@@ -400,4 +411,4 @@ def _reduce(
             wire.add_up(received.view(len(sizes), -1), mine, rank, total)
         return divided(total, divisor)
 
-    return Issued(issued.works, finish, issued.group)
+    return PendingCollective(issued.works, finish, issued.group)

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_overlap.comm.collectives import (
-    Issued,
+    PendingCollective,
     TensorCollectives,
     divide_early,
     divided,
@@ -15,12 +15,12 @@ from fsdp_overlap.comm.collectives import (
 )
 from fsdp_overlap.comm.process_groups import backend_name
 from fsdp_overlap.comm.streams import streams_of
-from fsdp_overlap.layout import BucketPlan, Plan
+from fsdp_overlap.layout import ParamGroupPlan, Plan
 from fsdp_overlap.torch_internals import symmetric_memory
 
 
 class SymmetricPiece:
-    """A piece of symmetric memory, which one collective after the other uses, on one lane.
+    """A piece of symmetric memory, which one collective after the other uses, on one comm stream.
 
     It is taken from the device's pool for the first of them, as large as the largest needs it, and
     registered with each group for the first collective on that group. Registration is collective,
@@ -70,7 +70,7 @@ class SymmetricMemory:
         self.reduced = SymmetricPiece(device)
 
     def reserve(self, plan: Plan, compute_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
-        """Make pieces large enough for a bucket of equal shards."""
+        """Make pieces large enough for a param group of equal shards."""
         self.gathered.reserve(plan.numel * compute_dtype.itemsize)
         if plan.specs[0].requires_grad:  # else they grow if it becomes trainable
             self.unreduced.reserve(plan.numel * reduce_dtype.itemsize)
@@ -86,21 +86,25 @@ class SymmetricCollectives:
         self._collectives = TensorCollectives()
 
     def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup
-    ) -> Issued:
+        self,
+        full: torch.Tensor,
+        shard: torch.Tensor,
+        plan: ParamGroupPlan,
+        group: dist.ProcessGroup,
+    ) -> PendingCollective:
         gathered = self._memory.gathered.take(group, plan.numel, full.dtype)
         own = own_range(gathered, plan, group).copy_(shard, non_blocking=True)
         self._collectives.all_gather(gathered, own, plan, group)
         full.copy_(gathered)
-        return Issued((), lambda: full)
+        return PendingCollective((), lambda: full)
 
     def reduce_scatter(
         self,
         gradients: torch.Tensor,
-        plan: BucketPlan,
+        plan: ParamGroupPlan,
         group: dist.ProcessGroup,
         divisor: float | None = None,
-    ) -> Issued:
+    ) -> PendingCollective:
         # In symmetric memory NCCL 2.29 has sums, and no means.
         left = divide_early(gradients, group.size() if divisor is None else divisor)
         source = self._memory.unreduced.take(group, plan.numel, gradients.dtype)
@@ -108,7 +112,7 @@ class SymmetricCollectives:
         source.copy_(gradients)
         reduce_into(own, source, group, dist.ReduceOp.SUM)
         mean = divided(own.clone(), left)
-        return Issued((), lambda: mean)
+        return PendingCollective((), lambda: mean)
 
 
 def use_symmetric_memory(backend: str, group: dist.ProcessGroup, device: torch.device) -> None:

@@ -16,8 +16,8 @@ FIRST_CHECK = timedelta(seconds=1)
 class Watchdog(Protocol):
     """Is asked on the host, while collectives are under way."""
 
-    def look(self) -> None:
-        """Look for a reason while a collective lasts. The other ranks may have told why.
+    def poll(self) -> None:
+        """Look for a failure while a collective lasts. The other ranks may have told why.
 
         Raises:
             RuntimeError: the collective will never be done; says why.
@@ -34,7 +34,7 @@ _watchdogs: WeakKeyDictionary[dist.ProcessGroup, ref[Watchdog]] = WeakKeyDiction
 
 
 def set_watchdog(group: dist.ProcessGroup, watchdog: Watchdog) -> None:
-    """Ask ``watchdog`` from now on about collectives of ``group``, as long as ``watchdog``
+    """Ask ``watchdog`` about collectives of ``group`` from now on, as long as ``watchdog``
     lives."""
     _watchdogs[group] = ref(watchdog)
 
@@ -64,5 +64,5 @@ def wait(work: dist.Work, watchdog: Watchdog | None) -> None:
             if work.is_completed():
                 work.wait()  # raises if it failed; otherwise it was done in the meantime
                 return
-        watchdog.look()
+        watchdog.poll()
         patience *= 2

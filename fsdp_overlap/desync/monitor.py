@@ -19,13 +19,13 @@ from weakref import WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 
+from fsdp_overlap.comm.comm_streams import REPLAY, CommStream, DeviceCommStream, LaunchedCollective
 from fsdp_overlap.comm.graphs import querying
-from fsdp_overlap.comm.lanes import REPLAY, Lane, Launched, StreamLane
-from fsdp_overlap.comm.store_notes import ANSWER_SECONDS, is_meeting
+from fsdp_overlap.comm.store_mailbox import ANSWER_SECONDS, is_meeting
 from fsdp_overlap.comm.streams import streams_of
-from fsdp_overlap.desync.faults import Fault, Faults
+from fsdp_overlap.desync.error_monitor import ErrorMonitor, Fault
 
-LOOKS = 5
+POLLS = 5
 """How often a rank looks at itself within the timeout."""
 
 READERS = 4
@@ -40,7 +40,7 @@ _threads: WeakKeyDictionary[threading.Thread, threading.Event] = WeakKeyDictiona
 
 
 @dataclass(frozen=True)
-class Position:
+class RankPosition:
     """Where a rank stands still. ``state``: it "waits" in a collective that its device has begun,
     "computes" before one that it has not, or is "idle": its device has nothing to do. ``what``:
     that collective, or the last one, or a replay of a graph. ``number``: how many of these have
@@ -62,9 +62,9 @@ class Position:
         return f"{text} ({self.number} done); host {self.host}"
 
 
-def describe_hang(positions: Mapping[int, Position], silent: Sequence[int]) -> str | None:
-    """Where ranks stand, and who waits for whom. ``None`` if no rank waits for another, as far as
-    that can be told: all may be in the same replay of a graph, which takes its time.
+def describe_hang(positions: Mapping[int, RankPosition], silent: Sequence[int]) -> str | None:
+    """Return where ranks stand, and who waits for whom. ``None`` if no rank waits for another, as
+    far as that can be told: all may be in the same replay of a graph, which takes its time.
 
     Args:
         positions: of the ranks that have not moved for a while, by rank.
@@ -113,7 +113,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 class DesyncMonitor:
-    """A thread that watches the lanes of one context.
+    """A thread that watches the comm streams of one context.
 
     While collectives end, or replays of graphs, it only counts them. When none was launched or
     ended for ``timeout`` seconds, it posts where this rank stands. If this rank waits for one that
@@ -122,7 +122,7 @@ class DesyncMonitor:
     rank that writes a checkpoint for a minute is waited for.
 
     Args:
-        lanes: gives the lanes that exist.
+        comm streams: gives the comm streams that exist.
         timeout: seconds.
         found: is called on its thread when this rank must not go on.
     """
@@ -130,16 +130,16 @@ class DesyncMonitor:
     def __init__(
         self,
         device: torch.device,
-        lanes: Callable[[], Iterable[Lane]],
-        faults: Faults,
+        comm_streams: Callable[[], Iterable[CommStream]],
+        error_monitor: ErrorMonitor,
         timeout: float,
         found: Callable[[], None],
     ) -> None:
         self.timeout = timeout
         self.report: Callable[[str], object] = _print
         self._device = device
-        self._lanes = lanes
-        self._faults = faults
+        self._comm_streams = comm_streams
+        self._error_monitor = error_monitor
         self._found = found
         self._main = threading.current_thread().ident
         self._ended = threading.Event()
@@ -158,22 +158,26 @@ class DesyncMonitor:
     def end(self) -> None:
         self._ended.set()
 
-    def look(self) -> None:
-        """Looks at this rank, and if it stands still, at the others."""
+    def poll(self) -> None:
+        """Look at this rank, and if it stands still, at the others."""
         if is_meeting():
             self._since = time.monotonic()  # ranks that reset wait for each other, and say so
             return
         if not querying.acquire(blocking=False):
             return  # a graph is captured
         try:
-            lanes = [lane for lane in self._lanes() if isinstance(lane, StreamLane)]
-            pending = [_pending(lane) for lane in lanes]
+            comm_streams = [
+                comm_stream
+                for comm_stream in self._comm_streams()
+                if isinstance(comm_stream, DeviceCommStream)
+            ]
+            pending = [_pending(comm_stream) for comm_stream in comm_streams]
             for launched in filter(None, pending):
                 self._last = _name(*launched[-1][:2])
-            position = self._position(lanes, pending)
+            position = self._position(comm_streams, pending)
         finally:
             querying.release()
-        progress = (*(lane.count for lane in lanes), *map(len, pending))
+        progress = (*(comm_stream.count for comm_stream in comm_streams), *map(len, pending))
         now = time.monotonic()
         if progress != self._progress:
             self._progress, self._since = progress, now
@@ -189,27 +193,29 @@ class DesyncMonitor:
                 self._ask(position, rounds)
 
     def _tell(self, where: str, told: str = "") -> None:
-        self._faults.where, self._faults.told = where, told
-        self._faults.post()
+        self._error_monitor.where, self._error_monitor.told = where, told
+        self._error_monitor.post()
 
-    def _ask(self, position: Position, rounds: int) -> None:
-        """Looks for a reason among the others, ``rounds`` timeouts after this rank moved last."""
+    def _ask(self, position: RankPosition, rounds: int) -> None:
+        """Look for a reason among the others, ``rounds`` timeouts after this rank moved last."""
         me = dist.get_rank()
         readers = READERS * max(1, rounds - 2)
-        if not any(me in ranks[:readers] for ranks in self._faults.ranks()):
-            notes = [note for told in self._faults.notes(READERS) for note in told.values()]
+        if not any(me in ranks[:readers] for ranks in self._error_monitor.ranks()):
+            notes = [note for told in self._error_monitor.notes(READERS) for note in told.values()]
             for found in [note.told for note in notes if note.told][:1]:
                 self._say(found)
             return
         try:
-            self._faults.look()
+            self._error_monitor.poll()
         except Fault as fault:
             self._found()
             self._say(str(fault))
             return
-        for ranks, told in zip(self._faults.ranks(), self._faults.notes(), strict=True):
+        for ranks, told in zip(
+            self._error_monitor.ranks(), self._error_monitor.notes(), strict=True
+        ):
             positions = {
-                rank: Position(**json.loads(note.where))
+                rank: RankPosition(**json.loads(note.where))
                 for rank, note in told.items()
                 if note.where
             }
@@ -226,10 +232,12 @@ class DesyncMonitor:
         self.report(f"[rank {dist.get_rank()}] fsdp_overlap: {text}")
 
     def _position(
-        self, lanes: Sequence[StreamLane], pending: Sequence[Sequence[Launched]]
-    ) -> Position | None:
-        """Where this rank stands. ``None`` before its first collective."""
-        number = sum(lane.count for lane in lanes)
+        self,
+        comm_streams: Sequence[DeviceCommStream],
+        pending: Sequence[Sequence[LaunchedCollective]],
+    ) -> RankPosition | None:
+        """Return where this rank stands. ``None`` before its first collective."""
+        number = sum(comm_stream.count for comm_stream in comm_streams)
         ended = number - sum(map(len, pending))
         oldest = [launched[0] for launched in pending if launched]
         begun = [each for each in oldest if all(event.query() for event in each.waits)]
@@ -237,10 +245,11 @@ class DesyncMonitor:
         if not number:
             return None
         what = self._last if not oldest else _name(*(begun or oldest)[0][:2])
-        return Position(state, what, ended, self._host(), time.monotonic() - self._since)
+        return RankPosition(state, what, ended, self._host(), time.monotonic() - self._since)
 
     def _host(self) -> str:
-        """Where the main thread is: the innermost frame that is not torch's or this library's."""
+        """Return where the main thread is: the innermost frame that is not torch's or this
+        library's."""
         frame = sys._current_frames().get(self._main or 0)
         while frame is not None and frame.f_code.co_filename.startswith(PACKAGES):
             frame = frame.f_back
@@ -250,9 +259,9 @@ class DesyncMonitor:
         return f"at {file}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
-def _pending(lane: StreamLane) -> list[Launched]:
-    """What ``lane`` has launched that has not ended, oldest first."""
-    launched = lane.launched
+def _pending(comm_stream: DeviceCommStream) -> list[LaunchedCollective]:
+    """Return what ``comm_stream`` has launched that has not ended, oldest first."""
+    launched = comm_stream.launched
     while launched and launched[0].end.query():
         launched.popleft()
     while True:
@@ -276,11 +285,11 @@ def _run(monitor: ref[DesyncMonitor], ended: threading.Event) -> None:
         return
     # The current device is a thread's own, and another one would be given a context.
     streams_of(own._device).set_device(own._device)
-    interval = own.timeout / LOOKS
+    interval = own.timeout / POLLS
     del own
     while not ended.wait(interval) and (found := monitor()) is not None:
         try:
-            found.look()
+            found.poll()
         except Exception:  # this must not end what it watches, nor the watching
             if not dist.is_initialized():
                 return
@@ -289,7 +298,8 @@ def _run(monitor: ref[DesyncMonitor], ended: threading.Event) -> None:
 
 @atexit.register
 def _end_threads() -> None:
-    """Python would end a thread that asks a store by aborting the whole process."""
+    """End the threads, because Python would end one that asks a store by aborting the whole
+    process."""
     for ended in list(_threads.values()):
         ended.set()
     for thread in list(_threads):

@@ -11,8 +11,8 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.comm.collectives import Issued
-from fsdp_overlap.comm.lanes import HostTicket, Lane, Ticket
+from fsdp_overlap.comm.collectives import PendingCollective
+from fsdp_overlap.comm.comm_streams import CommStream, HostWorkHandle, WorkHandle
 from fsdp_overlap.comm.streams import has_streams
 
 # How many collectives since the last check are remembered. Older ones only count in the digest.
@@ -27,8 +27,8 @@ NOWHERE = 2 * REMEMBERED
 
 DIGEST_BYTES = 4
 
-# The code of a collective is the index of its bucket times the number of kinds, plus the kind.
-KINDS = ("all_gather", "reduce_scatter", "reduce_scatter and all_reduce across copies")
+# The code of a collective is the index of its param group times the number of kinds, plus the kind.
+KINDS = ("all_gather", "reduce_scatter", "reduce_scatter and all_reduce across replicas")
 N_KINDS = len(KINDS)
 
 # In place of a collective's code.
@@ -41,13 +41,13 @@ START = -4
 
 
 class Subject(Protocol):
-    """The bucket that a collective gathers or reduces."""
+    """The param group that a collective gathers or reduces."""
 
     label: str
 
     def signature(self, dtype: torch.dtype) -> int:
-        """Return a number that is equal on ranks that planned the bucket alike and have as many
-        buckets and parameters on its mesh. ``dtype`` is what the collective sends."""
+        """Return a number that is equal on ranks that planned the param group alike and have as
+        many param groups and parameters on its mesh. ``dtype`` is what the collective sends."""
         ...
 
 
@@ -70,7 +70,7 @@ class Interval(NamedTuple):
         return NOTHING if self.is_over else None
 
 
-class Expectation:
+class ExpectedOrder:
     """Predicts the next code from the codes that were taken in so far, the history.
 
     It expects the code at one place of the history. While that is right, the place moves along. If
@@ -118,10 +118,11 @@ class OrderCheck:
     that the host never waits for it.
 
     *Confirmation* is for a CPU alone. A rank predicts what it issues next from what it issued
-    before (:class:`Expectation`). Two ranks with the same history predict the same next collective.
-    So at the first collective on which ranks differ, at most some of them issue what was predicted.
-    Each of the others, before it issues its own, waits for all ranks to say that they issue the
-    same. A predicted collective costs nothing, and no data of one unit is taken for another's.
+    before (:class:`ExpectedOrder`). Two ranks with the same history predict the same next
+    collective. So at the first collective on which ranks differ, at most some of them issue what
+    was predicted. Each of the others, before it issues its own, waits for all ranks to say that
+    they issue the same. A predicted collective costs nothing, and no data of one unit is taken for
+    another's.
 
     ``confirmed`` is called for each confirmation. ``explain`` says what ranks did differently; it
     is given the unit, or an empty string if that is not known.
@@ -140,7 +141,7 @@ class OrderCheck:
         self._groups = groups
         self._explain = explain
         self._confirmed = confirmed
-        self._under_way: deque[tuple[Ticket, torch.Tensor]] = deque()
+        self._under_way: deque[tuple[WorkHandle, torch.Tensor]] = deque()
         self._forget()
 
     def _forget(self) -> None:
@@ -150,15 +151,15 @@ class OrderCheck:
         self._first = 0
         self._checks = 0
         self._over: Interval | None = None
-        self._expectation = Expectation()
+        self._expectation = ExpectedOrder()
 
-    def note(self, code: int, subject: Subject, dtype: torch.dtype) -> None:
-        """Note that this rank is about to issue the collective ``code`` of ``subject``, which sends
-        ``dtype``. Wait for the other ranks if it was not predicted.
+    def record(self, code: int, subject: Subject, dtype: torch.dtype) -> None:
+        """Record that this rank is about to issue the collective ``code`` of ``subject``, which
+        sends ``dtype``. Wait for the other ranks if it was not predicted.
 
         Raises:
             RuntimeError: they issue other collectives; names what each issues. Or they planned
-                ``subject`` differently, or have other buckets on the mesh.
+                ``subject`` differently, or have other param groups on the mesh.
         """
         self._issued.append(code)
         self._count += 1
@@ -168,17 +169,17 @@ class OrderCheck:
             self._first += len(self._issued)
             self._fold()
 
-    def note_new_bucket(self) -> None:
-        """Note that a bucket was added to the mesh. So the next check has another size. Earlier
-        confirmations do not tell whether all ranks added the bucket, so everything is confirmed
-        again."""
+    def record_new_param_group(self) -> None:
+        """Record that a param group was added to the mesh. So the next check has another size.
+        Earlier confirmations do not tell whether all ranks added the param group, so everything is
+        confirmed again."""
         if self.confirms and self._count:
             self._issued.append(NEW_UNIT)
-            self._expectation = Expectation()
+            self._expectation = ExpectedOrder()
 
-    def note_failure(self) -> None:
-        """Note that this rank found a difference on another mesh: the next check of this one
-        fails."""
+    def record_failure(self) -> None:
+        """Make the next check of this mesh fail, because this rank found a difference on another
+        one. the next check of this one fails."""
         self._issued.append(FAILED_ELSEWHERE)
 
     def _confirm(self, code: int, subject: Subject, dtype: torch.dtype) -> None:
@@ -208,15 +209,17 @@ class OrderCheck:
         others = [torch.empty_like(sent) for _ in range(group.size())]
         work = dist.all_gather(others, sent, group, async_op=True)
         if self.confirms:
-            HostTicket("order_check", label, Issued([work], lambda: sent, group), None).wait()
+            HostWorkHandle(
+                "order_check", label, PendingCollective([work], lambda: sent, group), None
+            ).wait()
         else:
-            # Not by a ticket, which wakes up after a second: that would make NCCL give up.
+            # Not by a work handle, which wakes up after a second: that would make NCCL give up.
             work.wait()
         received: list[list[int]] = torch.stack(others).tolist()
         return received
 
     def send(
-        self, lane: Lane, groups: Sequence[dist.ProcessGroup], has_gradient: bytearray
+        self, comm_stream: CommStream, groups: Sequence[dist.ProcessGroup], has_gradient: bytearray
     ) -> None:
         """Enqueue the check. Collective over ``groups``."""
         self._over = Interval(self._checks, self._first, self._issued[:], is_over=True)
@@ -229,17 +232,18 @@ class OrderCheck:
         sent = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         if has_streams(self.device):
             sent = sent.pin_memory()
-        # Sums across copies, for which compute has waited, may still read the lane's memory.
-        lane.after_compute()
-        ticket = lane.enqueue("order_check", "", lambda: self._issue(sent, groups))
-        self._under_way.append((ticket, sent))
+        # Sums across replicas, for which compute has waited, may still read the comm stream's
+        # memory.
+        comm_stream.after_compute()
+        work = comm_stream.enqueue("order_check", "", lambda: self._issue(sent, groups))
+        self._under_way.append((work, sent))
 
-    def _issue(self, sent: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> Issued:
+    def _issue(self, sent: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> PendingCollective:
         if not has_streams(self.device):
             work = dist.all_reduce(sent, dist.ReduceOp.MAX, groups[0], async_op=True)
-            return Issued([work], lambda: greatest(sent, groups[1:]), groups[0])
+            return PendingCollective([work], lambda: greatest(sent, groups[1:]), groups[0])
         on_device = greatest(sent.to(self.device, non_blocking=True), groups)
-        return Issued((), lambda: sent.copy_(on_device, non_blocking=True))
+        return PendingCollective((), lambda: sent.copy_(on_device, non_blocking=True))
 
     def read(self) -> bytes:
         """Read the oldest check that was not read yet. Return for each parameter whether some
@@ -249,8 +253,8 @@ class OrderCheck:
             RuntimeError: on every rank, if the ranks' collectives differ; names the first that
             does.
         """
-        ticket, sent = self._under_way.popleft()
-        ticket.wait_on_host()
+        work, sent = self._under_way.popleft()
+        work.wait_on_host()
         received = bytes(sent.tolist())
         greatest, least = received[:DIGEST_BYTES], received[DIGEST_BYTES : 2 * DIGEST_BYTES]
         if any(high != 255 - low for high, low in zip(greatest, least, strict=True)):
@@ -319,8 +323,8 @@ def describe_difference(
     exchanged: bool,
 ) -> str:
     """Return what ranks issued at ``position`` since the last check. ``codes`` are those of the
-    collectives and ``units`` the labels of all buckets, both by rank. ``exchanged`` is whether the
-    collectives have exchanged data."""
+    collectives and ``units`` the labels of all param groups, both by rank. ``exchanged`` is whether
+    the collectives have exchanged data."""
     said = {rank: _describe(code, units[rank]) for rank, code in sorted(codes.items())}
     if len(set(said.values())) == 1:
         places = ", ".join(
@@ -365,5 +369,7 @@ def greatest(values: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch
         if has_streams(values.device):
             work.wait()
         else:  # a rank that strays may never come to it
-            HostTicket("order_check", "", Issued([work], lambda: values, group), None).wait()
+            HostWorkHandle(
+                "order_check", "", PendingCollective([work], lambda: values, group), None
+            ).wait()
     return values

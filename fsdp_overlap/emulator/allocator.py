@@ -66,7 +66,7 @@ class MemoryBlock:
         return self.before is None and self.after is None
 
 
-class _Held(NamedTuple):
+class _HeldBlock(NamedTuple):
     """A block that other streams used when it was freed. ``is_done`` tells when they have."""
 
     block: MemoryBlock
@@ -88,7 +88,7 @@ class Allocator:
         self._free: dict[tuple[Owner, int, bool], list[MemoryBlock]] = {}
         self._first: dict[tuple[Owner, int, bool], MemoryBlock] = {}
         """The first block of each expandable segment."""
-        self._waiting: dict[frozenset[Queue], deque[_Held]] = {}
+        self._waiting: dict[frozenset[Queue], deque[_HeldBlock]] = {}
         """By the streams that used the blocks, in the order in which these were freed."""
         self.may_ask = True
         """Whether blocks are asked for that other streams used. While a graph is captured none are.
@@ -101,11 +101,11 @@ class Allocator:
     def take(
         self, nbytes: int, stream: Queue, pool: MemPool | None = None
     ) -> tuple[MemoryBlock, list[Access]]:
-        """Memory for what is enqueued on ``stream`` from now on, from ``pool`` or from segments
-        that belong to none. Also returns the accesses that the new owner must come after: the last
-        ones to every free block that is large enough, because which of these is taken depends on
-        sizes that another model does not have, and when other streams are done with a block on how
-        fast they are."""
+        """Return memory for what is enqueued on ``stream`` from now on, from ``pool`` or from
+        segments that belong to none. Also returns the accesses that the new owner must come after:
+        the last ones to every free block that is large enough, because which of these is taken
+        depends on sizes that another model does not have, and when other streams are done with a
+        block on how fast they are."""
         self.put_back_what_is_done()
         nbytes = -(-max(nbytes, 1) // ROUND) * ROUND
         key = self._owner(pool), stream.index, nbytes <= SMALL
@@ -146,7 +146,7 @@ class Allocator:
         if not used:
             self._put_back(block)
             return
-        self._waiting.setdefault(used, deque()).append(_Held(block, is_done))
+        self._waiting.setdefault(used, deque()).append(_HeldBlock(block, is_done))
         if any(queue != block.stream for queue in block.last):
             self._unsafe.setdefault(_key(block), {})[block] = None
 
@@ -217,7 +217,7 @@ class Allocator:
                     block.last.clear()
 
     def count_peaks_anew(self) -> None:
-        """From now on peaks are those of what follows."""
+        """Count peaks from now on."""
         self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
 
     def _reserve(self, nbytes: int, key: tuple[Owner, int, bool]) -> MemoryBlock:
@@ -233,7 +233,7 @@ class Allocator:
         return self._map(MemoryBlock(size, stream, is_small, address, owner))
 
     def _expand(self, nbytes: int, key: tuple[Owner, int, bool]) -> MemoryBlock:
-        """A block at the end of the expandable segment, which grows by as many pages as are
+        """Return a block at the end of the expandable segment, which grows by as many pages as are
         missing."""
         owner, stream, is_small = key
         last = self._first.get(key)

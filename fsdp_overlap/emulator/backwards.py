@@ -135,7 +135,8 @@ class Backwards:
         self._enter(node, (gradient,))
 
     def _enter(self, node: _Node, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Called when ``node`` gets its gradients, by the hooks of its outputs and its own."""
+        """Enter ``node`` when it gets its gradients, called by the hooks of its outputs and its
+        own."""
         device = self.device
         task = current_graph_task_id()
         running = self._of_thread.running
@@ -160,7 +161,7 @@ class Backwards:
                         device.release_after(gradient, node.stream)
 
     def _leave(self, node: _Node, made: Sequence[torch.Tensor | None], _: object) -> None:
-        """Called when ``node`` has ``made`` the gradients of those behind it."""
+        """Leave ``node`` when it has ``made`` the gradients of those behind it."""
         device, backward = self.device, self._of_thread.running[current_graph_task_id()]
         is_marked = any(b is not None and b.stream is not node.stream for b, _ in node.behind)
         now = node.stream, device.mark(node.stream) if is_marked else None

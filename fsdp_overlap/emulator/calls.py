@@ -186,7 +186,7 @@ class Calls(TorchFunctionMode):
         return self.device.memory_of(tensor).is_pinned
 
     def _read(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Read values for the host without an operation that the dispatcher sees."""
+        """Let the host read values without an operation that the dispatcher sees."""
         device = self.device
         if self.device.is_here(tensor):
             if func == torch.Tensor.numpy:

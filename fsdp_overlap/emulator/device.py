@@ -26,7 +26,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _locked(method: F) -> F:
-    """``method``, by one thread at a time."""
+    """Return ``method``, run by one thread at a time."""
 
     @wraps(method)
     def run(self: EmulatedDevice, *args: Any, **kwargs: Any) -> Any:
@@ -189,7 +189,7 @@ class EmulatedDevice:
         self.of_thread.index = self.index
 
     def use(self, index: int | None) -> None:
-        """Called when this thread uses the device of this number, or its current one."""
+        """Use the device of this number on this thread, or its current one."""
         index = self.of_thread.index if index is None else index
         if index != self.index:
             text = f"makes a context on device {index} ({place()}): this one is {self.index}"
@@ -205,8 +205,8 @@ class EmulatedDevice:
 
     @_locked
     def next_stream(self, priority: int = 0, name: str = "") -> Queue:
-        """A stream of torch's pool for ``priority``, of which lower numbers come first. A pool
-        hands its streams out in turn.
+        """Return a stream of torch's pool for ``priority``, of which lower numbers come first. A
+        pool hands its streams out in turn.
 
         Raises:
             RuntimeError: ``priority`` is above 0.
@@ -237,7 +237,7 @@ class EmulatedDevice:
 
     @_locked
     def wait_on_host(self, moment: Moment, operation: str, is_promised: bool = True) -> None:
-        """The host waits for ``moment``. A wait that nobody has promised takes time, and orders
+        """Make the host wait for ``moment``. A wait that nobody has promised takes time, and orders
         nothing."""
         self.syncs.append(Sync(operation, place()))
         self.host.learn(moment.clock if is_promised else {}, moment.ends)
@@ -328,7 +328,7 @@ class EmulatedDevice:
         return enqueued
 
     def pass_barrier(self) -> None:
-        """The host waits for a barrier, a collective that is enqueued on the current stream."""
+        """Make the host wait for a barrier, a collective that is enqueued on the current stream."""
         self.wait_on_host(self.mark(self.current), "barrier")
 
     def land(self, enqueued: EnqueuedCollective) -> None:
@@ -393,7 +393,7 @@ class EmulatedDevice:
         return self._blocks[self.memory_of(tensor)].address
 
     def check_is_there(self, operation: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Called before an operation, because the host would run it on memory that is not there.
+        """Check before an operation, because the host would run it on memory that is not there.
 
         Raises:
             RuntimeError: one of ``tensors`` lies in a storage that has been freed.
@@ -406,8 +406,9 @@ class EmulatedDevice:
                 raise RuntimeError(str(found))
 
     def release_after(self, tensor: torch.Tensor, stream: Queue) -> None:
-        """``Tensor.record_stream``: the memory is not used again before ``stream`` is done with
-        it. Its own stream need not be waited for."""
+        """Keep the memory, as ``Tensor.record_stream`` does, until ``stream`` is done with it. the
+        memory is not used again before ``stream`` is done with it. Its own stream need not be
+        waited for."""
         memory = self.memory_of(tensor)
         block = self._blocks.get(memory)
         if block is None or block.stream != stream.index:
@@ -456,9 +457,9 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def compare_issued(ranks: Sequence[Sequence[IssuedCollective]]) -> Finding | None:
-    """A finding if ranks that enqueue these collectives, each in its own order, wait for each
-    other; else None. Communicators that share a device must be used in one order on all ranks: else
-    each waits for a kernel that cannot start."""
+    """Return a finding if ranks that enqueue these collectives, each in its own order, wait for
+    each other; else None. Communicators that share a device must be used in one order on all ranks:
+    else each waits for a kernel that cannot start."""
     positions = [0] * len(ranks)
     while True:
         heads = [

@@ -64,7 +64,7 @@ _SYNCS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 @dataclass(frozen=True)
-class About:
+class OpTraits:
     """What the schema and the name of an operation tell."""
 
     name: str
@@ -84,7 +84,7 @@ class About:
 
     @classmethod
     @cache
-    def of(cls, func: Any) -> About:
+    def of(cls, func: Any) -> OpTraits:
         name = func.overloadpacket.__name__
         arguments = func._schema.arguments
         is_collective = func.namespace == "c10d"
@@ -124,7 +124,7 @@ class Dispatch(TorchDispatchMode):
             return func(*args, **kwargs)  # such tensors have no memory: torch asks for a shape
         if any(each not in PLAIN for each in types):
             return NotImplemented  # the operations that the class runs come here one by one
-        about = About.of(func)
+        about = OpTraits.of(func)
         if about.may_copy or (torch.is_inference_mode_enabled() and func._can_decompose()):
             # Inference mode skips autograd, which else takes such operations apart, and so does
             # what a class does to its inner tensors.
@@ -147,13 +147,13 @@ class Dispatch(TorchDispatchMode):
 
     def _run(
         self,
-        about: About,
+        about: OpTraits,
         call: OperatorCall,
         values: Sequence[Any],
         reads: list[torch.Tensor],
         writes: list[torch.Tensor],
     ) -> Any:
-        """``values`` are those of all arguments, in their order."""
+        """Run an operation on ``values``, those of all arguments, in their order."""
         device = self.device
         on_device = self._is_on_device(about, [*reads, *writes])
         device.check_is_there(about.name, [*reads, *writes])
@@ -203,7 +203,7 @@ class Dispatch(TorchDispatchMode):
                 self.device.wait_on_host(self.device.mark(self.device.current), "tensor")
         return output
 
-    def _is_on_device(self, about: About, tensors: Sequence[torch.Tensor]) -> bool:
+    def _is_on_device(self, about: OpTraits, tensors: Sequence[torch.Tensor]) -> bool:
         """Return whether an operation on ``tensors`` runs on the device.
 
         Raises:
@@ -221,7 +221,7 @@ class Dispatch(TorchDispatchMode):
         return True
 
     def _crossing(
-        self, about: About, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+        self, about: OpTraits, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
     ) -> list[Crossing]:
         """Return the copies between the host and the device that an operation consists of."""
         if not (about.may_cross and reads and writes):
@@ -241,7 +241,7 @@ class Dispatch(TorchDispatchMode):
         # torch copies what is not contiguous by way of pageable memory.
         return self.device.memory_of(host).is_pinned and host.is_contiguous()
 
-    def _wait(self, about: About, is_promised: bool = True) -> None:
+    def _wait(self, about: OpTraits, is_promised: bool = True) -> None:
         device = self.device
         device.wait_on_host(device.mark(device.current), about.name, is_promised)
 
@@ -274,7 +274,7 @@ def has_values(tensor: torch.Tensor) -> bool:
 
 
 def run_without_values(
-    about: About, call: OperatorCall, tensors: Sequence[torch.Tensor], makes_on_device: bool
+    about: OpTraits, call: OperatorCall, tensors: Sequence[torch.Tensor], makes_on_device: bool
 ) -> Any:
     """Return what a call returns for ``tensors`` of which some have no values. What it would write
     to those that have some is lost, and what comes to the host is zero."""
@@ -315,8 +315,8 @@ _HELD: dict[type, str | None] = {}
 
 
 def inner_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A tensor in memory behind one of torch's own classes, or of a class that tells what its
-    tensors consist of; None for any other tensor."""
+    """Return a tensor in memory behind one of torch's own classes, or of a class that tells what
+    its tensors consist of; None for any other tensor."""
     if isinstance(tensor, DTensor):
         held: Any = tensor._local_tensor
     elif isinstance(tensor, AsyncCollectiveTensor):

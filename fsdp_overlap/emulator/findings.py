@@ -67,7 +67,7 @@ def place() -> str:
 
 @contextmanager
 def placing(where: str) -> Iterator[None]:
-    """Within, what this thread does is done for the line ``where`` of another one, unless the
+    """Attribute what this thread does within to the line ``where`` of another one, unless the
     program has a line here."""
     _of_thread.place = where
     try:

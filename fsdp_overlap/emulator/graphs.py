@@ -537,7 +537,7 @@ class graph:  # noqa: N801 (named as in torch.cuda)
 
 
 def graph_pool_handle() -> MemPool:
-    """A pool that several graphs can share."""
+    """Return a pool that several graphs can share."""
     return MemPool()
 
 
@@ -548,7 +548,7 @@ def is_current_stream_capturing() -> bool:
 
 @contextmanager
 def collective(call: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[None]:
-    """Within, the next collective that is captured is replayed by ``call(*args, **kwargs)``. For
+    """Replay the next collective that is captured within by ``call(*args, **kwargs)``. For
     groups of real ranks."""
     capture = _under_way(active())
     if capture is not None:

@@ -38,8 +38,8 @@ class TrackedMemory:
     ``Tensor.record_stream`` asks of it."""
 
     def conflicts(self, access: Access, queue: Queue) -> Iterator[Access]:
-        """Earlier accesses that conflict with ``access``, which is enqueued on ``queue`` now: they
-        are to the same bytes, one of the two writes, and nothing orders them before it."""
+        """Yield earlier accesses that conflict with ``access``, which is enqueued on ``queue`` now:
+        they are to the same bytes, one of the two writes, and nothing orders them before it."""
         for earlier in self.accesses:
             is_shared = earlier.start < access.stop and access.start < earlier.stop
             if is_shared and (access.writes or earlier.writes) and not queue.knows(earlier.stamp):

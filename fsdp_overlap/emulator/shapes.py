@@ -14,13 +14,13 @@ import torch
 _MOST = 100_000  # cases, so that a long process does not grow
 
 
-class _New(NamedTuple):
+class _NewTensor(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
 
 
-class _Given(NamedTuple):
+class _ArgumentIndex(NamedTuple):
     number: int
     """Among the tensors of the call."""
 
@@ -70,8 +70,8 @@ def _described(output: Any, tensors: Sequence[torch.Tensor]) -> Any:
     if isinstance(output, torch.Tensor):
         for index, tensor in enumerate(tensors):
             if tensor is output:
-                return _Given(index)
-        new = _New(tuple(output.shape), output.stride(), output.dtype)
+                return _ArgumentIndex(index)
+        new = _NewTensor(tuple(output.shape), output.stride(), output.dtype)
         made, memory = _made(new, ()), output.untyped_storage()
         is_alone = all(memory._cdata != each.untyped_storage()._cdata for each in tensors)
         if output.is_meta and is_alone and memory.nbytes() == made.untyped_storage().nbytes():
@@ -84,9 +84,9 @@ def _described(output: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def _made(known: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    if isinstance(known, _New):
+    if isinstance(known, _NewTensor):
         return torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device="meta")
-    if isinstance(known, _Given):
+    if isinstance(known, _ArgumentIndex):
         return tensors[known.number]
     if isinstance(known, tuple):
         kind, each = known

@@ -107,8 +107,8 @@ def _carried() -> Callable[[Call], Any]:
 def following_threads(
     is_seen: Callable[[], bool], seeing: Callable[[], AbstractContextManager[object]]
 ) -> Iterator[None]:
-    """Within, threads that are started run within ``seeing()``, as do calls that are submitted to
-    pools of threads, if what starts or submits them ``is_seen``. Others run without modes."""
+    """Run threads that are started within, and calls that are submitted to pools of threads, within
+    ``seeing()``, if what starts or submits them ``is_seen``. Others run without modes."""
     start, submit = threading.Thread.start, ThreadPoolExecutor.submit
 
     def run_seen(run: Call) -> None:

@@ -1,7 +1,7 @@
 """What the engine asks of autograd: the backward under way, version counters, and what is saved in
 forward and read in backward.
 
-This module is the :class:`~fsdp_overlap.schedule.interface.Engine` that ``schedule/`` asks.
+This module is the :class:`~fsdp_overlap.schedule.interface.AutogradEngine` that ``schedule/`` asks.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from torch.autograd import graph
 from torch.autograd.graph import increment_version
 
-from fsdp_overlap.engine.options import Settings
-from fsdp_overlap.schedule.order import Call
+from fsdp_overlap.engine.options import UnitSettings
+from fsdp_overlap.schedule.order import ForwardRecord
 from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.tensor.extension import inner_tensors
 from fsdp_overlap.torch_internals import (
@@ -107,7 +107,7 @@ NOT_GATHERED = 2**31
 
 
 class VersionCounters:
-    """The version counters of one bucket's unsharded parameters.
+    """The version counters of one param group's unsharded parameters.
 
     All-gathers do not count as edits, because they write into the full buffer underneath. Between
     the release of the buffer and the end of the next all-gather the counters are at
@@ -181,7 +181,7 @@ class TrackedUnit(Protocol):
     """The unit whose forwards are tracked, as far as this file knows it."""
 
     name: str
-    settings: Settings
+    settings: UnitSettings
     saved_tensors: SavedTensors
     has_parameters: bool
 
@@ -207,7 +207,7 @@ class SavedForward:
         """Whether autograd saved anything."""
         self.tells = False
         """Whether it is one of forwards 1, 2, 4, 8 ..., which are tracked on every rank."""
-        self.call: Call | None = None
+        self.call: ForwardRecord | None = None
         """What backward comes back to."""
 
     def before_read(self) -> None:

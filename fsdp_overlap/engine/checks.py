@@ -21,7 +21,7 @@ from fsdp_overlap.engine.param import (
     modules_outside_units,
     tp_local_tensor,
 )
-from fsdp_overlap.engine.param_group import Bucket
+from fsdp_overlap.engine.param_group import ParamGroup
 from fsdp_overlap.engine.unit import Unit
 from fsdp_overlap.tensor.extension import inner_tensors
 
@@ -38,13 +38,13 @@ def compare_plans(
         RuntimeError: ranks planned differently.
     """
     mine = [
-        (f"{unit.name!r} ({unit.module_kind})", hash_of(repr(plans).encode()))
+        (f"{unit.name!r} ({unit.module_class_name})", hash_of(repr(plans).encode()))
         for unit in units
         if (
             plans := [
-                f"{bucket.plan!r} {bucket.comm_policy}"
-                for bucket in unit.buckets
-                if bucket.mesh_info is mesh_info
+                f"{param_group.plan!r} {param_group.comm_policy}"
+                for param_group in unit.param_groups
+                if param_group.mesh_info is mesh_info
             ]
         )
     ]
@@ -76,17 +76,17 @@ def compare_plans(
 DIFFERENT = -1
 
 
-def verify_params_across_ranks(buckets: Iterable[Bucket]) -> None:
-    """Compare what ranks start from in those ``buckets`` that were not compared yet. Collective
-    over their meshes.
+def verify_params_across_ranks(param_groups: Iterable[ParamGroup]) -> None:
+    """Compare what ranks start from in those ``param_groups`` that were not compared yet.
+    Collective over their meshes.
 
     Raises:
         RuntimeError: on every rank, if ranks hold different values. Name the first parameter.
     """
-    by_mesh: dict[MeshInfo, list[Bucket]] = {}
-    for bucket in buckets:
-        if bucket.init_hashes is not None:
-            by_mesh.setdefault(bucket.mesh_info, []).append(bucket)
+    by_mesh: dict[MeshInfo, list[ParamGroup]] = {}
+    for param_group in param_groups:
+        if param_group.init_hashes is not None:
+            by_mesh.setdefault(param_group.mesh_info, []).append(param_group)
     failure = ""
     # Small meshes first: a difference there is an error on all ranks of the meshes that follow.
     for mesh_info in sorted(by_mesh, key=lambda mesh_info: mesh_info.mesh.size()):
@@ -94,22 +94,22 @@ def verify_params_across_ranks(buckets: Iterable[Bucket]) -> None:
     if failure:
         raise RuntimeError(failure)
     for compared in by_mesh.values():
-        for bucket in compared:
-            bucket.init_hashes = None
+        for param_group in compared:
+            param_group.init_hashes = None
 
 
-def _difference(mesh_info: MeshInfo, buckets: Sequence[Bucket], failure: str) -> str:
+def _difference(mesh_info: MeshInfo, param_groups: Sequence[ParamGroup], failure: str) -> str:
     """Return what differs between ranks of ``mesh_info``, or was found on another mesh, in words.
     ``failure`` is what this rank found there. Empty if nothing differs, and if ranks have different
     models, which the check of the order finds."""
-    names = [f"{spec.fqn!r} of unit {b.label!r}" for b in buckets for spec in b.plan.specs]
+    names = [f"{spec.fqn!r} of unit {b.label!r}" for b in param_groups for spec in b.plan.specs]
     hashes: list[int] = []
-    for bucket in buckets:
-        assert bucket.init_hashes is not None
-        hashes += bucket.init_hashes.hashes(bucket.version)
-    shapes = hash_of(repr([bucket.plan.specs for bucket in buckets]).encode())
+    for param_group in param_groups:
+        assert param_group.init_hashes is not None
+        hashes += param_group.init_hashes.hashes(param_group.version)
+    shapes = hash_of(repr([param_group.plan.specs for param_group in param_groups]).encode())
     summary = DIFFERENT if failure else hash_of(array("q", hashes).tobytes())
-    groups = mesh_info.groups_to_ask
+    groups = mesh_info.groups_to_check
     for group in groups:
         # What differs in one group is made known to the next.
         for _, its_shapes, its_summary in mesh_info.order_check.ask(

@@ -14,14 +14,14 @@ from weakref import WeakSet, ref
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.comm.collectives import Issued, gather_pieces
+from fsdp_overlap.comm.collectives import PendingCollective, gather_pieces
+from fsdp_overlap.comm.comm_streams import CollectiveOp, CommStream, ComputeEvent, WorkHandle, span
 from fsdp_overlap.comm.graphs import before_capture_or_replay, capture_under_way
-from fsdp_overlap.comm.lanes import Lane, Mark, Ticket, Travel, span
 from fsdp_overlap.desync.order_check import N_KINDS
-from fsdp_overlap.engine.grads import BucketGradients
+from fsdp_overlap.engine.grads import ParamGroupGradients
 from fsdp_overlap.engine.hsdp import ReplicaReduction
 from fsdp_overlap.engine.mesh import MeshInfo
-from fsdp_overlap.engine.param_group import Bucket, BucketState
+from fsdp_overlap.engine.param_group import ParamGroup, ParamGroupState
 from fsdp_overlap.engine.unit import Unit
 from fsdp_overlap.schedule import interface
 from fsdp_overlap.schedule.scheduler import Schedule
@@ -31,48 +31,55 @@ from fsdp_overlap.torch_internals import profiler_enabled
 # ---- All-gathers of a unit ----
 
 
-def gathers_of(unit: Unit) -> list[tuple[str, list[Bucket]]]:
+def gathers_of(unit: Unit) -> list[tuple[str, list[ParamGroup]]]:
     """Return what is to be gathered of a unit that is not whole: the name of each collective, and
-    its buckets. A bucket that is asked to keep a part goes alone, because it may travel among other
-    ranks than the rest."""
-    waiting = [bucket for bucket in unit.buckets if not bucket.is_unsharded]
-    together: dict[dist.ProcessGroup | Bucket, list[Bucket]] = {}
-    for bucket in waiting:
-        key = bucket.groups.gather if bucket.post_forward_shard is None else bucket
-        together.setdefault(key, []).append(bucket)
+    its param groups. A param group that is asked to keep a part goes alone, because it may travel
+    among other ranks than the rest."""
+    waiting = [param_group for param_group in unit.param_groups if not param_group.is_unsharded]
+    together: dict[dist.ProcessGroup | ParamGroup, list[ParamGroup]] = {}
+    for param_group in waiting:
+        key = param_group.groups.gather if param_group.post_forward_shard is None else param_group
+        together.setdefault(key, []).append(param_group)
     return [
-        (buckets[0].label if len(buckets) == 1 else unit.name, buckets)
-        for buckets in together.values()
+        (param_groups[0].label if len(param_groups) == 1 else unit.name, param_groups)
+        for param_groups in together.values()
     ]
 
 
-def gather(buckets: Sequence[Bucket], lane: Lane, label: str) -> None:
-    """Enqueue the all-gather of ``buckets`` into their full buffers. Collective over their mesh.
+def gather(param_groups: Sequence[ParamGroup], comm_stream: CommStream, label: str) -> None:
+    """Enqueue the all-gather of ``param_groups`` into their full buffers. Collective over their
+    mesh.
 
     Raises:
         RuntimeError: one of them is on the meta device.
     """
     try:
-        for bucket in buckets:
-            bucket.begin_gather(lane)
-        issue, accept, nbytes = buckets[0].travel() if len(buckets) == 1 else _together(buckets)
-        ticket = lane.enqueue("all_gather", label, issue, accept, nbytes)
+        for param_group in param_groups:
+            param_group.begin_gather(comm_stream)
+        issue, accept, nbytes = (
+            param_groups[0].collective_op() if len(param_groups) == 1 else _together(param_groups)
+        )
+        work = comm_stream.enqueue("all_gather", label, issue, accept, nbytes)
     except BaseException:
-        for bucket in buckets:
-            bucket.cancel_gather()
+        for param_group in param_groups:
+            param_group.cancel_gather()
         raise
-    for bucket in buckets:
-        bucket.is_filled_by(ticket)
+    for param_group in param_groups:
+        param_group.is_filled_by(work)
 
 
-def _together(buckets: Sequence[Bucket]) -> Travel:
-    return partial(_issue, buckets), None, sum(bucket.travels_nbytes for bucket in buckets)
+def _together(param_groups: Sequence[ParamGroup]) -> CollectiveOp:
+    return (
+        partial(_issue, param_groups),
+        None,
+        sum(param_group.comm_nbytes for param_group in param_groups),
+    )
 
 
-def _issue(buckets: Sequence[Bucket]) -> Issued:
-    """Gather buckets of one group: in one launch those that can, and each of the others."""
-    found = [(bucket, bucket.make_pieces()) for bucket in buckets]
-    group = buckets[0].groups.gather
+def _issue(param_groups: Sequence[ParamGroup]) -> PendingCollective:
+    """Gather param groups of one group: in one launch those that can, and each of the others."""
+    found = [(param_group, param_group.make_pieces()) for param_group in param_groups]
+    group = param_groups[0].groups.gather
     if pieces := [each for _, each in found if each is not None]:
         received, sent = (list(chain.from_iterable(each)) for each in zip(*pieces, strict=True))
         if len({piece.dtype for piece in sent}) > 1:
@@ -81,14 +88,14 @@ def _issue(buckets: Sequence[Bucket]) -> Issued:
     # Users' extensions may raise. So they come before what gloo writes into full buffers, which
     # ctx.reset() frees.
     rest = sorted((b for b, each in found if each is None), key=lambda b: not b.is_extension)
-    others = [bucket.travel()[0]() for bucket in rest]
+    others = [param_group.collective_op()[0]() for param_group in rest]
 
     def finish() -> torch.Tensor:
         for other in others:
             other.finish()
-        return buckets[0].full.flat
+        return param_groups[0].full.flat
 
-    return Issued([work for other in others for work in other.works], finish, group)
+    return PendingCollective([work for other in others for work in other.works], finish, group)
 
 
 # ---- What the schedule decided ----
@@ -99,94 +106,100 @@ MAX_ALL_REDUCES = 2
 
 
 class CommContext:
-    """Owns the lanes of one context and does on them what its schedule decides.
+    """Owns the comm streams of one context and does on them what its schedule decides.
 
-    It counts in ``stats``, and notes for the other ranks what it issues. ``make_lane`` makes the
-    lane of a name. ``mesh_infos`` and ``units`` list those of the context.
-    """
+    It counts in ``stats``, and notes for the other ranks what it issues. ``make_comm_stream`` makes
+    the comm stream of a name. ``mesh_infos`` and ``units`` list those of the context."""
 
     def __init__(
         self,
-        make_lane: Callable[[str], Lane],
+        make_comm_stream: Callable[[str], CommStream],
         stats: Stats,
         mesh_infos: Callable[[], Iterable[MeshInfo]],
         units: Callable[[], Sequence[Unit]],
     ) -> None:
-        self._make_lane = make_lane
+        self._make_comm_stream = make_comm_stream
         self._stats = stats
         self._mesh_infos = mesh_infos
         self._units = units
-        self._use_lanes(make_lane("all_gather"), make_lane("reduce_scatter"))
-        self._all_reduce_lane: Lane | None = None
+        self._use_comm_streams(make_comm_stream("all_gather"), make_comm_stream("reduce_scatter"))
+        self._all_reduce_stream: CommStream | None = None
         self._all_reduces: deque[ReplicaReduction] = deque()
-        """The buckets' reductions over replicas that are under way, oldest first."""
+        """The param groups' reductions over replicas that are under way, oldest first."""
 
     @property
-    def all_reduce_lane(self) -> Lane:
-        """The lane of what travels between ranks with copies, on a mesh ``(replicate, shard)``."""
-        if self._all_reduce_lane is None:
-            self._all_reduce_lane = self._make_lane("all_reduce")
-        return self._all_reduce_lane
+    def all_reduce_stream(self) -> CommStream:
+        """The comm stream of what travels between ranks with replicas, on a mesh ``(replicate,
+        shard)``."""
+        if self._all_reduce_stream is None:
+            self._all_reduce_stream = self._make_comm_stream("all_reduce")
+        return self._all_reduce_stream
 
     @property
-    def lanes(self) -> list[Lane]:
-        """The lanes that were made."""
-        lanes = [self.gather_lane, self.reduce_lane]
-        return lanes if self._all_reduce_lane is None else [*lanes, self._all_reduce_lane]
+    def comm_streams(self) -> list[CommStream]:
+        """The comm streams that were made."""
+        comm_streams = [self.all_gather_stream, self.reduce_scatter_stream]
+        return (
+            comm_streams
+            if self._all_reduce_stream is None
+            else [*comm_streams, self._all_reduce_stream]
+        )
 
-    def use_lanes_of(self, other: CommContext) -> None:
-        """Communicate on the lanes of ``other``."""
-        self._use_lanes(other.gather_lane, other.reduce_lane)
-        self._all_reduce_lane = other.all_reduce_lane
+    def share_comm_streams_of(self, other: CommContext) -> None:
+        """Communicate on the comm streams of ``other``."""
+        self._use_comm_streams(other.all_gather_stream, other.reduce_scatter_stream)
+        self._all_reduce_stream = other.all_reduce_stream
 
-    def _use_lanes(self, gather: Lane, reduce: Lane) -> None:
-        self.gather_lane = gather
-        self.reduce_lane = reduce
+    def _use_comm_streams(self, gather: CommStream, reduce: CommStream) -> None:
+        self.all_gather_stream = gather
+        self.reduce_scatter_stream = reduce
         self.after_compute = gather.after_compute
-        self.mark_compute = gather.mark_compute
+        self.record_compute_event = gather.record_compute_event
 
     is_profiled = staticmethod(profiler_enabled)
     span = staticmethod(span)
 
     # Full buffers
 
-    def gather(self, unit: interface.Unit) -> None:
+    def gather(self, unit: interface.ScheduledUnit) -> None:
         assert isinstance(unit, Unit)
         stats = self._stats
-        for label, buckets in unit.as_one or gathers_of(unit):
-            for bucket in buckets:
-                order_check = bucket.mesh_info.order_check
-                order_check.note(bucket.index * N_KINDS, bucket, bucket.compute_dtype)
-                stats.all_gather_bytes += bucket.gathered_nbytes
-                if not bucket.full.allocated:
+        for label, param_groups in unit.as_one or gathers_of(unit):
+            for param_group in param_groups:
+                order_check = param_group.mesh_info.order_check
+                order_check.record(
+                    param_group.index * N_KINDS, param_group, param_group.compute_dtype
+                )
+                stats.all_gather_bytes += param_group.gathered_nbytes
+                if not param_group.full.allocated:
                     stats.count_full_buffer()
-                if bucket.outer_shard is not None:
-                    bucket.outer_shard.gather(self.all_reduce_lane)
+                if param_group.outer_shard is not None:
+                    param_group.outer_shard.gather(self.all_reduce_stream)
             stats.all_gathers += 1
-            gather(buckets, self.gather_lane, label)
+            gather(param_groups, self.all_gather_stream, label)
 
-    def gather_outer_shards(self, unit: interface.Unit) -> None:
+    def gather_outer_shards(self, unit: interface.ScheduledUnit) -> None:
         assert isinstance(unit, Unit)
-        for bucket in unit.buckets:
-            if bucket.outer_shard is not None:
-                bucket.outer_shard.gather(self.all_reduce_lane)
+        for param_group in unit.param_groups:
+            if param_group.outer_shard is not None:
+                param_group.outer_shard.gather(self.all_reduce_stream)
 
     def wait_for_outer_shards(self, raised: bool) -> None:
         for unit in self._units():
-            for bucket in unit.buckets:
-                if bucket.outer_shard is not None:
+            for param_group in unit.param_groups:
+                if param_group.outer_shard is not None:
                     with suppress(RuntimeError) if raised else nullcontext():
-                        bucket.outer_shard.wait()
+                        param_group.outer_shard.wait()
 
-    def free(self, unit: interface.Unit, after: Mark, waits: bool = True) -> None:
+    def free(self, unit: interface.ScheduledUnit, after: ComputeEvent, waits: bool = True) -> None:
         assert isinstance(unit, Unit)
-        for bucket in unit.buckets:
-            if bucket.state is not BucketState.SHARDED:
-                if not bucket.full.keeps_storage:
+        for param_group in unit.param_groups:
+            if param_group.state is not ParamGroupState.SHARDED:
+                if not param_group.full.keeps_storage:
                     self._stats.current_full_buffers -= 1
-                bucket.free(self.gather_lane, after, waits)
+                param_group.free(self.all_gather_stream, after, waits)
 
-    def forbid_old_graphs(self, unit: interface.Unit, modules: Collection[int]) -> None:
+    def forbid_old_graphs(self, unit: interface.ScheduledUnit, modules: Collection[int]) -> None:
         assert isinstance(unit, Unit)
         inner = (m for each in unit.modules if id(each) in modules for m in each.modules())
         tables = {id(module._parameters) for module in inner}
@@ -195,35 +208,41 @@ class CommContext:
 
     def keep_storage(self, unit: Unit, keep: bool) -> None:
         """Say whether full buffers of ``unit`` keep their memory while it is sharded."""
-        for bucket in unit.buckets:
-            bucket.full.keeps_storage = keep
-            if not keep and bucket.full.allocated and not bucket.is_gathered:
+        for param_group in unit.param_groups:
+            param_group.full.keeps_storage = keep
+            if not keep and param_group.full.allocated and not param_group.is_gathered:
                 self._stats.current_full_buffers -= 1
-                self.gather_lane.free(bucket.label, bucket.full, self.gather_lane.mark_compute())
+                self.all_gather_stream.free(
+                    param_group.label,
+                    param_group.full,
+                    self.all_gather_stream.record_compute_event(),
+                )
 
     # Gradients
 
     def allocate_input(self, gradients: interface.Gradients) -> None:
-        assert isinstance(gradients, BucketGradients)
+        assert isinstance(gradients, ParamGroupGradients)
         self._stats.count_reduce_input()
         gradients.reduce_scatter_input.allocate()
 
-    def reduce(self, gradients: interface.Gradients) -> Ticket:
-        assert isinstance(gradients, BucketGradients)
+    def reduce(self, gradients: interface.Gradients) -> WorkHandle:
+        assert isinstance(gradients, ParamGroupGradients)
         if self._all_reduces:
             self._bound_all_reduces()
         self._stats.reduce_scatters += 1
         self._stats.reduce_scatter_bytes += gradients.reduced_nbytes
-        bucket, across = gradients.bucket, gradients.all_reduces
-        mesh_info = bucket.mesh_info
+        param_group, across = gradients.param_group, gradients.all_reduces
+        mesh_info = param_group.mesh_info
         mesh_info.has_reduced = True
-        code = bucket.index * N_KINDS + 1 + across
-        mesh_info.order_check.note(code, bucket, gradients.reduce_scatter_input.flat.dtype)
-        return gradients.reduce(self.reduce_lane, self.all_reduce_lane if across else None)
+        code = param_group.index * N_KINDS + 1 + across
+        mesh_info.order_check.record(code, param_group, gradients.reduce_scatter_input.flat.dtype)
+        return gradients.reduce(
+            self.reduce_scatter_stream, self.all_reduce_stream if across else None
+        )
 
-    def finish(self, gradients: interface.Gradients, ticket: interface.Ticket) -> None:
-        assert isinstance(gradients, BucketGradients)
-        ticket.wait()
+    def finish(self, gradients: interface.Gradients, work: interface.ReductionWork) -> None:
+        assert isinstance(gradients, ParamGroupGradients)
+        work.wait()
         if gradients.replica_reduction is not None:
             self._all_reduces.append(gradients.replica_reduction)
             while self._all_reduces and self._all_reduces[0].is_done():
@@ -236,13 +255,15 @@ class CommContext:
             reduction.finish()
         self._all_reduces.clear()
 
-    def abandon(self, reductions: Iterable[tuple[interface.Gradients, interface.Ticket]]) -> None:
-        for gradients, ticket in reductions:
-            assert isinstance(gradients, BucketGradients)
+    def abandon(
+        self, reductions: Iterable[tuple[interface.Gradients, interface.ReductionWork]]
+    ) -> None:
+        for gradients, work in reductions:
+            assert isinstance(gradients, ParamGroupGradients)
             with suppress(RuntimeError):  # a collective failed
                 if gradients.replica_reduction is None:
-                    ticket.abandon()
-                ticket.wait()  # what the lane reads is about to be freed
+                    work.abandon()
+                work.wait()  # what the comm stream reads is about to be freed
             if gradients.replica_reduction is not None:
                 # The reduction over replicas is under way too, or began with the wait above, as it
                 # may have on another rank.
@@ -258,11 +279,11 @@ class CommContext:
         # also on ranks that would otherwise wait for those that failed.
         for mesh_info in sorted(self._mesh_infos(), key=lambda mesh_info: mesh_info.mesh.size()):
             if mesh_info.has_reduced:
-                is_checked = mesh_info.groups.of_all and not self.reduce_lane.is_captured
+                is_checked = mesh_info.groups.of_all and not self.reduce_scatter_stream.is_captured
                 self._stats.order_checks += bool(is_checked)
                 try:
-                    agreed[mesh_info] = mesh_info.agree(
-                        self.reduce_lane, failed=failure is not None
+                    agreed[mesh_info] = mesh_info.validate_and_sync(
+                        self.reduce_scatter_stream, failed=failure is not None
                     )
                 except RuntimeError as error:
                     failure = failure or error
@@ -276,48 +297,50 @@ class CommContext:
                 if gradients.offloads:
                     gradients.offload()
                 if gradients.unused:
-                    gradients.accept_unused(agreed[gradients.bucket.mesh_info])
+                    gradients.accept_unused(agreed[gradients.param_group.mesh_info])
 
     def finish_reading(self) -> None:
         """Block the host until offloaded shards may be edited."""
         for mesh_info in self._mesh_infos():
             mesh_info.finish_reading()
 
-    def wait_for_lanes(self) -> None:
-        """Make compute wait for all that lanes still read and write. After an error nobody else
-        waits for it."""
-        for lane in self.lanes:
-            lane.before_compute()
+    def wait_for_comm_streams(self) -> None:
+        """Make compute wait for all that comm streams still read and write. After an error nobody
+        else waits for it."""
+        for comm_stream in self.comm_streams:
+            comm_stream.before_compute()
 
-    def let_lanes_wait(self) -> None:
-        """Make all lanes wait for the compute enqueued so far."""
-        for lane in self.lanes:
-            lane.after_compute()
+    def let_comm_streams_wait(self) -> None:
+        """Make all comm streams wait for the compute enqueued so far."""
+        for comm_stream in self.comm_streams:
+            comm_stream.after_compute()
 
-    def note_replay(self) -> None:
-        """Make all lanes wait for the graph that was just enqueued, and count it."""
-        for lane in self.lanes:
-            lane.after_replay()
+    def record_replay(self) -> None:
+        """Make all comm streams wait for the graph that was just enqueued, and count it."""
+        for comm_stream in self.comm_streams:
+            comm_stream.after_replay()
 
     def begin_capture(self) -> None:
-        """Take all lanes into the capture of a graph that compute is in. Their memory then comes
-        from the graph's pool."""
-        self.let_lanes_wait()
-        for lane in self.lanes:
-            lane.set_captured(True)
+        """Take all comm streams into the capture of a graph that compute is in. Their memory then
+        comes from the graph's pool."""
+        self.let_comm_streams_wait()
+        for comm_stream in self.comm_streams:
+            comm_stream.set_captured(True)
 
     def end_capture(self) -> None:
-        """Take all lanes out of the capture, which waits for all that was enqueued there."""
-        for lane in self.lanes:
-            lane.set_captured(False)
-        self.wait_for_lanes()
+        """Take all comm streams out of the capture, which waits for all that was enqueued there."""
+        for comm_stream in self.comm_streams:
+            comm_stream.set_captured(False)
+        self.wait_for_comm_streams()
 
     def rest(self) -> None:
         """Bring every unit to rest, from any state. The schedule must have dropped everything."""
         for unit in self._units():
-            unit.reset(self.gather_lane)
+            unit.reset(self.all_gather_stream)
         self._stats.current_full_buffers = sum(
-            bucket.full.allocated for unit in self._units() for bucket in unit.buckets
+            param_group.full.allocated
+            for unit in self._units()
+            for param_group in unit.param_groups
         )
         self._stats.current_reduce_inputs = 0
 
@@ -325,8 +348,8 @@ class CommContext:
         """Limit the reductions over replicas that are under way, before one more is issued. A host
         that runs ahead may see none of them end. What each of them reads would then be kept until
         the end of backward."""
-        while self.reduce_lane.runs_ahead and len(self._all_reduces) > MAX_ALL_REDUCES:
-            self._all_reduces.popleft().finish_before(self.reduce_lane)
+        while self.reduce_scatter_stream.runs_ahead and len(self._all_reduces) > MAX_ALL_REDUCES:
+            self._all_reduces.popleft().finish_before(self.reduce_scatter_stream)
 
 
 # ---- CUDA graphs: Note [captured steps] ----
@@ -383,10 +406,10 @@ class CapturedSteps:
         if parts is None:
             return
         schedule, comm = parts
-        comm.let_lanes_wait()  # events of the capture are none that gathers could wait for
+        comm.let_comm_streams_wait()  # events of the capture are none that gathers could wait for
         if left is None or sys.exception() is not None:
             return
-        comm.wait_for_lanes()
+        comm.wait_for_comm_streams()
         schedule.drop()
         comm.rest()
         raise RuntimeError(
@@ -401,8 +424,8 @@ class CapturedSteps:
 
     # What hooks tell
 
-    def join(self, unit: interface.Unit) -> None:
-        """``unit`` is about to run while a graph is captured.
+    def join(self, unit: interface.ScheduledUnit) -> None:
+        """Join the graph that is captured while ``unit`` is about to run.
 
         Raises:
             RuntimeError: it cannot be captured. Nothing was changed.
@@ -418,7 +441,7 @@ class CapturedSteps:
             self.is_under_way = True
 
     def check_backward(self, is_capturing: bool) -> None:
-        """A backward begins, and its stream is captured or not.
+        """Check a backward that begins, and whose stream is captured or not.
 
         Raises:
             RuntimeError: its forward was not in the same capture.
@@ -430,7 +453,7 @@ class CapturedSteps:
                 "so it cannot be used on units"
             )
 
-    def _reason_against(self, unit: interface.Unit) -> str | None:
+    def _reason_against(self, unit: interface.ScheduledUnit) -> str | None:
         parts = self._parts()
         if parts is None or not parts[0].has_learned(unit, torch.is_grad_enabled()):
             return (
@@ -458,8 +481,8 @@ def _reason_against(unit: Unit) -> str | None:
             "takes memory from the process group, and a graph takes all from its own pool: switch "
             "that off"
         )
-    for bucket in unit.buckets:
-        if bucket.full.allocated:
+    for param_group in unit.param_groups:
+        if param_group.full.allocated:
             return (
                 "has a full buffer from before the capture, which a replay would not fill, or that "
                 "may be freed by then: call ctx.release_unsharded() right before the capture, and "
@@ -468,7 +491,7 @@ def _reason_against(unit: Unit) -> str | None:
     return None
 
 
-def _refuse(unit: interface.Unit, reason: str) -> NoReturn:
+def _refuse(unit: interface.ScheduledUnit, reason: str) -> NoReturn:
     raise RuntimeError(
         f"unit {unit.name!r} runs while a CUDA graph is captured, which cannot be right: {reason}. "
         "Nothing was changed"
@@ -477,7 +500,7 @@ def _refuse(unit: interface.Unit, reason: str) -> NoReturn:
 
 class ReplayedSteps:
     """Counts each replay as an edit of the shards that the capture ``edited``, and keeps it in
-    order with what lanes do eagerly."""
+    order with what comm streams do eagerly."""
 
     def __init__(self, edited: Sequence[Unit], comm: CommContext) -> None:
         self._edited = [ref(unit) for unit in edited]
@@ -496,12 +519,12 @@ class ReplayedSteps:
         if self._edited:
             for call in before_capture_or_replay:
                 call()
-        comm.wait_for_lanes()
+        comm.wait_for_comm_streams()
 
     def after(self) -> None:
         for find in self._edited:
             if (unit := find()) is not None:
-                for bucket in unit.buckets:
-                    bucket.edits.note_values()
+                for param_group in unit.param_groups:
+                    param_group.edits.record_values()
         if (comm := self._comm()) is not None:
-            comm.note_replay()
+            comm.record_replay()

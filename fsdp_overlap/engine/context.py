@@ -1,4 +1,4 @@
-"""What the units of one model share: lanes, groups, order and counters."""
+"""What the units of one model share: comm streams, groups, order and counters."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_overlap.comm.comm_streams import CommStream, make_comm_stream
 from fsdp_overlap.comm.graphs import watch
-from fsdp_overlap.comm.lanes import Lane, make_lane
-from fsdp_overlap.comm.process_groups import GroupCache, LaneGroups, MeshGroups
-from fsdp_overlap.comm.store_notes import has_peers
+from fsdp_overlap.comm.process_groups import CommGroups, GroupCache, MeshGroups
+from fsdp_overlap.comm.store_mailbox import has_peers
 from fsdp_overlap.comm.streams import current_device, has_streams, is_capturing
-from fsdp_overlap.desync.faults import Faults
+from fsdp_overlap.desync.error_monitor import ErrorMonitor
 from fsdp_overlap.desync.monitor import DesyncMonitor
 from fsdp_overlap.engine import autograd
 from fsdp_overlap.engine.checks import compare_plans, verify_params_across_ranks
@@ -70,11 +70,11 @@ def describe(
 
 
 def _totals(units: Sequence[Unit]) -> str:
-    buckets = [bucket for unit in units for bucket in unit.buckets]
-    if not buckets:
+    param_groups = [param_group for unit in units for param_group in unit.param_groups]
+    if not param_groups:
         return ""
-    parameters = sum(len(bucket.plan.specs) for bucket in buckets)
-    elements = sum(spec.numel for bucket in buckets for spec in bucket.plan.specs)
+    parameters = sum(len(param_group.plan.specs) for param_group in param_groups)
+    elements = sum(spec.numel for param_group in param_groups for spec in param_group.plan.specs)
     whole, here = (_size(sum(each)) for each in zip(*map(_bytes_of, units), strict=True))
     return (
         f": {_count(parameters, 'parameter')} of {elements:,} elements, {whole} whole, {here} "
@@ -84,7 +84,9 @@ def _totals(units: Sequence[Unit]) -> str:
 
 def _rows(units: Sequence[Unit]) -> list[tuple[str, ...]]:
     names = unit_names(units)
-    named = [(names.get(unit, unit.module_kind), _row(unit, unit not in names)) for unit in units]
+    named = [
+        (names.get(unit, unit.module_class_name), _row(unit, unit not in names)) for unit in units
+    ]
     rows = []
     for row, group in groupby(named, key=lambda each: each[1]):
         alike = [name for name, _ in group]
@@ -94,12 +96,12 @@ def _rows(units: Sequence[Unit]) -> list[tuple[str, ...]]:
 
 
 def _row(unit: Unit, is_outermost: bool) -> tuple[str, ...]:
-    specs = [spec for bucket in unit.buckets for spec in bucket.plan.specs]
+    specs = [spec for param_group in unit.param_groups for spec in param_group.plan.specs]
     whole, here = _bytes_of(unit)
-    meshes = dict.fromkeys(_mesh(bucket.mesh_info.mesh) for bucket in unit.buckets)
-    is_equal = all(bucket.plan.is_equal for bucket in unit.buckets)
+    meshes = dict.fromkeys(_mesh(param_group.mesh_info.mesh) for param_group in unit.param_groups)
+    is_equal = all(param_group.plan.is_equal for param_group in unit.param_groups)
     pieces = len({spec.piece for spec in specs if spec.piece})
-    dtypes = ", ".join(dict.fromkeys(bucket.dtypes for bucket in unit.buckets))
+    dtypes = ", ".join(dict.fromkeys(param_group.dtypes for param_group in unit.param_groups))
     return (
         str(len(specs)),
         f"{sum(spec.numel for spec in specs):,}",
@@ -115,9 +117,11 @@ def _row(unit: Unit, is_outermost: bool) -> tuple[str, ...]:
 def _bytes_of(unit: Unit) -> tuple[int, int]:
     """Return the bytes of all parameters of ``unit``, and of what this rank holds of them."""
     whole = sum(
-        spec.numel * spec.dtype.itemsize for bucket in unit.buckets for spec in bucket.plan.specs
+        spec.numel * spec.dtype.itemsize
+        for param_group in unit.param_groups
+        for spec in param_group.plan.specs
     )
-    return whole, sum(bucket.nbytes_at_rest for bucket in unit.buckets)
+    return whole, sum(param_group.nbytes_at_rest for param_group in unit.param_groups)
 
 
 def _kept(unit: Unit, is_outermost: bool) -> str:
@@ -195,7 +199,7 @@ class FsdpContext:
             values at the first forward.
         groups: the process groups that collectives run on. :class:`MeshGroups` for the mesh of the
             context, or a mapping from meshes to them.
-        pg_options: options of the backend, by lane (``"all_gather"``, ``"reduce_scatter"``,
+        pg_options: options of the backend, by comm stream (``"all_gather"``, ``"reduce_scatter"``,
             ``"all_reduce"``), for groups that the library makes; by default those of the mesh's
             groups. Contexts that are given the same object share a group.
         hang_timeout: on a device with streams, the seconds after which ranks that do not move say
@@ -239,7 +243,9 @@ class FsdpContext:
         self._stats = Stats()
         self.is_implicit = False
         """Whether :func:`fully_shard` made the context. Those of one tree are merged."""
-        self.lane_factory: Callable[[str, torch.device], Lane] = lambda _, device: make_lane(device)
+        self.comm_stream_factory: Callable[[str, torch.device], CommStream] = lambda _, device: (
+            make_comm_stream(device)
+        )
         given = {self.mesh: groups} if isinstance(groups, MeshGroups) else groups
         self._groups = GroupCache(separate_reduce_scatter_group, given, pg_options)
         if pg_options:
@@ -250,8 +256,10 @@ class FsdpContext:
         # What the context has does not refer to it. Without a reference cycle, groups are freed
         # together with the context, and not when Python next collects cycles.
         me = weakref.ref(self)
-        self.faults = Faults(lambda: own.mesh_infos if (own := me()) else (), self._groups)
-        self._groups.watchdog = weakref.ref(self.faults)
+        self.error_monitor = ErrorMonitor(
+            lambda: own.mesh_infos if (own := me()) else (), self._groups
+        )
+        self._groups.watchdog = weakref.ref(self.error_monitor)
         self.toggled: weakref.WeakSet[Unit] = weakref.WeakSet()
         self.uncompared: Uncompared = []
         self.hang_timeout = hang_timeout
@@ -316,7 +324,7 @@ class FsdpContext:
         return self._stats
 
     @property
-    def groups(self) -> LaneGroups:
+    def groups(self) -> CommGroups:
         """The process groups over :attr:`mesh`."""
         return self.mesh_info_of(self.mesh).groups
 
@@ -344,7 +352,7 @@ class FsdpContext:
                 self.device,
                 self.layout,
                 self._groups,
-                self.faults,
+                self.error_monitor,
                 self._stats,
                 self.shard_optimizer_over_replicas,
             )
@@ -353,9 +361,9 @@ class FsdpContext:
     @cached_property
     def comm_context(self) -> CommContext:
         """Carry out what the schedule decides."""
-        make_lane, device = self.lane_factory, self.device
+        make_comm_stream, device = self.comm_stream_factory, self.device
         return CommContext(
-            lambda name: make_lane(name, device),
+            lambda name: make_comm_stream(name, device),
             self._stats,
             self._mesh_infos.values,
             partial(_existing, self._refs),
@@ -396,7 +404,8 @@ class FsdpContext:
         return CapturedSteps(units, self._mesh_infos.values, parts)
 
     def join_capture(self, unit: Unit | None = None) -> None:
-        """If a graph is captured, makes ``unit``, by default the first of a pass, part of it.
+        """Make ``unit``, by default the first of a pass, part of the graph that is captured, if one
+        is.
 
         Raises:
             RuntimeError: it cannot be captured. Nothing was changed.
@@ -454,15 +463,15 @@ class FsdpContext:
     def register(self, unit: Unit) -> int:
         """Take ``unit`` in and return its index, the same on every rank."""
         self._refs.append(weakref.ref(unit))
-        for bucket in unit.buckets:
-            bucket.edits.unit = self._refs[-1]
-            bucket.join(self.mesh_info_of(bucket.mesh_info.mesh))
+        for param_group in unit.param_groups:
+            param_group.edits.unit = self._refs[-1]
+            param_group.join(self.mesh_info_of(param_group.mesh_info.mesh))
         self.is_initialized = False
         return len(self._refs) - 1
 
     def lazy_init(self) -> None:
         """Complete the context before a forward. It takes in the units of the tree that were given
-        no context, finds the root, names units as users know them, connects buckets to process
+        no context, finds the root, names units as users know them, connects param groups to process
         groups, and compares what ranks start from. Do nothing once that is done, and nothing
         within a backward. Collective over the meshes."""
         if self.is_initialized or autograd.is_in_backward():
@@ -471,7 +480,7 @@ class FsdpContext:
         name_units(self.units)
         for unit in self.units:
             unit.update_shared_params()
-        sync_grad_dtypes([bucket for unit in self.units for bucket in unit.buckets])
+        sync_grad_dtypes([param_group for unit in self.units for param_group in unit.param_groups])
         self.was_initialized = True
         for unit in self.units:
             unit.connect()
@@ -479,7 +488,9 @@ class FsdpContext:
         if self.validate_layouts:
             for mesh_info in self.mesh_infos:
                 compare_plans(self.units, mesh_info, mesh_info.groups.of_all)
-        verify_params_across_ranks(bucket for item in self.units for bucket in item.buckets)
+        verify_params_across_ranks(
+            param_group for item in self.units for param_group in item.param_groups
+        )
         if self.has_streams:
             watch(self.device, self.captured_steps)
             self._watch_for_hangs()
@@ -493,15 +504,17 @@ class FsdpContext:
             return
         comm, context = weakref.ref(self.comm_context), weakref.ref(self)
 
-        def lanes() -> Sequence[Lane]:
+        def comm_streams() -> Sequence[CommStream]:
             existing = comm()
-            return () if existing is None else existing.lanes
+            return () if existing is None else existing.comm_streams
 
         def found() -> None:
             if (self := context()) is not None:
                 self.require_lazy_init()  # so that the next forward asks
 
-        self._monitor = DesyncMonitor(self.device, lanes, self.faults, self.hang_timeout, found)
+        self._monitor = DesyncMonitor(
+            self.device, comm_streams, self.error_monitor, self.hang_timeout, found
+        )
 
     def require_lazy_init(self) -> None:
         """Make the next forward :meth:`lazy_init` again."""
@@ -583,18 +596,18 @@ class FsdpContext:
         self.lazy_init()  # so that a rank on which nothing ran yet meets the others too
         for mesh_info in self.mesh_infos:
             mesh_info.make_groups()
-        self.faults.meet(sys.exception())
+        self.error_monitor.meet(sys.exception())
         self.rest()
         self._groups.renew()
         self.captured_steps.lose_groups()
-        self.faults.clear()
+        self.error_monitor.clear()
         self.require_lazy_init()
         self.lazy_init()  # not only before a forward: a backward of an older graph may come next
 
     def rest(self) -> None:
         """Bring every unit to rest. Call it only if no rank has more under way than others."""
         if self.has_schedule:  # else nothing ran yet
-            self.comm_context.wait_for_lanes()
+            self.comm_context.wait_for_comm_streams()
             self.schedule.drop()
             self.comm_context.rest()
         for mesh_info in self.mesh_infos:

@@ -1,4 +1,4 @@
-"""Buckets of parameters that say themselves how they are gathered: FSDP2's tensor extensions.
+"""Param groups of parameters that say themselves how they are gathered: FSDP2's tensor extensions.
 
 Each sharded parameter has a local tensor of its own, of the class that the user gave. There is no
 shard buffer and no full buffer: a gather copies in and out. Gradients are plain, and are reduced as
@@ -14,25 +14,25 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from fsdp_overlap.comm.comm_streams import HostWorkHandle
 from fsdp_overlap.comm.extension_gather import ExtensionGather
-from fsdp_overlap.comm.lanes import HostTicket
 from fsdp_overlap.desync.order_check import START
-from fsdp_overlap.engine.mesh import BucketEdits, MeshInfo
-from fsdp_overlap.engine.options import Settings
+from fsdp_overlap.engine.mesh import MeshInfo, ParamGroupEdits
+from fsdp_overlap.engine.options import UnitSettings
 from fsdp_overlap.engine.param import ParamInfo, hash_of, parameter_like, tp_local_tensor
-from fsdp_overlap.engine.param_group import Bucket, row_shard
+from fsdp_overlap.engine.param_group import ParamGroup, row_shard
 from fsdp_overlap.layout import RowsPlan
 from fsdp_overlap.tensor.extension import (
     Extension,
+    ExtensionContext,
     GatheredTensors,
-    Surroundings,
     inner_tensors,
 )
 from fsdp_overlap.tensor.ragged_dtensor import users_attributes
 from fsdp_overlap.tensor.row_tensor import RowTensor, Sharded, read_numbers_of_wholes
 
 
-class ExtensionEdits(BucketEdits):
+class ExtensionEdits(ParamGroupEdits):
     """Counts what ops do to sharded parameters, and what is done to the tensors in them."""
 
     __slots__ = ("_noted", "tensors")
@@ -49,11 +49,11 @@ class ExtensionEdits(BucketEdits):
     def values(self, value: int) -> None:
         self._noted = value
 
-    def note_values(self) -> None:
+    def record_values(self) -> None:
         self._noted += 1
 
 
-class ExtensionBucket(Bucket):
+class ExtensionParamGroup(ParamGroup):
     """Parameters in rows whose class says how they are gathered.
 
     Only a gather can make the unsharded parameters. One is done for that alone, when the context
@@ -154,15 +154,15 @@ class ExtensionBucket(Bucket):
             for inner in inner_tensors(each._local_tensor)
         )
 
-    def copy_values_of(self, other: Bucket) -> None:
+    def copy_values_of(self, other: ParamGroup) -> None:
         for mine, its in zip(self.sharded_parameters, other.sharded_parameters, strict=True):
             mine._local_tensor.copy_(its._local_tensor)
-        self._edits.note_values()
+        self._edits.record_values()
 
     # Gathered
 
     def connect(
-        self, post_forward_size: int | None, settings: Settings, reduce_dtype: torch.dtype
+        self, post_forward_size: int | None, settings: UnitSettings, reduce_dtype: torch.dtype
     ) -> None:
         if self.extensions is None or not self._is_made:
             self.extensions = ExtensionGather(
@@ -175,9 +175,9 @@ class ExtensionBucket(Bucket):
             )
         super().connect(post_forward_size, settings, reduce_dtype)
 
-    def _surroundings(self) -> list[Surroundings]:
+    def _surroundings(self) -> list[ExtensionContext]:
         return [
-            Surroundings(
+            ExtensionContext(
                 self.mesh_info.shard_mesh,
                 torch.Size(spec.shape),
                 tuple(torch.empty(spec.shape, device="meta").stride()),
@@ -206,7 +206,7 @@ class ExtensionBucket(Bucket):
         inputs = gather.inputs()
         self._compare(inputs)
         issued = gather.all_gather_first(inputs, full.flat, self.groups.gather)
-        HostTicket("all_gather", self.label, issued, None).wait()
+        HostWorkHandle("all_gather", self.label, issued, None).wait()
         with torch.inference_mode(False):
             made = [
                 extension.make(outputs, [each.size() for each in given])
@@ -229,7 +229,7 @@ class ExtensionBucket(Bucket):
         self.use_parameters(parameters)
         self._is_made = True
         self.gathered_nbytes = gather.nbytes * self.mesh_info.shard_size
-        self.travels_nbytes = self.gathered_nbytes - gather.nbytes
+        self.comm_nbytes = self.gathered_nbytes - gather.nbytes
         return True
 
     def _compare(self, inputs: Sequence[Sequence[torch.Tensor]]) -> None:
@@ -237,7 +237,7 @@ class ExtensionBucket(Bucket):
         mesh."""
         facts = repr([[(each.shape, each.dtype) for each in tensors] for tensors in inputs])
         mine = [START, hash_of(facts.encode()), 0]
-        for group in self.mesh_info.groups_to_ask:
+        for group in self.mesh_info.groups_to_check:
             if any(other != mine for other in self.mesh_info.order_check.ask(mine, group)):
                 names = ", ".join(repr(spec.fqn) for spec in self.plan.specs)
                 raise RuntimeError(

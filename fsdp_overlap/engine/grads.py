@@ -1,4 +1,4 @@
-"""One bucket's gradients: from autograd's hooks through the reduce input into the sharded
+"""One param group's gradients: from autograd's hooks through the reduce input into the sharded
 ``.grad``."""
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp_overlap.comm.lanes import Lane, Ticket
+from fsdp_overlap.comm.comm_streams import CommStream, WorkHandle
 from fsdp_overlap.engine.hsdp import Accept, ReplicaReduction
 from fsdp_overlap.engine.options import ReduceOptions, sent_sizes
 from fsdp_overlap.engine.param import is_placed_like, placed_like, tp_local_tensor
-from fsdp_overlap.engine.param_group import Bucket, D2HCopy, places_in_shard
+from fsdp_overlap.engine.param_group import D2HCopy, ParamGroup, places_in_shard
 from fsdp_overlap.tensor.extension import is_subclass
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 from fsdp_overlap.tensor.ragged_dtensor import give_grads
@@ -34,52 +34,54 @@ LARGE_BYTES = 1024 * 1024
 _grad = attrgetter("grad")
 
 
-class BucketGradients:
-    """Collects the gradients of one trainable bucket and reduces them.
+class ParamGroupGradients:
+    """Collects the gradients of one trainable param group and reduces them.
 
     ``filled`` says for which parameters the reduce input holds a gradient. It may come from a
     backward without synchronization.
     """
 
     def __init__(
-        self, bucket: Bucket, reduce_dtype: torch.dtype, reduce_options: ReduceOptions
+        self, param_group: ParamGroup, reduce_dtype: torch.dtype, reduce_options: ReduceOptions
     ) -> None:
-        self.bucket = bucket
+        self.param_group = param_group
         self._options = reduce_options
         self.replica_reduction = (
-            ReplicaReduction(bucket) if bucket.mesh_info.num_replicas > 1 else None
+            ReplicaReduction(param_group) if param_group.mesh_info.num_replicas > 1 else None
         )
-        self.reduce_scatter_input = FlatBuffer(bucket.plan, reduce_dtype, bucket.full.flat.device)
-        self.reduce_scatter_input.memory = bucket.full.memory
-        policy = bucket.comm_policy
+        self.reduce_scatter_input = FlatBuffer(
+            param_group.plan, reduce_dtype, param_group.full.flat.device
+        )
+        self.reduce_scatter_input.memory = param_group.full.memory
+        policy = param_group.comm_policy
         codes = policy.reduce_dtype if policy is not None else None
-        sent = sent_sizes(bucket.gather_plan, reduce_dtype, policy, codes)
+        sent = sent_sizes(param_group.gather_plan, reduce_dtype, policy, codes)
         self.reduced_nbytes = sum(sent)
         """What a reduce-scatter divides among the ranks."""
-        self._travels = self.reduced_nbytes - sent[bucket.mesh_info.shard_rank]
-        if bucket.plan.specs[0].grad_dtype is not None:
+        self._communicates = self.reduced_nbytes - sent[param_group.mesh_info.shard_rank]
+        if param_group.plan.specs[0].grad_dtype is not None:
             # Autograd rounds gradients to the grad_dtype of what it accumulates into.
-            for parameter in bucket.parameters:
+            for parameter in param_group.parameters:
                 parameter.grad_dtype = reduce_dtype
-        self.count = len(bucket.parameters)
+        self.count = len(param_group.parameters)
         self.filled = [False] * self.count
         self._filled_partly = [False] * self.count
-        """For which parameters :attr:`copies` holds a gradient, reduced among shards alone."""
+        """For which parameters :attr:`replicas` holds a gradient, reduced among shards alone."""
         self.is_large = [
-            spec.numel * reduce_dtype.itemsize >= LARGE_BYTES for spec in bucket.plan.specs
+            spec.numel * reduce_dtype.itemsize >= LARGE_BYTES for spec in param_group.plan.specs
         ]
-        self._on_full_mesh = [item.spmd for item in bucket.owned]
+        self._on_full_mesh = [item.spmd for item in param_group.owned]
         # Reduced gradients of parameters that have none on this rank. They are kept until it is
         # known whether another rank has one.
         self.unused: list[tuple[int, torch.Tensor]] = []
-        # Reduced gradients of an offloaded bucket, on their way to the host, and what of them is
-        # unused.
+        # Reduced gradients of an offloaded param group, on their way to the host, and what of them
+        # is unused.
         self.offloads: list[tuple[D2HCopy, Sequence[bool] | None]] = []
         self._pieces = self._plan_pieces()
         # The gradient of a parameter of which this rank holds nothing. The first forward may run in
         # inference mode, and in-place ops refuse tensors made in it ever after.
         with torch.inference_mode(False):
-            self._empty = bucket.shard.new_empty(0, dtype=bucket.grad_dtype)
+            self._empty = param_group.shard.new_empty(0, dtype=param_group.grad_dtype)
 
     def _plan_pieces(self) -> tuple[list[int], list[int]]:
         """Return the sizes, in elements, that split a shard into ranges of parameters and the gaps
@@ -88,7 +90,7 @@ class BucketGradients:
         sizes: list[int] = []
         pieces = []
         end = 0
-        plan, rank = self.bucket.plan, self.bucket.mesh_info.plan_rank
+        plan, rank = self.param_group.plan, self.param_group.mesh_info.plan_rank
         for start, size in places_in_shard(plan, rank):
             if not size:
                 pieces.append(-1)
@@ -106,31 +108,31 @@ class BucketGradients:
         """Whether the reduce input has memory."""
         return self.reduce_scatter_input.allocated
 
-    def leaves_early(self, index: int) -> bool:
+    def may_copy_in_early(self, index: int) -> bool:
         """Return whether the gradient of parameter ``index``, which has just arrived, may be
-        copied in before its bucket is complete.
+        copied in before its param group is complete.
 
         It may not if copying it in takes a collective. All ranks of tensor parallelism must come to
         that at the same point, but what is copied in early depends on which other collectives are
         done on this rank.
         """
-        if not self.is_large[index] or not self.bucket.is_tensor_parallel:
+        if not self.is_large[index] or not self.param_group.is_tensor_parallel:
             return self.is_large[index]
-        parameter, spmd = self.bucket.parameters[index], self._on_full_mesh[index]
+        parameter, spmd = self.param_group.parameters[index], self._on_full_mesh[index]
         gradient = parameter.grad
         return gradient is None or is_placed_like(parameter, gradient, spmd)
 
     def copy_in_all(self) -> None:
         """Move every gradient that autograd holds into the reduce input."""
-        parameters = self.bucket.parameters
+        parameters = self.param_group.parameters
         gradients = list(map(_grad, parameters))
         # With create_graph=True gradients may require grad.
         if torch.is_grad_enabled() or any(map(is_, gradients, repeat(None))) or any(self.filled):
             self.copy_in(range(len(parameters)))
         else:
-            if self.bucket.is_tensor_parallel:
+            if self.param_group.is_tensor_parallel:
                 gradients = [self._tile(i, gradient) for i, gradient in enumerate(gradients)]
-            if self.bucket.is_extension:
+            if self.param_group.is_extension:
                 gradients = list(map(_plain, gradients))
             try:
                 torch._foreach_copy_(self.reduce_scatter_input.views, gradients)
@@ -148,7 +150,7 @@ class BucketGradients:
         """Move the gradients that autograd holds for these parameters into the reduce input."""
         targets, sources = [], []
         for index in indices:
-            parameter = self.bucket.parameters[index]
+            parameter = self.param_group.parameters[index]
             gradient = parameter.grad
             if gradient is None:
                 continue
@@ -157,7 +159,7 @@ class BucketGradients:
                 gradient = gradient.detach()
             if gradient.layout is not torch.strided:  # by nn.Embedding(sparse=True)
                 gradient = gradient.to_dense()
-            if self.bucket.is_tensor_parallel:
+            if self.param_group.is_tensor_parallel:
                 gradient = self._tile(index, gradient)
             if type(gradient) is not torch.Tensor:
                 gradient = _plain(gradient)
@@ -173,19 +175,19 @@ class BucketGradients:
     def _tile(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
         """Return this rank's tile of a gradient, placed as its parameter is: all of a plain
         gradient."""
-        parameter, spmd = self.bucket.parameters[index], self._on_full_mesh[index]
+        parameter, spmd = self.param_group.parameters[index], self._on_full_mesh[index]
         return tp_local_tensor(
             placed_like(parameter, gradient, spmd, self.reduce_scatter_input.flat.dtype)
         )
 
     @property
     def all_reduces(self) -> bool:
-        """Whether there are copies, and :meth:`reduce` reduces across them too."""
+        """Whether there are replicas, and :meth:`reduce` reduces across them too."""
         return self.replica_reduction is not None and self._options.all_reduce_grads
 
-    def reduce(self, lane: Lane, all_reduce_lane: Lane | None) -> Ticket:
+    def reduce(self, comm_stream: CommStream, all_reduce_stream: CommStream | None) -> WorkHandle:
         """Enqueue the reduce-scatter of the reduce input. Its result becomes the sharded
-        parameters' ``.grad``. If :attr:`all_reduces`, one more collective on ``all_reduce_lane``
+        parameters' ``.grad``. If :attr:`all_reduces`, one more collective on ``all_reduce_stream``
         comes before that. If not, and there are replicas, the result waits for a backward that
         does.
 
@@ -200,8 +202,8 @@ class BucketGradients:
             empty = [*empty, *(view for view, is_filled in views if not is_filled)]
         if empty:
             torch._foreach_zero_(empty)
-        bucket, replicas = self.bucket, self.replica_reduction
-        mesh_info = bucket.mesh_info
+        param_group, replicas = self.param_group, self.replica_reduction
+        mesh_info = param_group.mesh_info
         # NCCL uses memory that is registered with its group for sums, and not for means.
         divisor, replicas_divisor = self._options.divisors(
             mesh_info.shard_size,
@@ -216,37 +218,40 @@ class BucketGradients:
             accept = replicas.keep
         else:
             self._filled_partly = [False] * self.count
-            mesh_info.note_gradients(bucket.first_flag, filled)
+            mesh_info.record_gradients(param_group.first_flag, filled)
             unused = None if is_full else self._unused_among(filled)
             accept = partial(self._accept, unused=unused)
             if replicas is not None:
-                assert all_reduce_lane is not None
-                accept = partial(replicas.start, all_reduce_lane, replicas_divisor, accept)
-        lane.after_compute()
-        return lane.enqueue(
+                assert all_reduce_stream is not None
+                accept = partial(replicas.start, all_reduce_stream, replicas_divisor, accept)
+        comm_stream.after_compute()
+        return comm_stream.enqueue(
             "reduce_scatter",
-            bucket.label,
-            lambda: bucket.collectives.reduce_scatter(
-                self.reduce_scatter_input.flat, bucket.gather_plan, bucket.groups.reduce, divisor
+            param_group.label,
+            lambda: param_group.collectives.reduce_scatter(
+                self.reduce_scatter_input.flat,
+                param_group.gather_plan,
+                param_group.groups.reduce,
+                divisor,
             ),
             accept,
-            nbytes=self._travels,
+            nbytes=self._communicates,
         )
 
     def _unused_among(self, filled: Sequence[bool]) -> list[bool]:
-        keep = self.bucket.mesh_info.syncs_unused_params
+        keep = self.param_group.mesh_info.syncs_unused_params
         return [
             not is_filled and (keep or not parameter.requires_grad)
-            for is_filled, parameter in zip(filled, self.bucket.parameters, strict=True)
+            for is_filled, parameter in zip(filled, self.param_group.parameters, strict=True)
         ]
 
     def _accept(self, mean: torch.Tensor, unused: Sequence[bool] | None) -> None:
         if self._options.hook is not None:
             self._options.call_hook(self._options.hook, mean)
-        if mean.dtype != self.bucket.grad_dtype:
-            mean = mean.to(self.bucket.grad_dtype)
-        if self.bucket.offload is not None:
-            self.offloads.append((self.bucket.to_host(mean), unused))
+        if mean.dtype != self.param_group.grad_dtype:
+            mean = mean.to(self.param_group.grad_dtype)
+        if self.param_group.offload is not None:
+            self.offloads.append((self.param_group.to_host(mean), unused))
             return
         self._give(mean, unused)
 
@@ -260,7 +265,7 @@ class BucketGradients:
     def _give(self, mean: torch.Tensor, unused: Sequence[bool] | None) -> None:
         sizes, own = self._pieces
         pieces = [*mean.split_with_sizes(sizes), self._empty]
-        parameters = self.bucket.sharded_parameters
+        parameters = self.param_group.sharded_parameters
         if unused is None:
             _give_gradients(parameters, [pieces[piece] for piece in own])
             return
@@ -274,13 +279,13 @@ class BucketGradients:
         """Give unused gradients to the parameters for which some rank had one, and drop the
         others. ``has_gradient``: the flags of the mesh. See Note [no gradient]."""
         for index, local in self.unused:
-            if has_gradient[self.bucket.first_flag + index]:
-                _give_gradients([self.bucket.sharded_parameters[index]], [local])
+            if has_gradient[self.param_group.first_flag + index]:
+                _give_gradients([self.param_group.sharded_parameters[index]], [local])
         self.unused.clear()
 
     def drop(self) -> None:
         """Forget everything that is not in a sharded ``.grad`` yet."""
-        for parameter in self.bucket.parameters:
+        for parameter in self.param_group.parameters:
             parameter.grad = None
         self.filled = [False] * self.count
         self._filled_partly = [False] * self.count
@@ -300,8 +305,8 @@ def _plain(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _give_gradients(parameters: Sequence[Any], locals_: list[torch.Tensor]) -> None:
-    """Give sharded parameters of a bucket the gradients of what this rank has of them, which are
-    flat. Call the hooks that users registered for that before and after it."""
+    """Give sharded parameters of a param group the gradients of what this rank has of them, which
+    are flat. Call the hooks that users registered for that before and after it."""
     edits = parameters[0].edits
     if edits.has_hooks:
         call_gradient_hooks(parameters, locals_)

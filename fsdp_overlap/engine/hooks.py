@@ -17,14 +17,14 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from fsdp_overlap.comm.lanes import span
+from fsdp_overlap.comm.comm_streams import span
 from fsdp_overlap.comm.streams import is_capturing
 from fsdp_overlap.engine.autograd import dynamo_disable, is_in_backward
 from fsdp_overlap.engine.context import FsdpContext, context_of
 from fsdp_overlap.engine.meta_init import take_assigned
 from fsdp_overlap.engine.param import is_opaque
 from fsdp_overlap.engine.unit import Unit, compare, unit_of
-from fsdp_overlap.schedule.order import Call
+from fsdp_overlap.schedule.order import ForwardRecord
 from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.tensor.extension import inner_tensors
 from fsdp_overlap.tensor.pytree import map_arguments, map_tensors, tensors_in
@@ -96,7 +96,7 @@ def before_forward(
 
 def _begin_forward(unit: Unit, module: nn.Module, context: FsdpContext) -> None:
     if not context.is_initialized:
-        context.faults.check()
+        context.error_monitor.check()
         context.lazy_init()
     unit.sync_requires_grad()
     context.schedule.before_forward(unit)
@@ -113,7 +113,9 @@ def _begin_forward(unit: Unit, module: nn.Module, context: FsdpContext) -> None:
 
 def _check_all_are_owned(unit: Unit) -> None:
     own = (
-        each for bucket in unit.buckets for each in bucket.parameters + bucket.sharded_parameters
+        each
+        for param_group in unit.param_groups
+        for each in param_group.parameters + param_group.sharded_parameters
     )
     if (name := unit.unowned.find(unit.modules, own)) is not None:
         raise RuntimeError(
@@ -213,12 +215,12 @@ def _error_to_raise(
     if error is None and (lost := compare(context.uncompared)) is not None:
         error = RuntimeError(lost)
     if error is not None:
-        context.faults.raised(f"forward of unit {unit.name!r}", error)
+        context.error_monitor.raised(f"forward of unit {unit.name!r}", error)
     return error
 
 
 def after_load(unit: Unit, module: nn.Module, keys: Any) -> None:
-    """Runs when ``load_state_dict()`` has loaded ``module`` and all in it: takes over parameters
+    """Run when ``load_state_dict()`` has loaded ``module`` and all in it: takes over parameters
     that it assigned."""
     context = context_of(unit)
     if take_assigned(unit, context.device, context.was_initialized):
@@ -241,7 +243,9 @@ def _check_no_parameter_leaves(unit: Unit, tensors: Sequence[torch.Tensor]) -> N
 
 
 @dynamo_disable
-def _before_backward(schedule: weakref.ref[Schedule], call: Call, gradient: torch.Tensor) -> None:
+def _before_backward(
+    schedule: weakref.ref[Schedule], call: ForwardRecord, gradient: torch.Tensor
+) -> None:
     alive = schedule()
     if alive is not None:
         alive.before_backward(call)

@@ -13,23 +13,22 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.comm.collectives import Issued, all_reduce, choose
-from fsdp_overlap.comm.lanes import Lane, Ticket
-from fsdp_overlap.comm.process_groups import LaneGroups, alive
+from fsdp_overlap.comm.collectives import PendingCollective, all_reduce, choose
+from fsdp_overlap.comm.comm_streams import CommStream, WorkHandle
+from fsdp_overlap.comm.process_groups import CommGroups, alive
 from fsdp_overlap.engine.mesh import MeshInfo
-from fsdp_overlap.layout import BucketPlan, Plan, RowsPlan
+from fsdp_overlap.layout import ParamGroupPlan, Plan, RowsPlan
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 
 # ---- A part of the full buffer, kept between forward and backward ----
 
 
 class PostForwardShard:
-    """This rank's part of a bucket's full buffer, kept from forward to backward.
+    """This rank's part of a param group's full buffer, kept from forward to backward.
 
     Each of ``size`` neighbours, usually the ranks of one machine, keeps ``1 / size`` of the buffer
-    ``full``. Backward gathers it from them alone. ``plan`` is the bucket's plan, merged to ``size``
-    ranks (:meth:`BucketPlan.merged`).
-    """
+    ``full``. Backward gathers it from them alone. ``plan`` is the param group's plan, merged to
+    ``size`` ranks (:meth:`ParamGroupPlan.merged`)."""
 
     def __init__(
         self, full: FlatBuffer, size: int, group: dist.ProcessGroup, device_type: str
@@ -52,7 +51,7 @@ class PostForwardShard:
         """Return whether a part is kept, and was gathered from shards of ``version``."""
         return self._values is not None and self._version == version
 
-    def all_gather(self, full: torch.Tensor) -> Issued:
+    def all_gather(self, full: torch.Tensor) -> PendingCollective:
         """Fill ``full`` from the neighbours' parts. Collective over the neighbours."""
         assert self._values is not None
         return self._collectives.all_gather(full, self._values, self.plan, alive(self._group))
@@ -70,15 +69,15 @@ class PostForwardShard:
         return keep
 
     def drop(self, _: torch.Tensor | None = None) -> None:
-        """Free the part. The argument, which a lane passes, is not used."""
+        """Free the part. The argument, which a comm stream passes, is not used."""
         self._values = None
 
 
 # ---- A shard that ranks with replicas divide ----
 
 
-class Replicated(Protocol):
-    """A bucket whose shard other ranks hold too. ``shard`` is this rank's part of it, if they
+class ReplicatedShard(Protocol):
+    """A param group whose shard other ranks hold too. ``shard`` is this rank's part of it, if they
     divide it."""
 
     label: str
@@ -86,7 +85,7 @@ class Replicated(Protocol):
     shard: torch.Tensor
     compute_dtype: torch.dtype
     is_meta: bool
-    groups: LaneGroups
+    groups: CommGroups
     outer_shard: OuterShard | None
 
     @property
@@ -102,64 +101,64 @@ class OuterShard:
     steps.
 
     ``whole`` is the shard put together, in the dtype of compute. All-gathers among shards read it,
-    and it is kept until a part is edited. So the ranks with copies exchange parts once for each
+    and it is kept until a part is edited. So the ranks with replicas exchange parts once for each
     step of the optimizer, however often a unit is gathered. ``plan`` is about the shard alone, and
     has no parameters.
     """
 
-    def __init__(self, bucket: Replicated, mesh_info: MeshInfo) -> None:
-        self.bucket: Replicated = weakref.proxy(bucket)  # which owns this object
-        group = bucket.groups.across
+    def __init__(self, param_group: ReplicatedShard, mesh_info: MeshInfo) -> None:
+        self.param_group: ReplicatedShard = weakref.proxy(param_group)  # which owns this object
+        group = param_group.groups.across
         assert group is not None
         first = mesh_info.shard_rank * mesh_info.num_replicas
-        numels = bucket.plan.shard_numels[first : first + mesh_info.num_replicas]
-        self.plan = plan = BucketPlan((), (), numels)
+        numels = param_group.plan.shard_numels[first : first + mesh_info.num_replicas]
+        self.plan = plan = ParamGroupPlan((), (), numels)
         self.collectives = choose(mesh_info.device_type, group, plan)
-        self.whole = FlatBuffer(plan, bucket.compute_dtype, bucket.device)
-        self._ticket: Ticket | None = None
+        self.whole = FlatBuffer(plan, param_group.compute_dtype, param_group.device)
+        self._work: WorkHandle | None = None
         self._version = -1
 
     @property
     def is_fresh(self) -> bool:
         """Whether ``whole`` is put together, or will be, from the parts as they are now."""
-        return self._version == self.bucket.version
+        return self._version == self.param_group.version
 
-    def gather(self, lane: Lane) -> None:
+    def gather(self, comm_stream: CommStream) -> None:
         """Enqueue the all-gather that puts the shard together, unless it is fresh or on the meta
-        device. Collective over the copies."""
-        if self.is_fresh or self.bucket.is_meta:
+        device. Collective over the replicas."""
+        if self.is_fresh or self.param_group.is_meta:
             return
         self.wait()
-        group = self.bucket.groups.across
+        group = self.param_group.groups.across
         assert group is not None
         # Compute edited the part. It also has waited for all all-gathers that read ``whole``, but
         # for those whose result nobody needs now.
-        lane.after_compute()
+        comm_stream.after_compute()
         if not self.whole.allocated:
-            lane.allocate(self.bucket.label, self.whole)
-        version = self.bucket.version
+            comm_stream.allocate(self.param_group.label, self.whole)
+        version = self.param_group.version
         issue = partial(
-            self.collectives.all_gather, self.whole.flat, self.bucket.shard, self.plan, group
+            self.collectives.all_gather, self.whole.flat, self.param_group.shard, self.plan, group
         )
-        self._ticket = lane.enqueue(
+        self._work = comm_stream.enqueue(
             "copies_all_gather",
-            self.bucket.label,
+            self.param_group.label,
             issue,
             nbytes=self.whole.nbytes_of_others(group.rank()),
         )
         self._version = version
 
     def wait(self) -> None:
-        """Make the current lane wait until the shard is put together."""
-        if self._ticket is not None:
-            self._ticket.wait()
-            self._ticket = None
+        """Make the current comm stream wait until the shard is put together."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
 
     def reset(self) -> None:
         """Make the next :meth:`gather` put the shard together anew, even if the last failed."""
         with suppress(RuntimeError):  # a collective failed
             self.wait()
-        self._ticket = None
+        self._work = None
         self._version = -1
 
 
@@ -169,68 +168,71 @@ Accept = Callable[[torch.Tensor], None]
 
 
 class ReplicaReduction:
-    """Reduces one bucket's gradients across the ranks that hold copies of this rank's shard, on a
-    mesh ``(replicate, shard)``.
+    """Reduces one param group's gradients across the ranks that hold replicas of this rank's shard,
+    on a mesh ``(replicate, shard)``.
 
     The gradients were reduced among shards before. They travel at once, or wait here while later
     backwards add to them. Each rank gets all of them, or its part if the shard is a
     :class:`OuterShard`.
     """
 
-    def __init__(self, bucket: Replicated) -> None:
-        self.bucket = bucket
+    def __init__(self, param_group: ReplicatedShard) -> None:
+        self.param_group = param_group
         self._waiting: torch.Tensor | None = None
-        # Each ticket with the tensor that is reduced. The tensor's memory belongs to the lane of
-        # reduce-scatters, which must not use it anew meanwhile.
-        self._in_flight: list[tuple[Ticket, torch.Tensor]] = []
+        # Each work handle with the tensor that is reduced. The tensor's memory belongs to the comm
+        # stream of reduce-scatters, which must not use it anew meanwhile.
+        self._in_flight: list[tuple[WorkHandle, torch.Tensor]] = []
 
     def keep(self, mean: torch.Tensor) -> None:
         """Add ``mean``, the result of a reduction among shards, to what waits for
         :meth:`start`."""
         self._waiting = mean if self._waiting is None else self._waiting.add_(mean)
 
-    def start(self, lane: Lane, divisor: float | None, accept: Accept, mean: torch.Tensor) -> None:
+    def start(
+        self, comm_stream: CommStream, divisor: float | None, accept: Accept, mean: torch.Tensor
+    ) -> None:
         """Enqueue the reduction of the sum of ``mean`` and what waits. ``accept`` gets the result.
-        Collective over the copies."""
+        Collective over the replicas."""
         self.keep(mean)
-        group, divided = self.bucket.groups.across, self.bucket.outer_shard
+        group, replica_shard = self.param_group.groups.across, self.param_group.outer_shard
         total, self._waiting = self._waiting, None
         assert group is not None
         assert total is not None
-        lane.after_compute()  # "compute" here is the lane of reduce-scatters, on which this runs
-        if divided is None:
+        # "compute" here is the comm stream of reduce-scatters, on which this runs
+        comm_stream.after_compute()
+        if replica_shard is None:
             kind, times, issue = "all_reduce", 2, partial(all_reduce, total, group, divisor)
         else:
-            reduce_scatter = divided.collectives.reduce_scatter
+            reduce_scatter = replica_shard.collectives.reduce_scatter
             kind, times = "copies_reduce_scatter", 1
-            issue = partial(reduce_scatter, total, divided.plan, group, divisor)
+            issue = partial(reduce_scatter, total, replica_shard.plan, group, divisor)
         nbytes = times * total.nbytes * (group.size() - 1) // group.size()
-        ticket = lane.enqueue(kind, self.bucket.label, issue, accept, nbytes)
-        self._in_flight.append((ticket, total))
+        work = comm_stream.enqueue(kind, self.param_group.label, issue, accept, nbytes)
+        self._in_flight.append((work, total))
 
     def is_done(self) -> bool:
         """Return whether :meth:`finish` would not wait."""
-        return all(ticket.done() for ticket, _ in self._in_flight)
+        return all(work.done() for work, _ in self._in_flight)
 
     def finish(self) -> None:
         """Make compute wait for the reductions under way."""
-        for ticket, _ in self._in_flight:
-            ticket.wait()
+        for work, _ in self._in_flight:
+            work.wait()
         self._in_flight.clear()
 
-    def finish_before(self, lane: Lane) -> None:
-        """Make ``lane``, the lane of reduce-scatters, wait for the reductions under way. It may
-        then use the memory of what they reduce again."""
-        for ticket, _ in self._in_flight:
-            lane.after_ticket(ticket)
+    def finish_before(self, comm_stream: CommStream) -> None:
+        """Make ``comm_stream``, the comm stream of reduce-scatters, wait for the reductions under
+        way. It may then use the memory of what they reduce again."""
+        for work, _ in self._in_flight:
+            comm_stream.after_work(work)
         self._in_flight.clear()
 
     def abandon(self) -> None:
         """Wait for the reductions under way. Nobody needs their results."""
-        for ticket, _ in self._in_flight:
+        for work, _ in self._in_flight:
             with suppress(RuntimeError):  # a collective failed
-                ticket.abandon()
-                ticket.wait()
+                work.abandon()
+                work.wait()
         self._in_flight.clear()
 
     def drop(self) -> None:

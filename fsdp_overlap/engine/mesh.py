@@ -17,21 +17,26 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from fsdp_overlap.comm.comm_streams import CommStream, WorkHandle
 from fsdp_overlap.comm.group_memory import GroupMemory
-from fsdp_overlap.comm.lanes import Lane, Ticket
 from fsdp_overlap.comm.process_groups import (
+    CommGroups,
     GroupCache,
-    LaneGroups,
     can_close,
     communicates,
     end_threads_before_python,
 )
 from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.comm.symmetric_memory import SymmetricMemory
-from fsdp_overlap.desync.faults import Faults
+from fsdp_overlap.desync.error_monitor import ErrorMonitor
 from fsdp_overlap.desync.order_check import OrderCheck, Subject
-from fsdp_overlap.engine.param import ParamInfo, concatenate_meshes, kind_of, owned_parameters
-from fsdp_overlap.layout import BucketPlan, LayoutRule, ParamSpec, Plan
+from fsdp_overlap.engine.param import (
+    ParamInfo,
+    concatenate_meshes,
+    module_class_name,
+    owned_parameters,
+)
+from fsdp_overlap.layout import LayoutRule, ParamGroupPlan, ParamSpec, Plan
 from fsdp_overlap.layout.pieces import in_pieces
 from fsdp_overlap.layout.planner import Planner
 from fsdp_overlap.schedule.stats import Stats
@@ -124,7 +129,7 @@ class LayoutRegistry:
             names = sorted({spec.fqn for spec in different})
             more = ", ..." if len(names) > 3 else ""
             raise ValueError(
-                f"{kind_of(modules)} was planned with other parameters "
+                f"{module_class_name(modules)} was planned with other parameters "
                 f"({', '.join(names[:3])}{more}): give plan_layout() all modules that will be "
                 "units, the same ignored_params, and parameters as frozen as they will be; units "
                 "with a param_dtype_override_fn cannot be planned ahead"
@@ -135,7 +140,7 @@ class LayoutRegistry:
     def _begin_in_pieces(
         self, units: Sequence[Sequence[ParamSpec]]
     ) -> Sequence[Sequence[ParamSpec]]:
-        """``units``, the first of all that are planned in pieces: see Note [pieces]."""
+        """Return ``units``, the first of all that are planned in pieces: see Note [pieces]."""
         for index, specs in enumerate(units if self._is_first else ()):
             if specs:
                 self._is_first = False
@@ -153,7 +158,7 @@ class LayoutRegistry:
 
 
 def _unquantized(specs: Iterable[ParamSpec]) -> set[ParamSpec]:
-    """``specs`` without what travels how, because ahead of a unit nobody knows that."""
+    """Return ``specs`` without what travels how, because ahead of a unit nobody knows that."""
     return {replace(spec, block=1, is_kept=False, piece=0) for spec in specs}
 
 
@@ -172,9 +177,9 @@ def rollback_on_error(several: Iterable[LayoutRegistry]) -> Iterator[None]:
 # ---- Meshes, and what their ranks share ----
 
 
-class BucketEdits(ShardEdits):
-    """Counts the edits of one bucket's shards. Every sharded parameter has it, and so leads to its
-    mesh and its ``unit``."""
+class ParamGroupEdits(ShardEdits):
+    """Counts the edits of one param group's shards. Every sharded parameter has it, and so leads to
+    its mesh and its ``unit``."""
 
     __slots__ = ("mesh_info", "unit")
 
@@ -183,26 +188,26 @@ class BucketEdits(ShardEdits):
         self.mesh_info = weakref.ref(mesh_info)
         self.unit: weakref.ref[Any] | None = None
 
-    def note_trainability(self, parameter: torch.Tensor) -> None:
-        super().note_trainability(parameter)
+    def record_trainability(self, parameter: torch.Tensor) -> None:
+        super().record_trainability(parameter)
         unit = self.unit() if self.unit is not None else None
         if unit is not None:
             unit.copy_requires_grad(parameter)
 
 
 def mesh_info_of(edits: ShardEdits | None) -> MeshInfo | None:
-    """Return the :class:`MeshInfo` of the bucket whose edits these are. ``None`` if there is no
-    bucket, or its context was freed."""
-    return edits.mesh_info() if isinstance(edits, BucketEdits) else None
+    """Return the :class:`MeshInfo` of the param group whose edits these are. ``None`` if there is
+    no param group, or its context was freed."""
+    return edits.mesh_info() if isinstance(edits, ParamGroupEdits) else None
 
 
 class MeshInfo:
-    """One mesh that buckets of a context are spread over.
+    """One mesh that param groups of a context are spread over.
 
     Its ranks share process groups and plans, check the order of their collectives, and tell each
     other which parameters have a gradient on some rank. ``mesh`` has one dimension, along which
-    parameters are sharded, or two, ``(replicate, shard)``, with copies along the first.
-    ``shards_replicas``: whether the ranks that hold copies of a shard divide it.
+    parameters are sharded, or two, ``(replicate, shard)``, with replicas along the first.
+    ``shards_replicas``: whether the ranks that hold replicas of a shard divide it.
 
     Raises:
         TypeError: groups over ``mesh`` cannot be made with the options that the user gave.
@@ -215,7 +220,7 @@ class MeshInfo:
         device: torch.device,
         layout: LayoutRule,
         groups: GroupCache,
-        faults: Faults,
+        error_monitor: ErrorMonitor,
         stats: Stats,
         shards_replicas: bool = False,
     ) -> None:
@@ -231,11 +236,11 @@ class MeshInfo:
         """Plans over all ranks that hold different elements at rest. The ranks that divide one
         shard are neighbours in them."""
         self.has_reduced = False
-        """Whether a reduce-scatter was issued since the last :meth:`agree`."""
-        self.reading: Ticket | None = None
+        """Whether a reduce-scatter was issued since the last :meth:`validate_and_sync`."""
+        self.reading: WorkHandle | None = None
         """The last all-gather that reads an offloaded shard, on the host."""
         self.group_cache = groups
-        self.faults = faults
+        self.error_monitor = error_monitor
         self._stats = stats
         self._members: list[weakref.ref[Subject]] = []
         self._with_other: dict[DeviceMesh, DeviceMesh] = {}  # by the parameter's own mesh
@@ -278,7 +283,7 @@ class MeshInfo:
         return self.mesh.device_type
 
     @cached_property
-    def groups(self) -> LaneGroups:
+    def groups(self) -> CommGroups:
         return self.group_cache.get(self.mesh)
 
     @property
@@ -287,7 +292,7 @@ class MeshInfo:
         return self.groups.of_all if "groups" in vars(self) else []
 
     @property
-    def groups_to_ask(self) -> list[dist.ProcessGroup]:
+    def groups_to_check(self) -> list[dist.ProcessGroup]:
         """The groups on which ranks ask each other before the first collective."""
         groups = self.groups
         return groups.to_confirm if self.order_check.confirms else groups.of_all
@@ -304,7 +309,7 @@ class MeshInfo:
             self.device,
             self.communicates and can_close(self.device.type, shard),
             lambda: me.groups.to_confirm,
-            self.faults.explain_difference,
+            self.error_monitor.explain_difference,
             self._stats.count_confirmation,
         )
 
@@ -316,7 +321,8 @@ class MeshInfo:
 
     @cached_property
     def tensor_mesh(self) -> DeviceMesh:
-        """The mesh that sharded tensors lie over: :attr:`mesh`, flattened if copies are divided."""
+        """The mesh that sharded tensors lie over: :attr:`mesh`, flattened if shards are divided
+        over replicas."""
         return self.mesh._flatten() if self.shards_replicas else self.mesh
 
     @property
@@ -327,7 +333,7 @@ class MeshInfo:
         return self.shard_rank * self.num_replicas + self.mesh.get_local_rank(0)
 
     @cached_property
-    def _divided_ranks(self) -> list[int]:
+    def _replica_ranks(self) -> list[int]:
         """For each place in plans, the rank in the group of :attr:`tensor_mesh` that has it. The
         two orders differ: neighbours in plans hold parts of one shard, neighbours in the mesh hold
         shards of one copy."""
@@ -337,12 +343,12 @@ class MeshInfo:
         ranks = dist.get_process_group_ranks(self.tensor_mesh.get_group())
         return [ranks.index(rank_at[place]) for place in range(len(ranks))]
 
-    def range_shard(self, plan: BucketPlan, fqn: str) -> RaggedShard:
+    def range_shard(self, plan: ParamGroupPlan, fqn: str) -> RaggedShard:
         """Return which rank of :attr:`tensor_mesh` holds which range of the parameter ``fqn`` of
         ``plan``."""
         ranges = plan.ranges(fqn)
         if self.shards_replicas:
-            ranges = [(self._divided_ranks[rank], start, stop) for rank, start, stop in ranges]
+            ranges = [(self._replica_ranks[rank], start, stop) for rank, start, stop in ranges]
         return RaggedShard(tuple(ranges))
 
     def spec(self, item: ParamInfo, placement: Placement, dtype: torch.dtype) -> DTensorSpec:
@@ -356,8 +362,8 @@ class MeshInfo:
             if whole not in self._with_other:
                 self._with_other[whole] = spmd.full.sharded_mesh(mesh)
             return contiguous_spec(self._with_other[whole], placements, spmd.shape, dtype)
-        copies = (Replicate(),) if mesh.ndim == 2 else ()
-        placements = (*copies, placement)
+        replicas = (Replicate(),) if mesh.ndim == 2 else ()
+        placements = (*replicas, placement)
         if isinstance(parameter, DTensor):
             other = parameter.device_mesh
             if other not in self._with_other:
@@ -365,20 +371,20 @@ class MeshInfo:
             mesh, placements = self._with_other[other], (*placements, *parameter.placements)
         return contiguous_spec(mesh, placements, parameter.shape, dtype)
 
-    def register(self, bucket: Subject, parameters: int) -> tuple[int, int]:
-        """Take in ``bucket``, which has so many ``parameters``. Call it in the same order on every
-        rank of the mesh. Return the bucket's index, and where the flags of its parameters
-        begin."""
+    def register(self, param_group: Subject, parameters: int) -> tuple[int, int]:
+        """Take in ``param_group``, which has so many ``parameters``. Call it in the same order on
+        every rank of the mesh. Return the param group's index, and where the flags of its
+        parameters begin."""
         index, first_flag = len(self._members), self._flags
-        self._members.append(weakref.ref(bucket))
+        self._members.append(weakref.ref(param_group))
         self._flags += parameters
         if "order_check" in vars(self):
-            self.order_check.note_new_bucket()
+            self.order_check.record_new_param_group()
         self.forget_gradients()
         return index, first_flag
 
-    def groups_for(self, separate: bool) -> LaneGroups:
-        """Return the process groups of a bucket. Collective over the mesh at the first call.
+    def groups_for(self, separate: bool) -> CommGroups:
+        """Return the process groups of a param group. Collective over the mesh at the first call.
 
         ``separate``: whether its reductions run on a group of their own.
         """
@@ -386,8 +392,8 @@ class MeshInfo:
             groups = self.groups
         return groups if separate else self.group_cache.get(self.mesh, separate=False)
 
-    def memory_for(self, groups: LaneGroups) -> GroupMemory:
-        """Memory that the backend allocates for what travels on ``groups``."""
+    def memory_for(self, groups: CommGroups) -> GroupMemory:
+        """Return memory that the backend allocates for what travels on ``groups``."""
         names = groups.gather.group_name, groups.reduce.group_name
         if names not in self._memories:
             self._memories[names] = GroupMemory((groups.gather, groups.reduce), self.device)
@@ -395,29 +401,32 @@ class MeshInfo:
 
     @cached_property
     def symmetric_memory(self) -> SymmetricMemory:
-        """What buckets share that are gathered and reduced in symmetric memory."""
+        """What param groups share that are gathered and reduced in symmetric memory."""
         return SymmetricMemory(self.device)
 
     @property
     def labels(self) -> list[str]:
-        """The names of all buckets in order, also of those that are gone."""
-        buckets = (ref() for ref in self._members)
-        return [bucket.label if bucket is not None else "(deleted)" for bucket in buckets]
+        """The names of all param groups in order, also of those that are gone."""
+        param_groups = (ref() for ref in self._members)
+        return [
+            param_group.label if param_group is not None else "(deleted)"
+            for param_group in param_groups
+        ]
 
     @property
     def signature(self) -> tuple[int, int]:
-        """The number of buckets so far, and of parameters in them."""
+        """The number of param groups so far, and of parameters in them."""
         return len(self._members), self._flags
 
-    def note_gradients(self, first_flag: int, filled: Sequence[bool]) -> None:
-        """Note that this rank reduces gradients of the ``filled`` parameters of the bucket whose
-        flags begin at ``first_flag``."""
+    def record_gradients(self, first_flag: int, filled: Sequence[bool]) -> None:
+        """Note that this rank reduces gradients of the ``filled`` parameters of the param group
+        whose flags begin at ``first_flag``."""
         flags = slice(first_flag, first_flag + len(filled))
         if not all(filled):
             filled = list(map(or_, self._has_gradient[flags], filled))
         self._has_gradient[flags] = bytes(filled)
 
-    def agree(self, lane: Lane, failed: bool) -> bytes | bytearray:
+    def validate_and_sync(self, comm_stream: CommStream, failed: bool) -> bytes | bytearray:
         """Compare what the ranks issued, at the end of a backward that reduced. Return a flag for
         each parameter: whether it has a gradient on some rank or, without
         :attr:`syncs_unused_params`, on this one. ``failed``: whether this rank found a difference
@@ -431,13 +440,13 @@ class MeshInfo:
         self.forget_gradients()
         self.has_reduced = False
         groups = self.groups.of_all
-        if not groups or lane.is_captured:  # the host could not read what a replay finds
+        if not groups or comm_stream.is_captured:  # the host could not read what a replay finds
             return flags
         if failed:
-            self.order_check.note_failure()
+            self.order_check.record_failure()
         if not self.syncs_unused_params:
             self.order_check.read_arrived()  # the checks of earlier backwards
-        self.order_check.send(lane, groups, flags)
+        self.order_check.send(comm_stream, groups, flags)
         return self.order_check.read() if self.syncs_unused_params else flags
 
     def finish_reading(self) -> None:
@@ -462,7 +471,7 @@ class MeshInfo:
 
 def check_mesh(mesh: DeviceMesh, shards_replicas: bool) -> None:
     """Raise ValueError if ``mesh`` has more than two dimensions, its rows order their ranks
-    differently, or copies are to be divided and its dimensions have no names."""
+    differently, or replicas share to be shards and its dimensions have no names."""
     if mesh.ndim > 2:
         raise ValueError(
             f"parameters are sharded over a mesh of one dimension, or of two, (replicate, shard); "
@@ -472,7 +481,7 @@ def check_mesh(mesh: DeviceMesh, shards_replicas: bool) -> None:
     order = mesh.mesh.argsort(mesh.ndim - 1)
     if mesh.ndim == 2 and not bool((order == order[0]).all()):
         raise ValueError(
-            "the ranks that hold copies of a shard must have the same place in their rows of the "
+            "the ranks that hold replicas of a shard must have the same place in their rows of the "
             f"mesh, and torch sorts the ranks of each row; got {mesh.mesh.tolist()}: order the "
             "ranks of every row alike"
         )

@@ -13,10 +13,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fsdp_overlap.comm.collectives import CustomComms
 from fsdp_overlap.comm.streams import streams_of
 from fsdp_overlap.layout import ParamSpec, Plan, RowsPlan
-from fsdp_overlap.layout.wire_plan import (
+from fsdp_overlap.layout.quantized_plan import (
     Block,
     BlockSize,
-    WirePlan,
+    QuantizedPlan,
     block_in,
     block_numel,
     one_rank,
@@ -59,15 +59,15 @@ class ReduceOptions:
     hook_stream: torch.Stream | None = None
 
     def divisors(
-        self, shards: int, copies: int, sums: bool = False
+        self, shards: int, replicas: int, sums: bool = False
     ) -> tuple[float | None, float | None]:
         """Return the divisors of the reduction among ``shards`` ranks and of the one across
-        ``copies``. ``None`` stands for the number of ranks, by a collective that takes a mean.
+        ``replicas``. ``None`` stands for the number of ranks, by a collective that takes a mean.
         ``sums``: whether the one among ``shards`` must be a sum."""
         if self.divisor is not None:
             return self.divisor, 1.0
         divisor = float(shards) if sums or self.sums_only else None
-        return divisor, float(copies) if self.sums_only else None
+        return divisor, float(replicas) if self.sums_only else None
 
     def call_hook(self, hook: Callable[[torch.Tensor], None], reduced: torch.Tensor) -> None:
         """Let the user's ``hook`` see, and edit, ``reduced``."""
@@ -75,18 +75,18 @@ class ReduceOptions:
             hook(reduced)
             return
         streams = streams_of(reduced.device)
-        lane = streams.current_stream()
-        self.hook_stream.wait_stream(lane)
+        comm_stream = streams.current_stream()
+        self.hook_stream.wait_stream(comm_stream)
         with streams.stream(self.hook_stream):
             hook(reduced)
-        lane.wait_stream(self.hook_stream)
+        comm_stream.wait_stream(self.hook_stream)
 
 
 # ---- What methods of a module set ----
 
 
 @dataclass
-class Settings:
+class UnitSettings:
     """What the verbs of a module ask of its unit. A copy of a model has the same settings.
 
     The unit's gradients share the object ``reduce_options``.
@@ -108,7 +108,7 @@ class Settings:
     comms: CustomComms = field(default_factory=CustomComms)
     reduce_options: ReduceOptions = field(default_factory=ReduceOptions)
 
-    def copy_to(self, other: Settings) -> None:
+    def copy_to(self, other: UnitSettings) -> None:
         """Give ``other`` the same values. Its ``reduce_options`` stays the object that it is."""
         vars(other).update({**vars(self), "reduce_options": other.reduce_options})
         vars(other.reduce_options).update(vars(self.reduce_options))
@@ -151,8 +151,8 @@ class QuantizedCommPolicy:
             they have the dtype of compute or of the reduction, if that is float32 or bfloat16, and
             float32 for others.
         keep: which matrices travel in full all the same: names, as in the unit, or patterns of the
-            shell, such as ``"*.router.weight"``. They are a bucket of their own, unless the unit
-            was planned ahead.
+            shell, such as ``"*.router.weight"``. They are a param group of their own, unless the
+            unit was planned ahead.
 
     Raises:
         ValueError: there are no codes of that dtype, or no blocks of that size.
@@ -216,7 +216,7 @@ class QuantizedCommPolicy:
         return 1 if size is None else block_numel(spec, size)
 
     def check(self, plan: Plan) -> None:
-        """Check that a bucket can travel so.
+        """Check that a param group can travel so.
 
         Raises:
             ValueError: the plan cuts a block.
@@ -226,12 +226,12 @@ class QuantizedCommPolicy:
                 self.wire(plan, torch.float32, codes)
 
     def applies_to(self, plan: Plan) -> bool:
-        """Return whether any parameter of a bucket is quantized."""
+        """Return whether any parameter of a param group is quantized."""
         return any(self.block_in(spec) is not None for spec in plan.specs)
 
-    def wire(self, plan: Plan, dtype: torch.dtype, codes: torch.dtype) -> WirePlan:
-        """Return what ranks send of a bucket whose elements have ``dtype``, as ``codes``. If it is
-        in rows, what one rank sends.
+    def wire(self, plan: Plan, dtype: torch.dtype, codes: torch.dtype) -> QuantizedPlan:
+        """Return what ranks send of a param group whose elements have ``dtype``, as ``codes``. If
+        it is in rows, what one rank sends.
 
         Raises:
             ValueError: the plan cuts a block.
@@ -240,7 +240,7 @@ class QuantizedCommPolicy:
         if codes in ROUNDED:
             blocks = tuple(None if size is None else _NUMBER for size in blocks)
         scales = self.scale_dtype(dtype, codes)
-        return WirePlan(
+        return QuantizedPlan(
             one_rank(plan, blocks) if isinstance(plan, RowsPlan) else plan,
             blocks,
             codes.itemsize,
@@ -262,8 +262,8 @@ class QuantizedCommPolicy:
 def sent_sizes(
     plan: Plan, dtype: torch.dtype, policy: QuantizedCommPolicy | None, codes: torch.dtype | None
 ) -> list[int]:
-    """Return how many bytes each rank sends of a bucket of ``dtype``, or gets of its gradients, if
-    they travel as ``codes`` by ``policy``. ``None``: they travel as they are."""
+    """Return how many bytes each rank sends of a param group of ``dtype``, or gets of its
+    gradients, if they travel as ``codes`` by ``policy``. ``None``: they travel as they are."""
     if policy is None or codes is None or not policy.applies_to(plan):
         return [numel * dtype.itemsize for numel in plan.shard_numels]
     sizes = policy.wire(plan, dtype, codes).packed.shard_numels

@@ -75,8 +75,8 @@ def check_frozen(
 
 
 def aliases_of(where: str, parameter: torch.Tensor, module: nn.Module) -> dict[int, torch.Tensor]:
-    """Other tensors of ``module`` that are the elements of ``parameter``, by their ids. Such a
-    tensor is an attribute of the parameter, of the module, or of an attribute of the module.
+    """Return other tensors of ``module`` that are the elements of ``parameter``, by their ids. Such
+    a tensor is an attribute of the parameter, of the module, or of an attribute of the module.
     ``where`` names the parameter in errors.
 
     Raises:
@@ -286,9 +286,9 @@ def placed_like(
     spmd: SPMDPlacement | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """``gradient``, placed as ``parameter`` is. Autograd may have left it placed otherwise, as
-    parts of a sum on the ranks of tensor parallelism. Then it is brought there in ``dtype``, which
-    is collective over these ranks.
+    """Return ``gradient``, placed as ``parameter`` is. Autograd may have left it placed otherwise,
+    as parts of a sum on the ranks of tensor parallelism. Then it is brought there in ``dtype``,
+    which is collective over these ranks.
 
     Raises:
         RuntimeError: it is no DTensor, though ``parameter`` is one, or lies over another mesh.
@@ -399,10 +399,10 @@ def mark_replaced(parameter: torch.Tensor, by: str) -> None:
 def modules_outside_units(
     modules: Sequence[nn.Module], units: Collection[nn.Module] = ()
 ) -> Iterable[tuple[str, nn.Module]]:
-    """``(name, module)`` for each module in the subtrees of ``modules`` that no inner unit holds,
-    parents first, each module once. If ``modules`` are several, a name begins with the place of its
-    subtree among them, as in ``1.norm``. What lies within a module that torch's ``replicate()``
-    trains is left out.
+    """Yield ``(name, module)`` for each module in the subtrees of ``modules`` that no inner unit
+    holds, parents first, each module once. If ``modules`` are several, a name begins with the place
+    of its subtree among them, as in ``1.norm``. What lies within a module that torch's
+    ``replicate()`` trains is left out.
 
     ``units``: modules that count as units, because they will be.
     """
@@ -491,7 +491,7 @@ def _count_registrations() -> None:
 def parameters_outside_units(
     modules: Sequence[nn.Module], units: Collection[nn.Module] = ()
 ) -> Iterable[tuple[str, nn.Parameter, nn.Module, str]]:
-    """``(fqn, parameter, module, name)`` for each place where a module that
+    """Yield ``(fqn, parameter, module, name)`` for each place where a module that
     :func:`modules_outside_units` finds has registered a parameter."""
     for prefix, module in modules_outside_units(modules, units):
         for name, parameter in module._parameters.items():
@@ -518,7 +518,7 @@ def owned_parameters(
     Raises:
         ValueError: another tensor has a part of an opaque parameter's memory.
     """
-    kind, ignored_ids = kind_of(modules), {id(parameter) for parameter in ignored}
+    kind, ignored_ids = module_class_name(modules), {id(parameter) for parameter in ignored}
     found: dict[int, ParamInfo] = {}
     for fqn, parameter, owner, name in parameters_outside_units(modules, units):
         if id(parameter) in ignored_ids:
@@ -532,7 +532,7 @@ def owned_parameters(
     return list(found.values())
 
 
-def kind_of(modules: Sequence[nn.Module]) -> str:
+def module_class_name(modules: Sequence[nn.Module]) -> str:
     """Return the names of the modules' classes as the user wrote them."""
     return ", ".join(type(module).__name__.removeprefix("FSDP") for module in modules)
 
@@ -544,7 +544,7 @@ Place = tuple[dict[str, Any], str, torch.Tensor, Sharded]
 
 
 class ParamModuleInfo:
-    """The places of one bucket. A parameter that modules share has several."""
+    """The places of one param group. A parameter that modules share has several."""
 
     def __init__(
         self,
@@ -563,7 +563,8 @@ class ParamModuleInfo:
         return iter(self._all)
 
     def index_of(self, sharded: torch.Tensor) -> int | None:
-        """Return the index of a sharded parameter in the bucket. ``None`` if it is none of it."""
+        """Return the index of a sharded parameter in the param group. ``None`` if it is none of
+        it."""
         return self._indices.get(id(sharded))
 
     def to_unsharded(self, label: str) -> None:
@@ -595,8 +596,8 @@ class ParamModuleInfo:
 
     def assigned(self) -> dict[int, torch.Tensor]:
         """Return the tensors that somebody else has registered in place of parameters, by the index
-        of the parameter in the bucket. If a shared parameter has several, the last. Tensors on the
-        meta device are left out."""
+        of the parameter in the param group. If a shared parameter has several, the last. Tensors on
+        the meta device are left out."""
         return {
             self._indices[id(sharded)]: found
             for registered, name, parameter, sharded in self._all
@@ -624,7 +625,7 @@ _looked_at: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()
 _replacements = 0
 
 
-def note_replacement() -> None:
+def record_replacement() -> None:
     """Note that parameters were replaced. Each optimizer is looked at in its next step."""
     global _replacements
     if not _replacements:
@@ -693,8 +694,8 @@ def hash_of(content: bytes) -> int:
 
 
 class ParamHashes:
-    """Hashes of ``values``, the whole parameters of a bucket as this rank had them. They are valid
-    while the shard is still of ``version``."""
+    """Hashes of ``values``, the whole parameters of a param group as this rank had them. They are
+    valid while the shard is still of ``version``."""
 
     def __init__(self, values: Sequence[torch.Tensor], version: int) -> None:
         parts = [inner_tensors(each) for each in values]

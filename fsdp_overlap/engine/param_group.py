@@ -23,29 +23,29 @@ from fsdp_overlap.comm.collectives import (
     CustomCollectives,
     CustomComms,
     GathersInPlace,
-    Issued,
     LocalCollectives,
     PackedRows,
+    PendingCollective,
     Pieces,
     choose,
     choose_for_rows,
 )
+from fsdp_overlap.comm.comm_streams import CollectiveOp, CommStream, ComputeEvent, WorkHandle
 from fsdp_overlap.comm.extension_gather import ExtensionGather
-from fsdp_overlap.comm.lanes import Lane, Mark, Ticket, Travel
-from fsdp_overlap.comm.process_groups import LaneGroups, communicates
+from fsdp_overlap.comm.process_groups import CommGroups, communicates
 from fsdp_overlap.comm.quantized import (
+    QuantizedFormat,
     QuantizedGather,
     QuantizedReduction,
     QuantizedRowsGather,
     QuantizedRowsReduction,
-    Wire,
 )
 from fsdp_overlap.comm.streams import mark_enqueued
 from fsdp_overlap.comm.symmetric_memory import SymmetricCollectives
 from fsdp_overlap.engine.autograd import VersionCounters, graph_task, is_in_backward
 from fsdp_overlap.engine.hsdp import OuterShard, PostForwardShard
-from fsdp_overlap.engine.mesh import BucketEdits, MeshInfo
-from fsdp_overlap.engine.options import QuantizedCommPolicy, Settings, sent_sizes
+from fsdp_overlap.engine.mesh import MeshInfo, ParamGroupEdits
+from fsdp_overlap.engine.options import QuantizedCommPolicy, UnitSettings, sent_sizes
 from fsdp_overlap.engine.param import (
     ParamHashes,
     ParamInfo,
@@ -56,7 +56,7 @@ from fsdp_overlap.engine.param import (
     tp_local_tensor,
     unwrap,
 )
-from fsdp_overlap.layout import BucketPlan, Plan, RowsPlan
+from fsdp_overlap.layout import ParamGroupPlan, Plan, RowsPlan
 from fsdp_overlap.tensor.extension import GatheredTensors, is_subclass, missing_methods
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 from fsdp_overlap.tensor.ragged_dtensor import (
@@ -75,7 +75,7 @@ from fsdp_overlap.torch_internals import StridedShard
 # ---- States ----
 
 
-class BucketState(StrEnum):
+class ParamGroupState(StrEnum):
     """What changes it, and to what:
 
     =========  =========  =========  =======
@@ -86,9 +86,8 @@ class BucketState(StrEnum):
     unsharded  gathering  unsharded  sharded
     =========  =========  =========  =======
 
-    A gather of a bucket that is gathering waits first. One that is unsharded is gathered again, in
-    place, if its shard was edited since.
-    """
+    A gather of a param group that is gathering waits first. One that is unsharded is gathered
+    again, in place, if its shard was edited since."""
 
     SHARDED = "sharded"
     GATHERING = "gathering"
@@ -104,7 +103,7 @@ def sharded_parameters(
     plan: Plan,
     owned: Sequence[ParamInfo],
 ) -> list[Sharded]:
-    """Return the sharded parameters of a bucket, of which ``forms`` are the tensors. They take
+    """Return the sharded parameters of a param group, of which ``forms`` are the tensors. They take
     their attributes from ``like``."""
     found: list[Sharded] = []
     for form, model, spec, item in zip(forms, like, plan.specs, owned, strict=True):
@@ -126,7 +125,7 @@ def make_sharded_tensors(
     mesh_info: MeshInfo,
     edits: ShardEdits,
 ) -> list[Sharded]:
-    """Return what ``shard``, this rank's of a bucket, has of each parameter."""
+    """Return what ``shard``, this rank's of a param group, has of each parameter."""
     dtype = plan.specs[0].dtype
     if isinstance(plan, RowsPlan):
         rows = [
@@ -148,11 +147,11 @@ def make_sharded_tensors(
     ]
 
 
-def _ranges(plan: BucketPlan, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
+def _ranges(plan: ParamGroupPlan, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
     return [shard[first : first + size] for first, size in places_in_shard(plan, rank)]
 
 
-def _range(plan: BucketPlan, fqn: str, rank: int) -> tuple[int, int]:
+def _range(plan: ParamGroupPlan, fqn: str, rank: int) -> tuple[int, int]:
     held = ((start, stop) for owner, start, stop in plan.ranges(fqn) if owner == rank)
     return next(held, (0, 0))
 
@@ -179,7 +178,7 @@ def row_shard(item: ParamInfo, dim: int) -> Placement:
 
 def local_shards(plan: Plan, wholes: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
     """Return what ``rank`` has of each of ``wholes``, in the shape that its sharded form has."""
-    if isinstance(plan, BucketPlan):
+    if isinstance(plan, ParamGroupPlan):
         ranges = [_range(plan, spec.fqn, rank) for spec in plan.specs]
         return [
             whole.reshape(-1)[start:stop]
@@ -246,29 +245,29 @@ def copy_to_host(source: torch.Tensor, host: torch.Tensor) -> D2HCopy:
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """Gathers and reduces a bucket, each of the two in its own way. See
+class CollectivePair:
+    """Gathers and reduces a param group, each of the two in its own way. See
     :class:`~fsdp_overlap.comm.collectives.Collectives`."""
 
-    all_gather: Callable[..., Issued]
-    reduce_scatter: Callable[..., Issued]
+    all_gather: Callable[..., PendingCollective]
+    reduce_scatter: Callable[..., PendingCollective]
 
 
-def chosen_collectives(
+def choose_collectives(
     mesh_info: MeshInfo,
     plan: Plan,
     group: dist.ProcessGroup,
-    settings: Settings,
+    settings: UnitSettings,
     policy: QuantizedCommPolicy | None,
     compute_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
     extensions: ExtensionGather | None = None,
 ) -> Collectives[Any]:
-    """Return how a bucket of ``plan`` travels among the ranks of ``group``: in ``compute_dtype``
-    when it is gathered and in ``reduce_dtype`` when it is reduced, or else as ``policy`` says, or
-    as the parameters themselves do by ``extensions``."""
+    """Return how a param group of ``plan`` travels among the ranks of ``group``: in
+    ``compute_dtype`` when it is gathered and in ``reduce_dtype`` when it is reduced, or else as
+    ``policy`` says, or as the parameters themselves do by ``extensions``."""
     flat = plan.packed if isinstance(plan, RowsPlan) else plan
-    ranges: Collectives[BucketPlan] = choose(mesh_info.device_type, group, flat)
+    ranges: Collectives[ParamGroupPlan] = choose(mesh_info.device_type, group, flat)
     is_alone = not communicates(group)
     is_custom = settings.comms != CustomComms()
     if policy is not None and not policy.applies_to(plan):
@@ -293,16 +292,16 @@ def chosen_collectives(
         found = fastest if is_free else PackedRows(ranges)
     if extensions is not None:
         extensions.others = ranges
-        return Chosen(extensions.all_gather, found.reduce_scatter)
+        return CollectivePair(extensions.all_gather, found.reduce_scatter)
     if policy is None:
         return found
     gather, reduce = found.all_gather, found.reduce_scatter
     in_rows = isinstance(plan, RowsPlan)
 
-    def wire(dtype: torch.dtype, codes: torch.dtype) -> Wire:
+    def wire(dtype: torch.dtype, codes: torch.dtype) -> QuantizedFormat:
         travels = policy.wire(plan, dtype, codes)
         own = travels.segment(0 if in_rows else group.rank())
-        return Wire(travels, own, codes, policy.scale_dtype(dtype, codes))
+        return QuantizedFormat(travels, own, codes, policy.scale_dtype(dtype, codes))
 
     if policy.gather_dtype is not None:
         sent = wire(compute_dtype, policy.gather_dtype)
@@ -314,13 +313,13 @@ def chosen_collectives(
     if policy.reduce_dtype is not None and not is_alone:
         sent = wire(reduce_dtype, policy.reduce_dtype)
         reduce = (QuantizedRowsReduction if in_rows else QuantizedReduction)(sent).reduce_scatter
-    return Chosen(gather, reduce)
+    return CollectivePair(gather, reduce)
 
 
 # ---- Param groups ----
 
 
-class Bucket:
+class ParamGroup:
     """The parameters of a unit that lie together.
 
     The module's original parameters become views into the full buffer, once. Each has a version
@@ -346,13 +345,13 @@ class Bucket:
         self.owned = list(owned)
         self.label = ""
         self.index = -1
-        """The number of the bucket in its mesh. The same on every rank."""
+        """The number of the param group in its mesh. The same on every rank."""
         self.first_flag = 0
         """Where its flags begin among the mesh's, which tell which parameters have a gradient."""
-        self.state = BucketState.SHARDED
-        self.edits = BucketEdits(mesh_info)
+        self.state = ParamGroupState.SHARDED
+        self.edits = ParamGroupEdits(mesh_info)
         self.mesh_info = mesh_info
-        self.groups: LaneGroups
+        self.groups: CommGroups
         self.collectives: Collectives[Any]
         self.extensions: ExtensionGather | None = None
         self.compute_dtype = compute_dtype
@@ -375,8 +374,9 @@ class Bucket:
         """Those of the unsharded parameters, which autograd must not read unless they are there."""
         self.outer_shard: OuterShard | None = None
         """The shard, if the ranks that hold copies of it divide it."""
-        self._ticket: Ticket | None = None
-        self._before: BucketState | None = None  # the state before a gather that is being issued
+        self._work: WorkHandle | None = None
+        # the state before a gather that is being issued
+        self._before: ParamGroupState | None = None
         self.gathered_version = -1
         """The :attr:`version` that the full buffer has, or will have. -1 if it has none, or other
         values than the shards."""
@@ -394,7 +394,7 @@ class Bucket:
         sent = sent_sizes(self.gather_plan, self.compute_dtype, policy, codes)
         self.gathered_nbytes = sum(sent)
         """What an all-gather brings together, on all ranks."""
-        self.travels_nbytes = self.gathered_nbytes - sent[mesh_info.shard_rank]
+        self.comm_nbytes = self.gathered_nbytes - sent[mesh_info.shard_rank]
         self.grad_dtype = plan.specs[0].grad_dtype or plan.specs[0].dtype
         """The dtype of sharded gradients."""
         before = vars(self).get("full")
@@ -434,7 +434,8 @@ class Bucket:
             sharded._local_tensor.copy_(part)
 
     def _at_rest(self, device: torch.device, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for a shard or its gradient in a bucket whose full buffer is on ``device``."""
+        """Return memory for a shard or its gradient in a param group whose full buffer is on
+        ``device``."""
         if self.offload is None or device.type == "meta":
             return torch.empty(numel, dtype=dtype, device=device)
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self.offload.pin_memory)
@@ -465,8 +466,8 @@ class Bucket:
         return copy_to_host(reduced, self._at_rest(reduced.device, reduced.numel(), reduced.dtype))
 
     def materialize(self, device: torch.device) -> None:
-        """Give memory on ``device`` to a bucket of the meta device: its shard is zeros, and its
-        parameters are new objects."""
+        """Give memory on ``device`` to a param group of the meta device: its shard is zeros, and
+        its parameters are new objects."""
         self.allocate(device, self.sharded_parameters)
         assert isinstance(self.full, FlatBuffer)
         fresh = []
@@ -487,15 +488,15 @@ class Bucket:
         self.find_registrations()
 
     def join(self, mesh_info: MeshInfo) -> None:
-        """Become one of the buckets of ``mesh_info``."""
+        """Become one of the param groups of ``mesh_info``."""
         self.mesh_info = mesh_info
         self.edits.mesh_info = ref(mesh_info)
         self.index, self.first_flag = mesh_info.register(self, len(self.parameters))
 
     def connect(
-        self, post_forward_size: int | None, settings: Settings, reduce_dtype: torch.dtype
+        self, post_forward_size: int | None, settings: UnitSettings, reduce_dtype: torch.dtype
     ) -> None:
-        """Choose the groups, collectives and memory that gather and reduce the bucket. Call it
+        """Choose the groups, collectives and memory that gather and reduce the param group. Call it
         before the first all-gather. Collective over the mesh at the first call.
 
         ``post_forward_size``: how many neighbours keep a part each between forward and backward.
@@ -513,7 +514,7 @@ class Bucket:
             self.post_forward_shard = PostForwardShard(
                 self.full, post_forward_size, group, mesh_info.device_type
             )
-        self.collectives = chosen_collectives(
+        self.collectives = choose_collectives(
             mesh_info,
             self.gather_plan,
             groups.gather,
@@ -533,8 +534,8 @@ class Bucket:
         return False
 
     def signature(self, dtype: torch.dtype) -> int:
-        """Return a number that is the same on ranks which planned the bucket alike, and have as
-        many buckets and parameters in the mesh. ``dtype`` is what a collective sends."""
+        """Return a number that is the same on ranks which planned the param group alike, and have
+        as many param groups and parameters in the mesh. ``dtype`` is what a collective sends."""
         facts = f"{self.plan} {dtype} {self.comm_policy} {self.mesh_info.signature}"
         return zlib.crc32(facts.encode())
 
@@ -553,7 +554,7 @@ class Bucket:
         """The bytes of the shard."""
         return self.shard.nbytes
 
-    def copy_values_of(self, other: Bucket) -> None:
+    def copy_values_of(self, other: ParamGroup) -> None:
         """Copy the shard of ``other``, which lies as this one does."""
         self.shard.copy_(other.shard)
 
@@ -565,55 +566,55 @@ class Bucket:
     @property
     def is_gathered(self) -> bool:
         """Whether the full buffer holds the parameters, or will once the all-gather is done."""
-        return self.state is not BucketState.SHARDED
+        return self.state is not ParamGroupState.SHARDED
 
     @property
     def is_unsharded(self) -> bool:
         """Whether it is gathered and the shard was not edited since."""
         return self.gathered_version == self.version
 
-    def begin_gather(self, lane: Lane) -> None:
+    def begin_gather(self, comm_stream: CommStream) -> None:
         """Give the full buffer memory. :meth:`is_filled_by` or :meth:`cancel_gather` comes next.
 
         Raises:
-            RuntimeError: the bucket is on the meta device.
+            RuntimeError: the param group is on the meta device.
         """
         if self.is_meta:
             raise RuntimeError(
                 f"unit {self.label!r} is on the meta device: call to_empty(device=...) on the "
                 "model, then initialize it or load a checkpoint; or load_state_dict(assign=True)"
             )
-        if self.state is BucketState.GATHERING:
+        if self.state is ParamGroupState.GATHERING:
             self.wait()
         self._before = self.state
-        self.state = BucketState.GATHERING
+        self.state = ParamGroupState.GATHERING
         # A backward may read them before it waits for this gather.
         if not self.counters.are_forbidden and graph_task() != -1:
             self.counters.forbid_reads()
         if not self.full.allocated:
-            lane.allocate(self.label, self.full)
+            comm_stream.allocate(self.label, self.full)
 
     def cancel_gather(self) -> None:
         """Take :meth:`begin_gather` back, if it was called: nothing will be gathered."""
         self.state = self._before or self.state
         self._before = None
-        if self.state is BucketState.UNSHARDED:
+        if self.state is ParamGroupState.UNSHARDED:
             self.counters.allow_reads()
 
-    def is_filled_by(self, ticket: Ticket) -> None:
+    def is_filled_by(self, work: WorkHandle) -> None:
         """Note what fills the full buffer."""
-        self._ticket = ticket
+        self._work = work
         self._before = None
         self.gathered_version = self.version
         if self.offload is not None:
-            self.mesh_info.reading = ticket
+            self.mesh_info.reading = work
 
-    def travel(self) -> Travel:
+    def collective_op(self) -> CollectiveOp:
         """Return how the full buffer is filled: by an all-gather, or from the neighbours' parts if
         they were kept. Collective over the mesh."""
         part = self.post_forward_shard
         if part is None:
-            return self._all_gather, None, self.travels_nbytes
+            return self._all_gather, None, self.comm_nbytes
         version = self.version
         is_kept = part.holds(version)
         # Backward uses the part up, and without gradients no backward will need it.
@@ -621,19 +622,19 @@ class Bucket:
         return (
             partial(part.all_gather, self.full.flat) if is_kept else self._all_gather,
             part.keeper(version) if keeps else part.drop,
-            part.nbytes_of_others(self.full.flat) if is_kept else self.travels_nbytes,
+            part.nbytes_of_others(self.full.flat) if is_kept else self.comm_nbytes,
         )
 
     def make_pieces(self) -> Pieces | None:
-        """Do what :meth:`travel` does before its all-gather, if that is in place: buckets of one
-        group can share it. Else ``None``. Call it in the lane's order."""
+        """Do what :meth:`collective_op` does before its all-gather, if that is in place: param
+        groups of one group can share it. Else ``None``. Call it in the comm stream's order."""
         if self.post_forward_shard is not None or not isinstance(self.collectives, GathersInPlace):
             return None
         return self.collectives.make_pieces(
             self.full.flat, self._gathered_shard(), self.gather_plan, self.groups.gather
         )
 
-    def _all_gather(self) -> Issued:
+    def _all_gather(self) -> PendingCollective:
         shard = self.shard if self.outer_shard is None else self._gathered_shard()
         return self.collectives.all_gather(
             self.full.flat, shard, self.gather_plan, self.groups.gather
@@ -647,37 +648,38 @@ class Bucket:
 
     def wait(self) -> None:
         """Make compute wait for the all-gather, if one is under way."""
-        if self.state is BucketState.GATHERING:
-            assert self._ticket is not None
-            self._ticket.wait()
-            self._ticket = None
-            self.state = BucketState.UNSHARDED
+        if self.state is ParamGroupState.GATHERING:
+            assert self._work is not None
+            self._work.wait()
+            self._work = None
+            self.state = ParamGroupState.UNSHARDED
             if self.counters.are_forbidden:
                 self.counters.allow_reads()
 
-    def free(self, lane: Lane, after: Mark, waits: bool = True) -> None:
-        """Free the full buffer, as the lane does. Raise RuntimeError if it is sharded, which is a
-        mistake of the schedule."""
-        if self.state is BucketState.SHARDED:
+    def free(self, comm_stream: CommStream, after: ComputeEvent, waits: bool = True) -> None:
+        """Free the full buffer, as the comm stream does. Raise RuntimeError if it is sharded, which
+        is a mistake of the schedule."""
+        if self.state is ParamGroupState.SHARDED:
             raise RuntimeError(
-                f"bucket of unit {self.label!r} is freed and not gathered; after an error call "
+                f"param group of unit {self.label!r} is freed and not gathered; after an error "
+                "call "
                 "ctx.reset() on every rank"
             )
-        if self._ticket is not None:
-            self._ticket.abandon()
-            self._ticket = None
-        self.state = BucketState.SHARDED
+        if self._work is not None:
+            self._work.abandon()
+            self._work = None
+        self.state = ParamGroupState.SHARDED
         self.gathered_version = -1
         if graph_task() == -1:  # a backward may follow
             self.counters.forbid_reads()
-        lane.free(self.label, self.full, after, waits)
+        comm_stream.free(self.label, self.full, after, waits)
 
-    def reset(self, lane: Lane) -> None:
-        """Bring the bucket to rest from any state, even if its all-gather failed."""
+    def reset(self, comm_stream: CommStream) -> None:
+        """Bring the param group to rest from any state, even if its all-gather failed."""
         if self.is_gathered:
-            self.free(lane, lane.mark_compute())
+            self.free(comm_stream, comm_stream.record_compute_event())
         elif self.full.allocated:  # by a gather that raised
-            lane.free(self.label, self.full, lane.mark_compute())
+            comm_stream.free(self.label, self.full, comm_stream.record_compute_event())
         self.free_post_forward_shard()
         if self.outer_shard is not None:
             self.outer_shard.reset()
@@ -692,27 +694,27 @@ class Bucket:
 # ---- grad_dtype that users set on sharded parameters ----
 
 
-def sync_grad_dtypes(buckets: Sequence[Bucket]) -> None:
-    """Make the ``grad_dtype`` of sharded parameters that of their buckets. It cannot change any
-    more once their unit was gathered.
+def sync_grad_dtypes(param_groups: Sequence[ParamGroup]) -> None:
+    """Make the ``grad_dtype`` of sharded parameters that of their param groups. It cannot change
+    any more once their unit was gathered.
 
     Raises:
-        RuntimeError: the parameters of a bucket have several. No bucket was changed then.
+        RuntimeError: the parameters of a param group have several. No param group was changed then.
     """
-    for bucket in buckets:
-        found = {each._grad_dtype for each in bucket.sharded_parameters}
+    for param_group in param_groups:
+        found = {each._grad_dtype for each in param_group.sharded_parameters}
         if len(found) > 1:
             raise RuntimeError(
-                f"unit {bucket.label!r} has parameters whose grad_dtype is "
+                f"unit {param_group.label!r} has parameters whose grad_dtype is "
                 f"{' and '.join(sorted(map(str, found)))}, and their gradients travel together: "
                 "set the same for all of them, or set it before fully_shard()"
             )
-    for bucket in buckets:
+    for param_group in param_groups:
         # Also the parameters' own dtype if somebody set it: compute may have another, in which
         # autograd would sum.
-        given = (each._given_grad_dtype for each in bucket.sharded_parameters)
+        given = (each._given_grad_dtype for each in param_group.sharded_parameters)
         dtype = next((each for each in given if each is not None), None)
-        if dtype is not None and dtype != bucket.plan.specs[0].grad_dtype:
-            bucket.grad_dtype = dtype
-            specs = tuple(replace(spec, grad_dtype=dtype) for spec in bucket.plan.specs)
-            bucket.plan = replace(bucket.plan, specs=specs)
+        if dtype is not None and dtype != param_group.plan.specs[0].grad_dtype:
+            param_group.grad_dtype = dtype
+            specs = tuple(replace(spec, grad_dtype=dtype) for spec in param_group.plan.specs)
+            param_group.plan = replace(param_group.plan, specs=specs)

@@ -14,26 +14,26 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from fsdp_overlap.comm.lanes import Lane
+from fsdp_overlap.comm.comm_streams import CommStream
 from fsdp_overlap.engine.autograd import (
     SavedTensors,
     VersionCounters,
     dynamo_disable,
     is_to_accumulate,
 )
-from fsdp_overlap.engine.grads import BucketGradients
-from fsdp_overlap.engine.mesh import BucketEdits
-from fsdp_overlap.engine.options import QuantizedCommPolicy, Settings, reduce_dtype
+from fsdp_overlap.engine.grads import ParamGroupGradients
+from fsdp_overlap.engine.mesh import ParamGroupEdits
+from fsdp_overlap.engine.options import QuantizedCommPolicy, UnitSettings, reduce_dtype
 from fsdp_overlap.engine.param import (
     UnownedParameters,
     check_frozen,
-    kind_of,
+    module_class_name,
     modules_outside_units,
     refuse_replaced,
     tp_local_tensor,
     unwrap,
 )
-from fsdp_overlap.engine.param_group import Bucket, BucketState
+from fsdp_overlap.engine.param_group import ParamGroup, ParamGroupState
 from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.tensor.pytree import UnderWay
 from fsdp_overlap.tensor.ragged_dtensor import ShardEdits
@@ -51,7 +51,7 @@ FREED = (
 )
 
 Uncompared = list[tuple["UnshardedEdits", torch.Tensor]]
-"""Buckets whose first forward has run, and for each of their parameters whether it changed."""
+"""Param groups whose first forward has run, and for each of their parameters whether it changed."""
 
 
 def compare(uncompared: Uncompared) -> str | None:
@@ -64,8 +64,8 @@ def compare(uncompared: Uncompared) -> str | None:
 
 
 class UnshardedEdits:
-    """Finds changes of a bucket's unsharded parameters. The shards do not get such changes, and
-    another rank may have made different ones.
+    """Finds changes of a param group's unsharded parameters. The shards do not get such changes,
+    and another rank may have made different ones.
 
     Autograd's version counters count edits in place. They do not count all-gathers, which write
     underneath, and they do not count edits through ``.data``. To find the latter, the first forward
@@ -74,15 +74,19 @@ class UnshardedEdits:
     ``tables`` are the ``_parameters`` of all modules of the unit.
     """
 
-    def __init__(self, bucket: Bucket, tables: Sequence[dict[str, Any]]) -> None:
-        self._bucket = bucket
-        self._tiles = list(map(tp_local_tensor, bucket.parameters))
+    def __init__(self, param_group: ParamGroup, tables: Sequence[dict[str, Any]]) -> None:
+        self._param_group = param_group
+        self._tiles = list(map(tp_local_tensor, param_group.parameters))
         # Opaque parameters have slow attributes, and share their counters with plain tensors.
         counted: list[torch.Tensor]
-        counted = [*map(unwrap, bucket.parameters)] if bucket.is_opaque else [*bucket.parameters]
-        if bucket.is_tensor_parallel:
+        counted = (
+            [*map(unwrap, param_group.parameters)]
+            if param_group.is_opaque
+            else [*param_group.parameters]
+        )
+        if param_group.is_tensor_parallel:
             counted += self._tiles  # a DTensor does not count what is done to its own
-        self._counters = bucket.counters = VersionCounters(counted)
+        self._counters = param_group.counters = VersionCounters(counted)
         self.find_registrations()
         self._tables = tables
         self._registered = sum(map(len, tables))
@@ -91,19 +95,19 @@ class UnshardedEdits:
 
     def find_registrations(self) -> None:
         """Note where modules have the parameters registered now."""
-        places = self._bucket.module_info
+        places = self._param_group.module_info
         self._places = [table for table, *_ in places], [name for _, name, *_ in places]
         self._placed = [parameter for *_, parameter, _ in places]
 
     def begin_comparison(self) -> None:
         """Take digests of the parameters, which are whole, before a forward runs."""
-        self._digest = self._bucket.full.digests()
+        self._digest = self._param_group.full.digests()
         self._forwards = 0  # so that changed() looks for everything
 
     def end_comparison(self, uncompared: Uncompared) -> None:
         """Compare with the digests after the forward. The result goes to ``uncompared``."""
         if self._digest is not None:
-            uncompared.append((self, self._digest != self._bucket.full.digests()))
+            uncompared.append((self, self._digest != self._param_group.full.digests()))
             self._digest = None
 
     def edited(self) -> str | None:
@@ -113,8 +117,8 @@ class UnshardedEdits:
         return None if index is None else self.describe(index % len(self._tiles))
 
     def changed(self) -> str | None:
-        """As :meth:`edited`, and also finds a parameter that was replaced, given other memory or
-        registered again. The full buffer must exist."""
+        """Return what :meth:`edited` does, and also find a parameter that was replaced, given other
+        memory or registered again. The full buffer must exist."""
         if self._counters.has_edits():
             return self.edited()
         are_in_place = all(map(is_, map(dict.get, *self._places), self._placed))
@@ -127,10 +131,10 @@ class UnshardedEdits:
         return self._moved() or self._registered_again()
 
     def _replaced(self) -> str | None:
-        if (name := self._bucket.module_info.replaced()) is None:
+        if (name := self._param_group.module_info.replaced()) is None:
             return None
         return (
-            f"parameter {name!r} of unit {self._bucket.label!r} was replaced while it was "
+            f"parameter {name!r} of unit {self._param_group.label!r} was replaced while it was "
             f"unsharded, and the new one would be lost. {INSTEAD}"
         )
 
@@ -140,7 +144,7 @@ class UnshardedEdits:
         self._counters.increment(
             [
                 item.parameter
-                for item in self._bucket.owned
+                for item in self._param_group.owned
                 if not tables or any(id(table) in tables for table, _ in item.registrations)
             ]
         )
@@ -148,7 +152,7 @@ class UnshardedEdits:
     def describe(self, index: int) -> str:
         """Return an edit of parameter ``index``, in words. Make the next use of the full buffer,
         which has the edit, gather it again."""
-        self._bucket.mark_stale()
+        self._param_group.mark_stale()
         return (
             f"{self._name(index)} was edited in place while it was unsharded, by a forward, a "
             "backward or a hook, as nn.Embedding(max_norm=...) does. The edit would be lost, "
@@ -158,7 +162,7 @@ class UnshardedEdits:
     def _moved(self) -> str | None:
         """Give parameters that have other memory their own back. Return what happened, in words,
         or ``None``."""
-        moved = self._bucket.full.give_back(self._tiles)
+        moved = self._param_group.full.give_back(self._tiles)
         if not moved:
             return None
         return (
@@ -170,8 +174,8 @@ class UnshardedEdits:
         registered = sum(map(len, self._tables))
         if registered == self._registered:
             return None
-        known = {(id(table), name) for table, name, _, _ in self._bucket.module_info}
-        own = {id(parameter): index for index, parameter in enumerate(self._bucket.parameters)}
+        known = {(id(table), name) for table, name, _, _ in self._param_group.module_info}
+        own = {id(parameter): index for index, parameter in enumerate(self._param_group.parameters)}
         for table in self._tables:
             for name, parameter in table.items():
                 if id(parameter) in own and (id(table), name) not in known:
@@ -184,8 +188,8 @@ class UnshardedEdits:
         return None
 
     def _name(self, index: int) -> str:
-        bucket = self._bucket
-        return f"parameter {bucket.plan.specs[index].fqn!r} of unit {bucket.label!r}"
+        param_group = self._param_group
+        return f"parameter {param_group.plan.specs[index].fqn!r} of unit {param_group.label!r}"
 
 
 # ---- Units ----
@@ -208,10 +212,11 @@ class Context(Protocol):
 
 
 class Unit:
-    """What :func:`fully_shard` makes of modules: their buckets, and what the user asked for them.
+    """What :func:`fully_shard` makes of modules: their param groups, and what the user asked for
+    them.
 
     The modules' hooks own the unit. The unit refers to the modules weakly, and the context refers
-    to the unit weakly. ``gradients`` has one entry for each bucket that is trainable now.
+    to the unit weakly. ``gradients`` has one entry for each param group that is trainable now.
     """
 
     def __init__(
@@ -219,7 +224,7 @@ class Unit:
         modules: Sequence[nn.Module],
         context: Context,
         mesh: DeviceMesh,
-        buckets: list[Bucket],
+        param_groups: list[ParamGroup],
         mp_policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | int | None,
     ) -> None:
@@ -227,11 +232,11 @@ class Unit:
         self.mesh = mesh
         self.is_list = len(modules) > 1
         """Whether it has several modules. It is whole from the first that runs to the last."""
-        self.buckets = buckets
-        self.has_parameters = bool(buckets)
+        self.param_groups = param_groups
+        self.has_parameters = bool(param_groups)
         self.mp_policy = mp_policy
         self.reshard_after_forward = reshard_after_forward
-        self.settings = Settings()
+        self.settings = UnitSettings()
         self.under_way: list[UnderWay] = []
         """What is remembered of each forward under way."""
         self.saved_tensors = SavedTensors()
@@ -241,47 +246,51 @@ class Unit:
         self.unowned = UnownedParameters()
         self.offload_policy = OffloadPolicy()
         self.comm_policy: QuantizedCommPolicy | None = None
-        self.is_offloaded = any(bucket.offload is not None for bucket in buckets)
+        self.is_offloaded = any(param_group.offload is not None for param_group in param_groups)
         # Tensor parallelism may take a collective before a reduction, at a point of its own.
-        self.is_in_pieces = any(bucket.plan.specs[0].piece for bucket in buckets) and not any(
-            bucket.is_tensor_parallel for bucket in buckets
+        self.is_in_pieces = any(
+            param_group.plan.specs[0].piece for param_group in param_groups
+        ) and not any(param_group.is_tensor_parallel for param_group in param_groups)
+        self.has_replicas = any(
+            param_group.mesh_info.num_replicas > 1 for param_group in param_groups
         )
-        self.has_replicas = any(bucket.mesh_info.num_replicas > 1 for bucket in buckets)
         self.is_root = False
-        self.name = kind_of(modules)
-        self.as_one: list[tuple[str, list[Bucket]]] = []
-        """The name of its all-gather, and the bucket. Empty if it has several, or no name yet."""
+        self.name = module_class_name(modules)
+        self.as_one: list[tuple[str, list[ParamGroup]]] = []
+        """The name of its all-gather, and the param group. Empty if it has several, or no name
+        yet."""
         self._look_for_edits()
-        self.gradients: list[BucketGradients] = []
+        self.gradients: list[ParamGroupGradients] = []
         self._trainability = -1
         self._were_trainable: set[tuple[bool, ...]] = set()
-        self._known_gradients: dict[Bucket, BucketGradients] = {}
+        self._known_gradients: dict[ParamGroup, ParamGroupGradients] = {}
         self._hooked: set[int] = set()
         self.context = context
         self.index = context.register(self)
 
     def rename(self, name: str) -> None:
-        """Name the unit and its buckets by the name in the root module, by which users know it."""
+        """Name the unit and its param groups by the name in the root module, by which users know
+        it."""
         self.name = name
-        self.as_one = [(name, self.buckets)] if len(self.buckets) == 1 else []
-        for bucket in self.buckets:
-            number = bucket.plan.specs[0].piece
-            contents = f"{bucket.dtypes}, piece {number}" if number else bucket.dtypes
-            bucket.label = name if len(self.buckets) == 1 else f"{name} [{contents}]"
-            bucket.full.when_freed = FREED.format(bucket.label)
+        self.as_one = [(name, self.param_groups)] if len(self.param_groups) == 1 else []
+        for param_group in self.param_groups:
+            number = param_group.plan.specs[0].piece
+            contents = f"{param_group.dtypes}, piece {number}" if number else param_group.dtypes
+            param_group.label = name if len(self.param_groups) == 1 else f"{name} [{contents}]"
+            param_group.full.when_freed = FREED.format(param_group.label)
 
     def connect(self) -> None:
-        """Choose the groups, collectives and memory of its buckets. Collective over their meshes
-        at the first call."""
+        """Choose the groups, collectives and memory of its param groups. Collective over their
+        meshes at the first call."""
         has_new = False
-        for bucket in self.buckets:
-            reduced_in = reduce_dtype(bucket.grad_dtype, self.mp_policy)
-            bucket.connect(self.post_forward_size, self.settings, reduced_in)
-            has_new |= bucket.make_unsharded()
+        for param_group in self.param_groups:
+            reduced_in = reduce_dtype(param_group.grad_dtype, self.mp_policy)
+            param_group.connect(self.post_forward_size, self.settings, reduced_in)
+            has_new |= param_group.make_unsharded()
         if has_new:
             self.forget_parameters()
         for gradients in self._known_gradients.values():
-            gradients.reduce_scatter_input.memory = gradients.bucket.full.memory
+            gradients.reduce_scatter_input.memory = gradients.param_group.full.memory
 
     @property
     def is_complete(self) -> bool:
@@ -298,8 +307,8 @@ class Unit:
         return map(id, self.modules)
 
     @property
-    def module_kind(self) -> str:
-        return kind_of(self.modules)
+    def module_class_name(self) -> str:
+        return module_class_name(self.modules)
 
     @property
     def post_forward_size(self) -> int | None:
@@ -314,17 +323,21 @@ class Unit:
 
     @property
     def is_gathered(self) -> bool:
-        return self.has_parameters and self.buckets[0].state is not BucketState.SHARDED
+        return self.has_parameters and self.param_groups[0].state is not ParamGroupState.SHARDED
 
     @property
     def is_meta(self) -> bool:
         """Whether it is on the meta device and has yet to get memory."""
-        return any(bucket.is_meta for bucket in self.buckets)
+        return any(param_group.is_meta for param_group in self.param_groups)
 
     @property
     def is_unsharded(self) -> bool:
-        for bucket in self.buckets:  # as Bucket.version, without a call for each: asked often
-            if bucket.gathered_version != bucket.edits.values + bucket.shard._version:
+        # as Param group.version, without a call for each: asked often
+        for param_group in self.param_groups:
+            if (
+                param_group.gathered_version
+                != param_group.edits.values + param_group.shard._version
+            ):
                 return False
         return True
 
@@ -332,8 +345,9 @@ class Unit:
     def version(self) -> int:
         """Grows with every edit of the unit's sharded parameters. See Note [stale]."""
         version = 0
-        for bucket in self.buckets:
-            version += bucket.edits.values + bucket.shard._version  # Bucket.version, asked often
+        for param_group in self.param_groups:
+            # Param group.version, asked often
+            version += param_group.edits.values + param_group.shard._version
         return version
 
     @property
@@ -352,7 +366,7 @@ class Unit:
     @property
     def is_waiting(self) -> bool:
         for gradients in self.gradients:
-            if not all(map(is_, map(_grad, gradients.bucket.parameters), repeat(None))):
+            if not all(map(is_, map(_grad, gradients.param_group.parameters), repeat(None))):
                 return True
         return False
 
@@ -361,19 +375,19 @@ class Unit:
         return any(
             parameter.requires_grad and is_to_accumulate(parameter)
             for gradients in self.gradients
-            for parameter in gradients.bucket.parameters
+            for parameter in gradients.param_group.parameters
         )
 
     def _look_for_edits(self) -> None:
         tables = [module._parameters for _, module in modules_outside_units(self.modules)]
-        self.edits = [UnshardedEdits(bucket, tables) for bucket in self.buckets]
+        self.edits = [UnshardedEdits(param_group, tables) for param_group in self.param_groups]
         self.compared: set[tuple[int, bool]] = set()
         """The first forwards that are over: the module's id, and whether it was training."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` lies in a full buffer."""
-        for bucket in self.buckets:  # noqa: SIM110, as in is_unsharded
-            if bucket.full.holds(tensor):
+        for param_group in self.param_groups:  # noqa: SIM110, as in is_unsharded
+            if param_group.full.holds(tensor):
                 return True
         return False
 
@@ -386,8 +400,8 @@ class Unit:
         return None
 
     def changed(self) -> str | None:
-        """As :meth:`edited`, and also finds what was done otherwise, such as an assignment of other
-        memory. The full buffers must exist."""
+        """Return what :meth:`edited` does, and also find what was done otherwise, such as an
+        assignment of other memory. The full buffers must exist."""
         for edits in self.edits:
             if (found := edits.changed()) is not None:
                 return found
@@ -395,24 +409,24 @@ class Unit:
 
     def mark_stale(self) -> None:
         """Note that no full buffer holds what the shards hold. Its next use gathers it again."""
-        for bucket in self.buckets:
-            bucket.mark_stale()
-            if bucket.outer_shard is not None:
-                bucket.outer_shard.reset()
+        for param_group in self.param_groups:
+            param_group.mark_stale()
+            if param_group.outer_shard is not None:
+                param_group.outer_shard.reset()
 
     def wait(self) -> None:
         """Make compute wait for the unit's all-gathers."""
-        for bucket in self.buckets:
-            bucket.wait()
+        for param_group in self.param_groups:
+            param_group.wait()
 
     def free_post_forward_shards(self) -> None:
-        for bucket in self.buckets:
-            bucket.free_post_forward_shard()
+        for param_group in self.param_groups:
+            param_group.free_post_forward_shard()
 
-    def reset(self, lane: Lane) -> None:
+    def reset(self, comm_stream: CommStream) -> None:
         """Bring the unit to rest from any state."""
-        for bucket in self.buckets:
-            bucket.reset(lane)
+        for param_group in self.param_groups:
+            param_group.reset(comm_stream)
         for gradients in self._known_gradients.values():
             gradients.drop()
         self.under_way.clear()
@@ -420,7 +434,7 @@ class Unit:
 
     def copy_to(self, other: Unit) -> None:
         """Copy values, gradients and settings to ``other``, which was sharded likewise."""
-        for mine, its in zip(self.buckets, other.buckets, strict=True):
+        for mine, its in zip(self.param_groups, other.param_groups, strict=True):
             its.copy_values_of(mine)
             its.full.keeps_storage = mine.full.keeps_storage
             for parameter, duplicate in zip(
@@ -431,22 +445,24 @@ class Unit:
         self.settings.copy_to(other.settings)
 
     def to_unsharded(self) -> None:
-        for bucket in self.buckets:
-            bucket.module_info.to_unsharded(bucket.label)
+        for param_group in self.param_groups:
+            param_group.module_info.to_unsharded(param_group.label)
 
     def check_registrations(self) -> None:
         """Raise RuntimeError if somebody has replaced a parameter, except by another of the
         unit."""
         self.update_shared_params()
-        for bucket in self.buckets:
-            if (name := bucket.module_info.replaced()) is not None:
-                refuse_replaced(name, bucket.label)
+        for param_group in self.param_groups:
+            if (name := param_group.module_info.replaced()) is not None:
+                refuse_replaced(name, param_group.label)
 
     def update_shared_params(self) -> None:
         """Use one parameter of the unit where modules registered it in place of another. The other
         keeps its memory and travels, as in FSDP2, but nothing computes with it."""
-        items = [item for bucket in self.buckets for item in bucket.owned]
-        sharded = [each for bucket in self.buckets for each in bucket.sharded_parameters]
+        items = [item for param_group in self.param_groups for item in param_group.owned]
+        sharded = [
+            each for param_group in self.param_groups for each in param_group.sharded_parameters
+        ]
         by_parameter = dict(zip(map(id, sharded), items, strict=True))
         has_ties = False
         for item in items:
@@ -458,14 +474,14 @@ class Unit:
                     found.registrations.append(place)
                     has_ties = True
         if has_ties:
-            for bucket in self.buckets:
-                bucket.find_registrations()
+            for param_group in self.param_groups:
+                param_group.find_registrations()
             for edits in self.edits:
                 edits.find_registrations()
 
     def to_sharded(self) -> None:
-        for bucket in self.buckets:
-            bucket.module_info.to_sharded()
+        for param_group in self.param_groups:
+            param_group.module_info.to_sharded()
 
     def reshards_after_forward(self) -> bool:
         """Return whether forward frees the full buffers. If the user did not say, all units do but
@@ -481,41 +497,47 @@ class Unit:
     def copy_requires_grad(self, sharded: torch.Tensor) -> None:
         """Give an unsharded parameter the ``requires_grad`` of its sharded one. At once, because
         the graph of an earlier forward may accumulate into it before anything else happens."""
-        for bucket in self.buckets:
-            index = bucket.module_info.index_of(sharded)
-            if index is not None and not bucket.is_opaque:
-                bucket.parameters[index].requires_grad_(sharded.requires_grad)
+        for param_group in self.param_groups:
+            index = param_group.module_info.index_of(sharded)
+            if index is not None and not param_group.is_opaque:
+                param_group.parameters[index].requires_grad_(sharded.requires_grad)
         self.context.toggled.add(self)
 
     def sync_requires_grad(self) -> None:
         """Give the unsharded parameters the ``requires_grad`` of the sharded ones, hooks those
-        that became trainable, and finds the buckets that get gradients."""
+        that became trainable, and find the param groups that get gradients."""
         edits = 0
-        for bucket in self.buckets:
-            edits += bucket.edits.trainability
+        for param_group in self.param_groups:
+            edits += param_group.edits.trainability
         if edits == self._trainability:
             return
-        for bucket in self.buckets:
-            if bucket.is_opaque:
-                check_frozen(bucket.label, bucket.parameters, bucket.sharded_parameters)
+        for param_group in self.param_groups:
+            if param_group.is_opaque:
+                check_frozen(
+                    param_group.label, param_group.parameters, param_group.sharded_parameters
+                )
         self._trainability = edits
-        parameters = (each for bucket in self.buckets for each in bucket.sharded_parameters)
+        parameters = (
+            each for param_group in self.param_groups for each in param_group.sharded_parameters
+        )
         trainable = tuple(parameter.requires_grad for parameter in parameters)
         if trainable not in self._were_trainable:
             self._were_trainable.add(trainable)
             self.saved_tensors.look_again()
         self.gradients = []
-        for bucket in self.buckets:
+        for param_group in self.param_groups:
             for parameter, sharded in zip(
-                bucket.parameters, bucket.sharded_parameters, strict=True
+                param_group.parameters, param_group.sharded_parameters, strict=True
             ):
                 parameter.requires_grad_(sharded.requires_grad)
-            gradients = self._known_gradients.get(bucket)
-            if any(parameter.requires_grad for parameter in bucket.parameters):
+            gradients = self._known_gradients.get(param_group)
+            if any(parameter.requires_grad for parameter in param_group.parameters):
                 if gradients is None:
-                    dtype = reduce_dtype(bucket.grad_dtype, self.mp_policy)
-                    gradients = BucketGradients(bucket, dtype, self.settings.reduce_options)
-                    self._known_gradients[bucket] = gradients
+                    dtype = reduce_dtype(param_group.grad_dtype, self.mp_policy)
+                    gradients = ParamGroupGradients(
+                        param_group, dtype, self.settings.reduce_options
+                    )
+                    self._known_gradients[param_group] = gradients
                 self.gradients.append(gradients)
                 self._hook(gradients, only_large=not self.is_in_pieces)
             elif gradients is not None and self.context.schedule.has_unreduced(self):
@@ -538,9 +560,9 @@ class Unit:
         for gradients in self.gradients:
             self._hook(gradients, only_large=False)
 
-    def _hook(self, gradients: BucketGradients, only_large: bool) -> None:
+    def _hook(self, gradients: ParamGroupGradients, only_large: bool) -> None:
         owner, target = weakref.ref(self), weakref.ref(gradients)
-        for index, parameter in enumerate(gradients.bucket.parameters):
+        for index, parameter in enumerate(gradients.param_group.parameters):
             is_wanted = parameter.requires_grad and (gradients.is_large[index] or not only_large)
             if not is_wanted or id(parameter) in self._hooked:
                 continue
@@ -566,7 +588,7 @@ def unit_of(module: nn.Module) -> Unit | None:
 
 def unit_of_edits(edits: ShardEdits | None) -> Unit | None:
     """Return the unit whose edits these are. ``None`` if there is none, or it was freed."""
-    return edits.unit() if isinstance(edits, BucketEdits) and edits.unit is not None else None
+    return edits.unit() if isinstance(edits, ParamGroupEdits) and edits.unit is not None else None
 
 
 def unit_names(units: Sequence[Unit]) -> dict[Unit, str]:
@@ -592,6 +614,6 @@ def name_units(units: Sequence[Unit]) -> None:
     names = unit_names(units)
     tops = [unit for unit in units if unit not in names]
     for unit in units:
-        kind = unit.module_kind
+        kind = unit.module_class_name
         unit.is_root = tops == [unit] and not unit.is_list
         unit.rename(names.get(unit) or (kind if unit.is_root else f"{kind}[{unit.index}]"))

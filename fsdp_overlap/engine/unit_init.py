@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp_overlap.engine import hooks
 from fsdp_overlap.engine.checks import sync_module_states_from_first
 from fsdp_overlap.engine.context import FsdpContext
-from fsdp_overlap.engine.extensions import ExtensionBucket
+from fsdp_overlap.engine.extensions import ExtensionParamGroup
 from fsdp_overlap.engine.mesh import MeshInfo, rollback_on_error
 from fsdp_overlap.engine.options import QuantizedCommPolicy, compute_dtype, reduce_dtype
 from fsdp_overlap.engine.param import (
@@ -25,20 +25,20 @@ from fsdp_overlap.engine.param import (
     UnownedParameters,
     check_concatenation,
     check_tensor_parallel,
-    kind_of,
     mark_owner,
     mark_replaced,
+    module_class_name,
     move_buffers,
-    note_replacement,
     owned_parameters,
     owner_of,
+    record_replacement,
     tp_local_tensor,
 )
-from fsdp_overlap.engine.param_group import Bucket
+from fsdp_overlap.engine.param_group import ParamGroup
 from fsdp_overlap.engine.unit import Unit
 from fsdp_overlap.layout import PerTensor, Plan, RowsPlan
 from fsdp_overlap.layout.layouts import layout_for
-from fsdp_overlap.tensor.carried import SUMMED
+from fsdp_overlap.tensor.comm_dtypes import REDUCE_DTYPES
 from fsdp_overlap.tensor.extension import inner_tensors, is_subclass, missing_methods
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
 from fsdp_overlap.tensor.sharded_param import refused_grad_dtype
@@ -87,7 +87,7 @@ def make_unit(
                 check_tensor_parallel(item.where, item.parameter)
                 if item.spmd is None:
                     check_concatenation(item.where, item.parameter, mesh_info.mesh)
-    _note_kept_dtypes(owned, mp_policy)
+    _record_kept_dtypes(owned, mp_policy)
     offload = _offload_on(ctx.device, offload_policy)
     with rollback_on_error(mesh_info.plans for mesh_info in by_mesh):
         planned = {
@@ -100,14 +100,14 @@ def make_unit(
     if ctx.sync_module_states:
         sync_module_states_from_first(modules, by_mesh, mesh)
     originals = {item.fqn: item.parameter for item in owned}
-    buckets = [
-        bucket
+    param_groups = [
+        param_group
         for mesh_info, items in by_mesh.items()
-        for bucket in _make_buckets(
+        for param_group in _make_param_groups(
             planned[mesh_info], items, mesh_info, mp_policy, offload, comm_policy
         )
     ]
-    unit = Unit(modules, ctx, mesh, buckets, mp_policy, reshard_after_forward)
+    unit = Unit(modules, ctx, mesh, param_groups, mp_policy, reshard_after_forward)
     unit.unowned = UnownedParameters(modules, ignored)
     unit.offload_policy = offload_policy
     unit.comm_policy = comm_policy
@@ -220,7 +220,7 @@ def _check_no_owner(modules: Sequence[nn.Module], item: ParamInfo) -> None:
 
 def _check_gradient(item: ParamInfo, mp_policy: MixedPrecisionPolicy) -> None:
     dtype = reduce_dtype(item.spec.grad_dtype or item.parameter.dtype, mp_policy)
-    if item.parameter.requires_grad and dtype not in SUMMED:
+    if item.parameter.requires_grad and dtype not in REDUCE_DTYPES:
         raise ValueError(
             f"gradients of {item.where} would be reduced in {dtype}, in which nothing can be "
             "summed: use MixedPrecisionPolicy(reduce_dtype=torch.float32), or freeze it by "
@@ -267,7 +267,7 @@ def _check_rows(item: ParamInfo, mesh_info: MeshInfo) -> None:
         )
     if mesh_info.shards_replicas:
         raise ValueError(
-            f"{item.where} is in PerTensor(), which copies cannot divide: leave out "
+            f"{item.where} is in PerTensor(), which replicas cannot divide: leave out "
             "shard_optimizer_over_replicas=True, or choose another layout"
         )
 
@@ -277,8 +277,8 @@ def _is_in_rows(item: ParamInfo, ctx: FsdpContext) -> bool:
 
 
 def _checked_reshard_after_forward(value: bool | int | None, sizes: set[int]) -> bool | int | None:
-    """``value``, but ``False`` for 1 and ``True`` for all ranks, which mean the same. ``sizes`` has
-    how many ranks the unit's parameters are sharded among."""
+    """Return ``value``, but ``False`` for 1 and ``True`` for all ranks, which mean the same.
+    ``sizes`` has how many ranks the unit's parameters are sharded among."""
     if value is None or isinstance(value, bool):
         return value
     for size in sizes:
@@ -337,7 +337,7 @@ def _cut_dim(item: ParamInfo, placement: Shard) -> int:
     return placement.dim % max(1, ndim)
 
 
-def _note_kept_dtypes(owned: list[ParamInfo], mp_policy: MixedPrecisionPolicy) -> None:
+def _record_kept_dtypes(owned: list[ParamInfo], mp_policy: MixedPrecisionPolicy) -> None:
     """Ask the policy which parameters keep their own dtype in compute, and note them."""
     override = getattr(mp_policy, "param_dtype_override_fn", None)  # of torch 2.15
     if override is None:
@@ -353,7 +353,7 @@ def _note_kept_dtypes(owned: list[ParamInfo], mp_policy: MixedPrecisionPolicy) -
 
 
 def _offload_on(device: torch.device, policy: OffloadPolicy) -> CPUOffloadPolicy | None:
-    """``policy`` if it asks for offloading and there is a device to offload from."""
+    """Return ``policy`` if it asks for offloading and there is a device to offload from."""
     is_asked = isinstance(policy, CPUOffloadPolicy) and device.type != "cpu"
     return policy if is_asked else None  # type: ignore[return-value]
 
@@ -365,45 +365,48 @@ def _plan(
     first = modules[0]
     if not mesh_info.plans.has(first) and any(other.plans.has(first) for other in ctx.mesh_infos):
         raise ValueError(
-            f"{kind_of(modules)} was planned for another mesh than {mesh_info.mesh}: name its "
+            f"{module_class_name(modules)} was planned for another mesh than {mesh_info.mesh}: "
+            "name its "
             "mesh in ctx.plan_layout(..., meshes={module: mesh})"
         )
     # A unit that was given no context has one of its own, so nothing tells which unit is first.
     return mesh_info.plans.take(modules, [item.spec for item in owned], not ctx.is_implicit)
 
 
-def _make_buckets(
+def _make_param_groups(
     plans: list[Plan],
     owned: list[ParamInfo],
     mesh_info: MeshInfo,
     mp_policy: MixedPrecisionPolicy,
     offload: CPUOffloadPolicy | None,
     comm_policy: QuantizedCommPolicy | None,
-) -> list[Bucket]:
+) -> list[ParamGroup]:
     by_fqn = {item.fqn: item for item in owned}
     is_meta = any(item.parameter.is_meta for item in owned)
     device = torch.device("meta") if is_meta else mesh_info.device
-    buckets: list[Bucket] = []
+    param_groups: list[ParamGroup] = []
     for plan in plans:
         items = [by_fqn[spec.fqn] for spec in plan.specs]
         dtype = compute_dtype(plan.specs[0], mp_policy)
         if isinstance(plan, RowsPlan) and plan.specs[0].is_extension:
-            buckets.append(
-                ExtensionBucket(plan, items, mesh_info, device, dtype, offload, mp_policy)
+            param_groups.append(
+                ExtensionParamGroup(plan, items, mesh_info, device, dtype, offload, mp_policy)
             )
         else:
-            buckets.append(Bucket(plan, items, mesh_info, device, dtype, offload, comm_policy))
-    return buckets
+            param_groups.append(
+                ParamGroup(plan, items, mesh_info, device, dtype, offload, comm_policy)
+            )
+    return param_groups
 
 
 def _mark_owners(unit: Unit, originals: Mapping[str, nn.Parameter]) -> None:
     """Note on each parameter which unit owns it, and on the ``originals``, by name, that they were
     replaced. Errors of other units and optimizers say so."""
-    for bucket in unit.buckets:
-        for item, sharded in zip(bucket.owned, bucket.sharded_parameters, strict=True):
+    for param_group in unit.param_groups:
+        for item, sharded in zip(param_group.owned, param_group.sharded_parameters, strict=True):
             owner = Owner(item.unit, item.fqn)
             mark_owner(sharded, owner)
             for parameter in (item.parameter, originals[item.fqn]):
                 mark_owner(parameter, owner)
                 mark_replaced(parameter, by="fully_shard()")
-    note_replacement()
+    record_replacement()

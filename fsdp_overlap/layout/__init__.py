@@ -1,7 +1,6 @@
 """Pure planning: shapes and a world size in, offsets and ranges out. No process groups, no
 tensors."""
 
-from fsdp_overlap.layout.bucket_plan import BucketPlan
 from fsdp_overlap.layout.layouts import (
     BlockAtomic,
     Flat,
@@ -10,16 +9,17 @@ from fsdp_overlap.layout.layouts import (
     PerTensor,
     TensorAtomic,
 )
+from fsdp_overlap.layout.param_group_plan import ParamGroupPlan
 from fsdp_overlap.layout.planner import Plan, plan_units
 from fsdp_overlap.layout.rows_plan import RowsPlan
 from fsdp_overlap.layout.spec import ParamSpec
 
 __all__ = [
     "BlockAtomic",
-    "BucketPlan",
     "Flat",
     "Layout",
     "LayoutRule",
+    "ParamGroupPlan",
     "ParamSpec",
     "PerTensor",
     "Plan",

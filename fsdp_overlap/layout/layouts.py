@@ -94,7 +94,7 @@ class TensorAtomic:
     Newton-Schulz iterations, ``max(m, n) * min(m, n) ** 2`` for a matrix ``[m, n]``.
 
     Shards are ragged: each as large as what its rank owns. With ``max_padding`` they are equal in
-    every bucket where that takes at most so much padding, as a fraction of the bucket;
+    every param group where that takes at most so much padding, as a fraction of the param group;
     ``math.inf`` makes them equal everywhere. Equal shards travel by plain all-gathers and
     reduce-scatters, and padding travels and takes memory as parameters do.
 

@@ -1,4 +1,4 @@
-"""Packs the parameters of a bucket into the shards of the ranks.
+"""Packs the parameters of a param group into the shards of the ranks.
 
 A rank's segment of the flat buffer is contiguous, and so is each parameter. So a parameter that is
 cut lies at the end of one rank's segment and at the beginning of the next, and fills all segments
@@ -16,17 +16,17 @@ from itertools import accumulate
 from math import ceil
 
 from fsdp_overlap.layout.balance import Item, Loads, water_level
-from fsdp_overlap.layout.bucket_plan import BucketPlan, align
+from fsdp_overlap.layout.param_group_plan import ParamGroupPlan, align
 
 DEFAULT_PADDING = 0.01
-"""How much padding equal shards may take, as a fraction of a bucket. Shards that would take more
-are ragged."""
+"""How much padding equal shards may take, as a fraction of a param group. Shards that would take
+more are ragged."""
 
 Segments = list[list[tuple[Item, int, int]]]
 """``(item, start, stop)`` for each rank, in the order in which they lie there: elements ``[start,
 stop)`` of a parameter."""
 
-Owned = dict[int, list[Item]]
+ItemsByRank = dict[int, list[Item]]
 """The parameters that lie whole on one rank, by rank."""
 
 # The search for the lowest cap ends at this part of the largest block, or of a fair share.
@@ -41,7 +41,7 @@ def cut_step(item: Item) -> int:
     return item.block_size if item.block_size > 1 else item.spec.alignment
 
 
-def plan_of(segments: Segments, max_padding: float = 0.0) -> BucketPlan:
+def plan_of(segments: Segments, max_padding: float = 0.0) -> ParamGroupPlan:
     """Return the plan of a flat buffer with these ``segments``. Shards are equal if that takes
     little padding, and otherwise as large as what they hold. ``max_padding`` replaces
     :data:`DEFAULT_PADDING` if it is more. A parameter has no padding inside, so shards can be equal
@@ -80,7 +80,7 @@ def plan_of(segments: Segments, max_padding: float = 0.0) -> BucketPlan:
             for offset, rank in zip(offsets, ranks, strict=True)
         ]
         numels = [largest] * len(numels)
-    return BucketPlan(tuple(specs), tuple(offsets), tuple(numels), tuple(block_sizes))
+    return ParamGroupPlan(tuple(specs), tuple(offsets), tuple(numels), tuple(block_sizes))
 
 
 # ---- ragged shards ----
@@ -114,9 +114,9 @@ Placed = list[tuple[DivisibleItem, list[tuple[int, int]]]]
 number of blocks that it gets."""
 
 
-def pack(divided: Sequence[Item], owned: Owned, loads: Loads) -> Segments:
-    """Return the segments of a bucket. The atomic parameters in ``owned`` have their owners. The
-    ``divided`` parameters lie between them, and are added to ``loads``.
+def pack(divided: Sequence[Item], owned: ItemsByRank, loads: Loads) -> Segments:
+    """Return the segments of a param group. The atomic parameters in ``owned`` have their owners.
+    The ``divided`` parameters lie between them, and are added to ``loads``.
 
     A parameter that is cut cannot pass a rank that owns anything else. So the owners divide the
     ranks into intervals, which overlap in these owners, and a parameter lies in one interval.
@@ -239,9 +239,9 @@ def _place(
 
 
 def pack_equal(items: Sequence[Item], max_padding: float, loads: Loads) -> Segments | None:
-    """Return the segments of a bucket, which may be padded to the size of the largest, and add them
-    to ``loads``. ``None`` if that would take more padding than ``max_padding``, a fraction of the
-    bucket.
+    """Return the segments of a param group, which may be padded to the size of the largest, and add
+    them to ``loads``. ``None`` if that would take more padding than ``max_padding``, a fraction of
+    the param group.
 
     There can be no padding inside of a parameter. So each rank that does not hold the end of a
     parameter is full to the element. Where that is impossible, nothing is cut.
@@ -289,7 +289,7 @@ def _into_bins_of(size: int, items: Iterable[Item]) -> list[list[Item]]:
     return bins
 
 
-def _assign_bins(bins: Sequence[list[Item]], ranks: Sequence[int], loads: Loads) -> Owned:
+def _assign_bins(bins: Sequence[list[Item]], ranks: Sequence[int], loads: Loads) -> ItemsByRank:
     """Assign each bin to a rank: the heaviest to the one with the least load."""
     heaviest = sorted(bins, key=lambda items: -loads.weight(items))
     levels = loads.levels

@@ -8,10 +8,10 @@ from dataclasses import replace
 from fsdp_overlap.layout.spec import ParamSpec
 
 # So many at most. What stays exposed of a reduction is one of them.
-MOST_PIECES = 4
+MAX_PIECES = 4
 
 # The bytes that a rank holds of a piece, at least. Smaller ones would take their time to begin.
-LEAST_SHARD_BYTES = 1 << 20
+MIN_SHARD_BYTES = 1 << 20
 
 
 def in_pieces(specs: Sequence[ParamSpec], world_size: int) -> list[ParamSpec]:
@@ -20,7 +20,7 @@ def in_pieces(specs: Sequence[ParamSpec], world_size: int) -> list[ParamSpec]:
     two."""
     movable = [spec for spec in specs if spec.requires_grad and not spec.is_extension]
     total = sum(map(_bytes, movable))
-    count = min(MOST_PIECES, total // (LEAST_SHARD_BYTES * world_size))
+    count = min(MAX_PIECES, total // (MIN_SHARD_BYTES * world_size))
     if count < 2 or len(movable) < 2:
         return list(specs)
     pieces: dict[ParamSpec, int] = {}

@@ -2,7 +2,7 @@
 
 A parameter that may not be cut, or is not worth it, is *atomic*: it lies whole on its owner. All
 others are divided among ranks, where their layout allows cuts. Owners are assigned first, then
-buckets are packed, those with the least freedom first.
+param groups are packed, those with the least freedom first.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from functools import cached_property
 from math import lcm
 
 from fsdp_overlap.layout.balance import Item, Loads, assign_owners, assign_to_adjacent_ranks
-from fsdp_overlap.layout.bucket_plan import BucketPlan, align
 from fsdp_overlap.layout.layouts import LayoutRule, PerTensor, layout_for
 from fsdp_overlap.layout.pack import (
     DEFAULT_PADDING,
-    Owned,
+    ItemsByRank,
     Segments,
     intervals_between,
     pack,
     pack_equal,
     plan_of,
 )
+from fsdp_overlap.layout.param_group_plan import ParamGroupPlan, align
 from fsdp_overlap.layout.rows_plan import RowsPlan
 from fsdp_overlap.layout.spec import ParamSpec
 
@@ -33,16 +33,16 @@ from fsdp_overlap.layout.spec import ParamSpec
 SMALL_FRACTION = 0.01
 
 
-Plan = BucketPlan | RowsPlan
-"""Where the parameters of a bucket lie: in ranges, or in chunks of rows."""
+Plan = ParamGroupPlan | RowsPlan
+"""Where the parameters of a param group lie: in ranges, or in chunks of rows."""
 
 
 def plan_units(
     units: Sequence[Sequence[ParamSpec]], world_size: int, layout: LayoutRule
 ) -> list[Plan]:
-    """Plan the buckets of ``units``, in order. Parameters of a unit share a bucket if they have
-    the same dtype at rest, the same dtype in compute and the same trainability, if all of them or
-    none are opaque, and in ``PerTensor()``, and if they are of the same piece.
+    """Plan the param groups of ``units``, in order. Parameters of a unit share a param group if
+    they have the same dtype at rest, the same dtype in compute and the same trainability, if all of
+    them or none are opaque, and in ``PerTensor()``, and if they are of the same piece.
 
     Loads are balanced over all units. The same input gives the same plan on every rank.
 
@@ -63,31 +63,33 @@ class Planner:
         self._loads = Loads(world_size)
 
     def copy(self) -> Planner:
-        """Return a planner that knows the same units, and plans independently from now on."""
+        """Return a planner that knows the same units, and plan independently from now on."""
         other = copy.copy(self)
         other._loads = self._loads.copy()
         return other
 
     def plan(self, units: Sequence[Sequence[ParamSpec]]) -> list[list[Plan]]:
-        """Return the plans of each unit's buckets. Loads come out most even if all units are
+        """Return the plans of each unit's param groups. Load come out most even if all units are
         planned together."""
-        by_unit = [self._buckets(specs) for specs in units]
+        by_unit = [self._param_groups(specs) for specs in units]
         # Rows are the same on every rank, whatever else is planned.
-        buckets = [each for unit in by_unit for each in unit if isinstance(each, _Bucket)]
+        param_groups = [each for unit in by_unit for each in unit if isinstance(each, _ParamGroup)]
         loads = self._loads
-        loads.expect(item for bucket in buckets for item in bucket.items)
-        for bucket in buckets:
-            bucket.classify(loads)
-        _assign_owners(buckets, loads)
+        loads.expect(item for param_group in param_groups for item in param_group.items)
+        for param_group in param_groups:
+            param_group.classify(loads)
+        _assign_owners(param_groups, loads)
         plans = {}
-        for bucket in sorted(buckets, key=lambda bucket: bucket.freedom(loads.world_size)):
-            plans[bucket] = bucket.plan(loads)
+        for param_group in sorted(
+            param_groups, key=lambda param_group: param_group.freedom(loads.world_size)
+        ):
+            plans[param_group] = param_group.plan(loads)
         return [
-            [plans[each] if isinstance(each, _Bucket) else each for each in unit]
+            [plans[each] if isinstance(each, _ParamGroup) else each for each in unit]
             for unit in by_unit
         ]
 
-    def _buckets(self, specs: Sequence[ParamSpec]) -> list[_Bucket | RowsPlan]:
+    def _param_groups(self, specs: Sequence[ParamSpec]) -> list[_ParamGroup | RowsPlan]:
         found: dict[tuple[object, ...], list[Item]] = {}
         for spec in specs:
             rule = layout_for(self.layout, spec)
@@ -99,27 +101,29 @@ class Planner:
             found.setdefault(kind, []).append(item)
         world_size = self._loads.world_size
         return [
-            RowsPlan(tuple(item.spec for item in items), world_size) if in_rows else _Bucket(items)
+            RowsPlan(tuple(item.spec for item in items), world_size)
+            if in_rows
+            else _ParamGroup(items)
             for (in_rows, *_), items in found.items()
         ]
 
 
-class _Bucket:
-    """The parameters of a bucket. Those in ``atomic`` lie whole on one rank each, which is decided
-    before others are placed. Those in ``divided`` lie one after the other on as many ranks as it
-    takes."""
+class _ParamGroup:
+    """The parameters of a param group. Those in ``atomic`` lie whole on one rank each, which is
+    decided before others are placed. Those in ``divided`` lie one after the other on as many ranks
+    as it takes."""
 
     def __init__(self, items: Sequence[Item]) -> None:
         self.items = items
         self.is_mostly_atomic = False
         self.atomic: list[Item] = []
         self.divided: list[Item] = []
-        self.owned: Owned = {}
+        self.owned: ItemsByRank = {}
         self.equal: Segments | None = None
 
     def classify(self, loads: Loads) -> None:
         """Decide which parameters are atomic: all that are not cut, if those are most of the
-        bucket. Otherwise only large ones, because what is divided cannot pass an owner."""
+        param group. Otherwise only large ones, because what is divided cannot pass an owner."""
         if self.is_divisible:
             self.divided += self.items
             return
@@ -149,14 +153,14 @@ class _Bucket:
         return max((item.max_padding for item in self.items), default=0.0)
 
     def freedom(self, world_size: int) -> tuple[int, int]:
-        """Return a key by which buckets with little freedom are planned first, so that others can
-        even out what they leave: those in which divided parameters have few ranks between owners,
-        and then those of large blocks."""
+        """Return what to sort by so that param groups with little freedom are planned first, and
+        others can even out what they leave: those in which divided parameters have few ranks
+        between owners, and then those of large blocks."""
         intervals = intervals_between(self.owned, world_size)
         longest = max(last - first for first, last in intervals)
         return longest, -max((item.block_size for item in self.divided), default=0)
 
-    def plan(self, loads: Loads) -> BucketPlan:
+    def plan(self, loads: Loads) -> ParamGroupPlan:
         """Cut what is to be cut, and add it to ``loads``."""
         if self.equal is not None:
             return plan_of(self.equal, self.max_padding)
@@ -165,24 +169,34 @@ class _Bucket:
         return plan_of(pack(self.divided, self.owned, loads))
 
 
-def _assign_owners(buckets: Sequence[_Bucket], loads: Loads) -> None:
+def _assign_owners(param_groups: Sequence[_ParamGroup], loads: Loads) -> None:
     """Assign owners to atomic parameters. Divisible ones need no owner when loads are even."""
-    for bucket in buckets:
-        if bucket.max_padding > DEFAULT_PADDING and not bucket.is_divisible:
-            items = [*bucket.atomic, *bucket.divided]
-            bucket.equal = pack_equal(items, bucket.max_padding, loads)
-    rest = [bucket for bucket in buckets if not bucket.is_divisible and bucket.equal is None]
-    with_few = [bucket for bucket in rest if bucket.atomic and not bucket.is_mostly_atomic]
-    for bucket in sorted(with_few, key=lambda bucket: -loads.weight(bucket.atomic)):
-        bucket.assign(assign_to_adjacent_ranks(bucket.atomic, loads))
-    mostly_atomic = [bucket for bucket in rest if bucket.is_mostly_atomic]
-    owners = assign_owners([item for bucket in mostly_atomic for item in bucket.atomic], loads)
-    for bucket in mostly_atomic:
-        bucket.assign(owners)
+    for param_group in param_groups:
+        if param_group.max_padding > DEFAULT_PADDING and not param_group.is_divisible:
+            items = [*param_group.atomic, *param_group.divided]
+            param_group.equal = pack_equal(items, param_group.max_padding, loads)
+    rest = [
+        param_group
+        for param_group in param_groups
+        if not param_group.is_divisible and param_group.equal is None
+    ]
+    with_few = [
+        param_group
+        for param_group in rest
+        if param_group.atomic and not param_group.is_mostly_atomic
+    ]
+    for param_group in sorted(with_few, key=lambda param_group: -loads.weight(param_group.atomic)):
+        param_group.assign(assign_to_adjacent_ranks(param_group.atomic, loads))
+    mostly_atomic = [param_group for param_group in rest if param_group.is_mostly_atomic]
+    owners = assign_owners(
+        [item for param_group in mostly_atomic for item in param_group.atomic], loads
+    )
+    for param_group in mostly_atomic:
+        param_group.assign(owners)
 
 
-def _equal(items: Sequence[Item], loads: Loads) -> BucketPlan:
-    """Plan a bucket of divisible parameters on ranks with even loads: all shards have the same
+def _equal(items: Sequence[Item], loads: Loads) -> ParamGroupPlan:
+    """Plan a param group of divisible parameters on ranks with even loads: all shards have the same
     size."""
     offsets = []
     end, alignment = 0, items[0].spec.alignment
@@ -191,6 +205,6 @@ def _equal(items: Sequence[Item], loads: Loads) -> BucketPlan:
         end = offsets[-1] + item.numel
     loads.add_to_all(items)
     shard = align(-(-end // loads.world_size), alignment)
-    return BucketPlan(
+    return ParamGroupPlan(
         tuple(item.spec for item in items), tuple(offsets), (shard,) * loads.world_size
     )

@@ -1,4 +1,4 @@
-"""The plan of a bucket whose parameters are cut into chunks of rows."""
+"""The plan of a param group whose parameters are cut into chunks of rows."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from fsdp_overlap.layout.bucket_plan import BucketPlan, align
+from fsdp_overlap.layout.param_group_plan import ParamGroupPlan, align
 from fsdp_overlap.layout.spec import ParamSpec
 
 
 @dataclass(frozen=True)
 class RowsPlan:
-    """Where each parameter of a bucket lies if every rank has a chunk of each.
+    """Where each parameter of a param group lies if every rank has a chunk of each.
 
     All numbers are in elements. The chunks of a parameter take as much memory on each rank, also
     where the last ranks have fewer rows or none. In the flat buffer the chunks of one parameter
@@ -21,7 +21,7 @@ class RowsPlan:
     chunks[i]`` later. In a shard the chunks of one rank follow each other, from ``starts[i]`` on.
 
     A parameter that is cut along another dimension than its first is whole in the flat buffer all
-    the same, so its chunks are no ranges there. The bucket is not :attr:`is_in_place` then.
+    the same, so its chunks are no ranges there. The param group is not :attr:`is_in_place` then.
 
     ``print(plan)`` says how many rows each rank has.
     """
@@ -101,11 +101,11 @@ class RowsPlan:
         return all(spec.cut_dim == 0 for spec in self.specs)
 
     @cached_property
-    def packed(self) -> BucketPlan:
+    def packed(self) -> ParamGroupPlan:
         """The plan of a buffer in which shards follow each other, as they travel."""
-        return BucketPlan((), (), self.shard_numels)
+        return ParamGroupPlan((), (), self.shard_numels)
 
-    def merged(self, world_size: int) -> BucketPlan:
+    def merged(self, world_size: int) -> ParamGroupPlan:
         """Return the flat buffer in equal ranges on fewer ranks.
 
         Raises:
@@ -113,7 +113,7 @@ class RowsPlan:
         """
         if self.world_size % world_size:
             raise ValueError(f"{self.world_size} ranks cannot be merged to {world_size}")
-        return BucketPlan((), (), (self.numel // world_size,) * world_size)
+        return ParamGroupPlan((), (), (self.numel // world_size,) * world_size)
 
     @property
     def padding(self) -> int:

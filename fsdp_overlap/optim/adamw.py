@@ -190,7 +190,7 @@ class FusedAdamW:
         grad_scale: torch.Tensor | None = None,
         found_inf: torch.Tensor | None = None,
     ) -> None:
-        """Step the parameters of ``foreach_group``, which is of ``group``. A ``GradScaler`` passes
+        """Step the parameters of ``lot``, which is of ``group``. A ``GradScaler`` passes
         ``grad_scale`` and ``found_inf``.
 
         Raises:
@@ -234,7 +234,7 @@ class FusedAdamW:
         if found_inf is not None:
             steps.add(-found_inf)
         for edits in foreach_group.edits:
-            edits.note_values()
+            edits.record_values()
 
     def _prepare(
         self, state: State, parameters: list[torch.Tensor], moments: Sequence[str]

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_overlap.comm.collectives import all_to_all
-from fsdp_overlap.comm.lanes import Lane
+from fsdp_overlap.comm.comm_streams import CommStream
 from fsdp_overlap.optim.matrices import MatrixChunk, MatrixPartition, SharedMatrices, flops_of
 from fsdp_overlap.optim.updates import Task, Update, UpdateSlice, momentum_directions, move
 
@@ -166,7 +166,7 @@ class Exchange:
         assignments: tuple[OwnerAssignment, ...],
         updates: Sequence[Update],
         group: dist.ProcessGroup,
-        lane: Lane,
+        comm_stream: CommStream,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -175,11 +175,11 @@ class Exchange:
         self._plan = gather_scatter_plan(assignments, self._rank, group.size())
         self._updates = updates
         self._group = group
-        self._lane = lane
+        self._comm_stream = comm_stream
         self._dtype = dtype
         self._device = device
         self._sent: MessageBuffer | None = None
-        """What the lane reads."""
+        """What the comm stream reads."""
 
     def start_gather(self) -> None:
         """Send to the owners the chunks that they lack."""
@@ -195,7 +195,7 @@ class Exchange:
     def finish_gather(self) -> list[Task]:
         """Wait for the matrices that this rank owns. Their results must be in the tasks' tensors
         before :meth:`start_scatter`."""
-        self._ticket.wait()
+        self._work.wait()
         self._results = self._buffer(self._plan.scatter_send)
         tasks = {}
         for assignment in self._owned:
@@ -217,7 +217,7 @@ class Exchange:
 
     def finish_scatter(self) -> None:
         """Wait for what the owners send back, and move this rank's parameters."""
-        self._ticket.wait()
+        self._work.wait()
         chunks = self._recv.chunks
         move(
             [self._slice(assignment, chunk) for assignment, chunk, _ in chunks],
@@ -232,9 +232,9 @@ class Exchange:
         return MessageBuffer(plan, self._dtype, self._device)
 
     def _enqueue(self, target: MessageBuffer, source: MessageBuffer) -> None:
-        self._sent = source  # its memory is not given to others until the lane has read it
-        self._lane.after_compute()
-        self._ticket = self._lane.enqueue(
+        self._sent = source  # its memory is not given to others until the comm stream has read it
+        self._comm_stream.after_compute()
+        self._work = self._comm_stream.enqueue(
             "all_to_all",
             "Muon",
             lambda: all_to_all(target.flat, source.flat, target.sizes, source.sizes, self._group),

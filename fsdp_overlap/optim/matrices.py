@@ -163,7 +163,7 @@ def _partition_tile(
     held: dict[ShardRange, tuple[int, ...]],
     replicas: tuple[int, ...],
 ) -> MatrixPartition:
-    """Partition a tile of whole matrices, each of which has ``parts``."""
+    """Return partition a tile of whole matrices, each of which has ``parts``."""
     *_, rows, columns = shape
     starts = [rows_before * columns for rows_before in accumulate(parts, initial=0)]
     matrix = rows * columns

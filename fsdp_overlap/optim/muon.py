@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_overlap.comm.lanes import Lane, make_lane
+from fsdp_overlap.comm.comm_streams import CommStream, make_comm_stream
 from fsdp_overlap.optim import exchange
 from fsdp_overlap.optim.adamw import AdamW, FusedAdamW
 from fsdp_overlap.optim.exchange import Exchange, plan_rounds
@@ -21,9 +21,9 @@ from fsdp_overlap.optim.owner_groups import OwnerGroup, OwnerGroups
 from fsdp_overlap.optim.post_optim_prefetch import PostOptimPrefetch
 from fsdp_overlap.optim.spans import local_of
 from fsdp_overlap.optim.states import pack, restore
-from fsdp_overlap.optim.updates import Settings, Update
+from fsdp_overlap.optim.updates import MuonSettings, Update
 from fsdp_overlap.tensor.extension import is_subclass
-from fsdp_overlap.tensor.operands import note_edits
+from fsdp_overlap.tensor.operands import record_edits
 from fsdp_overlap.tensor.row_tensor import Sharded
 
 _OF_ADAMW = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
@@ -36,7 +36,7 @@ class Muon(torch.optim.Optimizer):
     If each matrix lies whole on one rank, as under the layout ``TensorAtomic()``, :meth:`step`
     sends nothing. If several ranks hold parts of a matrix, they send them to one rank, which
     orthogonalizes the matrix once and sends the result back, while others are orthogonalized. Parts
-    are ranges, or what tensor parallelism left. Ranks that hold copies share out the work in the
+    are ranges, or what tensor parallelism left. Ranks that hold replicas share out the work in the
     same way. The result is that of the unsharded model. Parameters that are not sharded are stepped
     too, on every rank.
 
@@ -121,7 +121,7 @@ class Muon(torch.optim.Optimizer):
     def _forget(self) -> None:
         """Drop everything but the user's options and the state."""
         self._adamw = FusedAdamW(self._moment_dtype)
-        self._lanes: dict[torch.device, Lane] = {}
+        self._comm_streams: dict[torch.device, CommStream] = {}
         self._owner_groups = OwnerGroups()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -221,13 +221,13 @@ class Muon(torch.optim.Optimizer):
             _advance(settings, [u for u in updates if u.settings == settings and u.local.numel()])
         for device in dict.fromkeys(update.device for update in updates):
             self._orthogonalize(device, [u for u in updates if u.device == device])
-        note_edits(update.parameter for update in updates)
+        record_edits(update.parameter for update in updates)
 
     def _updates(self, group: dict[str, Any]) -> list[Update]:
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
         fresh = [parameter for parameter in parameters if not self.state[parameter]]
         pack(self.state, fresh, ["momentum_buffer"])
-        split, settings = group["split"], Settings.of(group)
+        split, settings = group["split"], MuonSettings.of(group)
         self._owner_groups.add((parameter, split) for parameter in parameters)
         return [
             Update(
@@ -271,15 +271,15 @@ class Muon(torch.optim.Optimizer):
         members = [each for each in updates if each.ownership.owner_group is owner_group]
         partitions = tuple(update.ownership.partition for update in members)
         device, dtype = options.device, options.dtype
-        if device not in self._lanes:
-            self._lanes[device] = make_lane(device)
+        if device not in self._comm_streams:
+            self._comm_streams[device] = make_comm_stream(device)
         self._owner_groups.begin_step(owner_group)
         group = owner_group.group
         for assignments in plan_rounds(partitions, group.size(), exchange.ROUND_ELEMENTS):
-            yield Exchange(assignments, members, group, self._lanes[device], dtype, device)
+            yield Exchange(assignments, members, group, self._comm_streams[device], dtype, device)
 
 
-def _advance(settings: Settings, updates: list[Update]) -> None:
+def _advance(settings: MuonSettings, updates: list[Update]) -> None:
     """Update the momentum with the gradients, and decay the weights."""
     if updates:
         torch._foreach_lerp_(

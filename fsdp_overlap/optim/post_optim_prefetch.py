@@ -25,16 +25,18 @@ class PostOptimPrefetch:
         self._contexts = [ctx for ctx in contexts if ctx.is_initialized and ctx.has_schedule]
         for ctx in self._contexts:
             ctx.schedule.prefetcher.before_step()
-        buckets = [
-            bucket
+        param_groups = [
+            param_group
             for ctx in self._contexts
             if (next_units := ctx.schedule.next_units())
             for unit in ctx.units
             if unit in next_units
-            for bucket in unit.buckets
+            for param_group in unit.param_groups
         ]
-        self._parameters = [p for bucket in buckets for p in bucket.sharded_parameters]
-        self.edits = frozenset(bucket.edits for bucket in buckets)
+        self._parameters = [
+            p for param_group in param_groups for p in param_group.sharded_parameters
+        ]
+        self.edits = frozenset(param_group.edits for param_group in param_groups)
         """The edit counters of the units."""
         self._error: Exception | None = None
 

@@ -27,7 +27,7 @@ class DeviceRate:
 
 
 @dataclass(frozen=True)
-class Settings:
+class MuonSettings:
     """The options of a group of parameters, read once in a step."""
 
     lr: float | DeviceRate
@@ -39,7 +39,7 @@ class Settings:
     matches_adamw: bool
 
     @classmethod
-    def of(cls, group: dict[str, Any]) -> Settings:
+    def of(cls, group: dict[str, Any]) -> MuonSettings:
         lr = group["lr"]
         is_on_device = (
             isinstance(lr, torch.Tensor)
@@ -80,7 +80,7 @@ class Update:
         self,
         parameter: torch.Tensor,
         buffer: torch.Tensor,
-        settings: Settings,
+        settings: MuonSettings,
         ownership: Ownership,
     ) -> None:
         assert parameter.grad is not None
@@ -117,7 +117,7 @@ class Task:
     that came from another rank (``received``) or for which another rank waits (``results``)."""
 
     matrices: MatrixBatch | SharedMatrices
-    settings: Settings
+    settings: MuonSettings
     own: list[tuple[UpdateSlice, MatrixChunk]] = field(default_factory=list)
     received: list[tuple[torch.Tensor, MatrixChunk]] = field(default_factory=list)
     results: list[tuple[torch.Tensor, MatrixChunk]] = field(default_factory=list)

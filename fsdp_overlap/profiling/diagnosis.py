@@ -29,7 +29,7 @@ _WORTH = 0.02
 _NO_ROOM = 0.1
 _IDLE = 0.15
 # What collectives that serve no single unit are for, by the beginnings of their names.
-_COPIES = "what travels between copies of shards, once in a step"
+_COPIES = "what travels between replicas, once in a step"
 _REASONS = {
     CHECK: "the check of the order at the end of backward, where ranks meet",
     CONFIRMATION: "confirmations: where a step does something else than the one before, ranks "
@@ -121,7 +121,7 @@ def _exposed(rank: RankReport) -> Iterator[Diagnosis]:
 
 
 def _most_of(others: list[Collective]) -> str:
-    """In words, the sort of collective that is exposed the longest in total."""
+    """Return the sort of collective that is exposed the longest in total, in words."""
     exposed: dict[str, float] = defaultdict(float)
     for c in others:
         known = (words for prefix, words in _REASONS.items() if c.name.startswith(prefix))
@@ -257,7 +257,7 @@ def _is_late(c: Collective) -> bool:
 
 
 def _shared_group(of_units: Iterable[Collective]) -> str | None:
-    """In words, the process group that both kinds run in; None if they share none."""
+    """Return the process group that both kinds run in, in words;"""
     groups: dict[str, set[str | None]] = {"all_gather": set(), "reduce_scatter": set()}
     lanes: dict[str, set[str]] = {"all_gather": set(), "reduce_scatter": set()}
     for c in of_units:

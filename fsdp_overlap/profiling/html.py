@@ -13,7 +13,7 @@ from fsdp_overlap.profiling.report import Report
 from fsdp_overlap.profiling.tables import collectives_table, kinds_table, ranks_table
 
 _PIXELS_PER_ROW = 26
-_MOST_COLLECTIVES = 100
+_MAX_COLLECTIVES = 100
 
 
 def write_html(reports: Mapping[str, Report], path: str | os.PathLike[str]) -> None:
@@ -34,7 +34,7 @@ def write_html(reports: Mapping[str, Report], path: str | os.PathLike[str]) -> N
         ranks=ranks_table(reports),
         kinds=kinds_table(reports),
         collectives={
-            name: collectives_table(report.slowest, _MOST_COLLECTIVES)
+            name: collectives_table(report.slowest, _MAX_COLLECTIVES)
             for name, report in reports.items()
         },
     )

@@ -21,7 +21,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersect(a: list[Interval], b: list[Interval]) -> list[Interval]:
-    """Time in both `a` and `b`, each of them a union."""
+    """Return time in both `a` and `b`, each of them a union."""
     common: list[Interval] = []
     i = j = 0
     while i < len(a) and j < len(b):
@@ -36,7 +36,7 @@ def intersect(a: list[Interval], b: list[Interval]) -> list[Interval]:
 
 
 def subtract(a: list[Interval], b: list[Interval]) -> list[Interval]:
-    """Time in `a` that is not in `b`, each of them a union."""
+    """Return time in `a` that is not in `b`, each of them a union."""
     if not b:  # as for most ops
         return union(a)
     ends, starts = [-math.inf, *(end for _, end in b)], [*(start for start, _ in b), math.inf]
@@ -58,5 +58,5 @@ def clip(a: list[Interval], start: float, end: float) -> list[Interval]:
 
 
 def measure(a: Iterable[Interval]) -> float:
-    """Total length of a union, in microseconds."""
+    """Return total length of a union, in microseconds."""
     return sum(end - start for start, end in a)

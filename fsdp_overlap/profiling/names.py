@@ -1,4 +1,5 @@
-"""The names of ranges in a trace: this library's, which `comm/lanes.py` writes, and FSDP2's."""
+"""The names of ranges in a trace: this library's, which `comm/comm_streams.py` writes, and
+FSDP2's."""
 
 import re
 from dataclasses import dataclass

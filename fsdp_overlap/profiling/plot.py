@@ -50,7 +50,8 @@ class Drawing:
 
 
 def draw(reports: Mapping[str, Report]) -> Drawing:
-    """Rows for the compute and each kind of collective of every rank. Each report has one clock."""
+    """Return rows for the compute and each kind of collective of every rank. Each report has one
+    clock."""
     rows: list[str] = []
     bars: list[Bar] = []
     for name, report in reports.items():
@@ -135,7 +136,8 @@ def _joined(compute: Iterable[Compute], gap: float) -> Iterator[tuple[str, float
 
 
 def _levels(collectives: list[Collective]) -> list[int]:
-    """A level for each within its row, so that none covers another in flight at the same time."""
+    """Return a level for each within its row, so that none covers another in flight at the same
+    time."""
     ends: list[float] = []
     levels = []
     for c in collectives:

@@ -110,8 +110,8 @@ def _check_complete(
 
 
 def _window(marks: list[TraceEvent], recorded: BackendRecords) -> Interval:
-    """From the first mark to the end of what the host started, which on a GPU is later than the
-    marks. Barriers, which programs put around what they profile, do not count."""
+    """Return the time from the first mark to the end of what the host started, which on a GPU is
+    later than the marks. Barriers, which programs put around what they profile, do not count."""
     in_flight = [(p.start, p.end) for p in recorded.pieces if p.operation != "barrier"]
     spans = in_flight + [(c.start, c.end) for c in recorded.compute]
     spans = spans or [(p.start, p.end) for p in recorded.pieces] or [(0.0, 0.0)]
@@ -178,7 +178,7 @@ class _Grouping:
         return self._measure(pieces, mark.kind, name, **fields)
 
     def _not_issued(self, pieces: list[CollectivePiece]) -> Iterator[Collective]:
-        """Confirmations, and collectives that no engine issued."""
+        """Yield confirmations, and collectives that no engine issued."""
         issuers = [piece.issuer for piece in pieces if piece.issuer]
         confirmations = {} if self._waits is None else self._waits.confirmations(issuers)
         for piece in pieces:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from fsdp_overlap.schedule.interface import (
+    AutogradEngine,
     CommContext,
-    Engine,
-    Unit,
+    ScheduledUnit,
     UnitIndex,
     UnitRefs,
     UnitStates,
 )
-from fsdp_overlap.schedule.order import Call, ForwardPass, RecomputeOrder
+from fsdp_overlap.schedule.order import ForwardPass, ForwardRecord, RecomputeOrder
 from fsdp_overlap.schedule.prefetch import Prefetcher
 from fsdp_overlap.schedule.reducer import GradReducer
 
@@ -32,7 +32,7 @@ class Backward:
         prefetcher: Prefetcher,
         reducer: GradReducer,
         comm: CommContext,
-        engine: Engine,
+        engine: AutogradEngine,
         refs: UnitRefs,
         states: UnitStates,
         open_passes: Sequence[ForwardPass],
@@ -53,10 +53,10 @@ class Backward:
         self.under_way: list[ForwardPass] = []
         """Passes that backward is in, each nested in the one before it. Reentrant checkpoints nest:
         the inner one is recomputed in the backward of what the outer one recomputed."""
-        self.remaining: dict[ForwardPass, list[Call]] = {}
+        self.remaining: dict[ForwardPass, list[ForwardRecord]] = {}
         """For each pass reached, the calls that backward has yet to come back to, the next one
         last."""
-        self.open_calls: list[Call] = []
+        self.open_calls: list[ForwardRecord] = []
         """Calls whose backward is under way."""
         self.accumulates = True
         """Whether gradients go to parameters. In ``torch.autograd.grad()`` they do not."""
@@ -64,7 +64,7 @@ class Backward:
         """Whether its gradients may be differentiated again: ``create_graph=True``."""
         self.recompute: ForwardPass | None = None
         """The latest pass of forwards that ran within this backward. It comes back to them."""
-        self.recomputing: list[tuple[Unit, int]] = []
+        self.recomputing: list[tuple[ScheduledUnit, int]] = []
         """Units whose forward runs within this backward now, with the tick of that start."""
         self.unfinished: set[UnitIndex] = set()
         """Units of several modules that stay gathered, because some of their calls remain."""
@@ -75,8 +75,8 @@ class Backward:
         """An edit of unsharded parameters that the shards do not have, in words. It is raised as an
         error when backward ends."""
 
-    def begin(self, units: Iterable[Unit]) -> None:
-        """Is called at the first event of this backward."""
+    def begin(self, units: Iterable[ScheduledUnit]) -> None:
+        """Begin, at the first event of this backward."""
         self._recompute_order.begin()
         # All ranks call backward(). What its graph reaches may differ, so that does not count. See
         # Note [gradients of inputs].
@@ -85,7 +85,7 @@ class Backward:
         )
         self._expect(self._prefetcher.in_graphs.items())
 
-    def advance_to(self, call: Call) -> None:
+    def advance_to(self, call: ForwardRecord) -> None:
         """Enqueue what every rank enqueues up to ``call``, also for calls that this rank skips."""
         forward_pass, under_way = call.forward_pass, self.under_way
         if not under_way or under_way[-1] is not forward_pass:
@@ -117,14 +117,15 @@ class Backward:
             self._release_passed(index)
 
     def is_open(self, index: UnitIndex) -> bool:
-        """Whether the backward of a call of unit ``index`` is under way."""
+        """Return whether the backward of a call of unit ``index`` is under way."""
         for call in self.open_calls:  # noqa: SIM110, asked often, and any() makes a generator first
             if call.unit == index:
                 return True
         return False
 
-    def before_recompute(self, unit: Unit, tick: int) -> None:
-        """A forward of ``unit`` begins within this backward. See Note [recomputing]."""
+    def before_recompute(self, unit: ScheduledUnit, tick: int) -> None:
+        """Prepare for a forward of ``unit`` that begins within this backward. See Note
+        [recomputing]."""
         self.recomputing.append((unit, tick))
         if not self.is_open(unit.index):
             self._advance_to_checkpoint(unit)
@@ -134,8 +135,10 @@ class Backward:
             self._use(unit, self.under_way[-1] if self.under_way else None)
         unit.wait()
 
-    def after_recompute(self, unit: Unit, start: int, end: int, is_in_use: bool) -> Call | None:
-        """The forward of ``unit`` within this backward has run. Return the call to come back to,
+    def after_recompute(
+        self, unit: ScheduledUnit, start: int, end: int, is_in_use: bool
+    ) -> ForwardRecord | None:
+        """End a forward of ``unit`` within this backward. Return the call to come back to,
         or ``None`` if a call of the unit is open, or it has no parameters."""
         if not unit.has_parameters or self.is_open(unit.index):
             return None
@@ -152,12 +155,12 @@ class Backward:
                 start, end = forward_pass.spans[unit.index]
                 if all(call.unit != unit.index for call in forward_pass.calls):
                     self._recompute_order.end_recompute()
-        recompute.note(unit.index, start, end)
-        return Call(unit.index, start, end, recompute, unit.version)
+        recompute.record(unit.index, start, end)
+        return ForwardRecord(unit.index, start, end, recompute, unit.version)
 
-    def _advance_to_checkpoint(self, unit: Unit) -> None:
-        """``unit`` runs again. If its forward left no call, as in a reentrant checkpoint, walks
-        back to where it ran: every rank is done with the calls after that."""
+    def _advance_to_checkpoint(self, unit: ScheduledUnit) -> None:
+        """Handle that ``unit`` runs again. If its forward left no call, as in a reentrant
+        checkpoint, walks back to where it ran: every rank is done with the calls after that."""
         task = self._engine.graph_task()
         self._enter_nested(task)
         # What another checkpoint recomputed had a backward of its own, which is over.
@@ -177,8 +180,8 @@ class Backward:
             runs.pop()
 
     def _enter_nested(self, task: int) -> None:
-        """If nothing of ``task`` was reached so far, it is the backward of what was recomputed
-        last. A checkpoint within that may run again before a call is reached, and the backward
+        """Enter the backward of what was recomputed last, if nothing of ``task`` was reached so
+        far. A checkpoint within that may run again before a call is reached, and the backward
         around it is not over."""
         known = (self.graph_task, *(under_way.graph_task for under_way in self.under_way))
         recompute = self.recompute
@@ -187,15 +190,16 @@ class Backward:
             self._enter(recompute)
 
     def _has_reached_all(self) -> bool:
-        """Whether backward has come back to all calls of all passes, so that it gathers nothing
-        more. Where something may run again it might, and only a checkpoint's next forward tells."""
+        """Return whether backward has come back to all calls of all passes, so that it gathers
+        nothing more. Where something may run again it might, and only a checkpoint's next forward
+        tells."""
         return self.recompute is None and not any(
             forward_pass.without_call or self.remaining.get(forward_pass, forward_pass.calls)
             for forward_pass in self._open_passes
         )
 
     def _enter(self, forward_pass: ForwardPass) -> None:
-        """Backward comes back to ``forward_pass``. It is done with the passes that this one is not
+        """Come back to ``forward_pass``. It is done with the passes that this one is not
         nested in."""
         under_way = self.under_way
         while under_way and not forward_pass.is_within(under_way[-1]):
@@ -232,7 +236,7 @@ class Backward:
         while remaining:
             self._step(remaining.pop())
 
-    def _step(self, call: Call) -> None:
+    def _step(self, call: ForwardRecord) -> None:
         unit = self._refs[call.unit]()
         if unit is None:
             return
@@ -253,13 +257,13 @@ class Backward:
         self._reducer.passed(call.end)
 
     def _leave(self, tick: int) -> None:
-        """Backward is done with every call that started after ``tick``."""
+        """Leave every call that started after ``tick``: backward is done with it."""
         for call in [call for call in self.open_calls if call.start > tick]:
             self.open_calls.remove(call)
             if not self.is_open(call.unit):
                 self._release_passed(call.unit)
 
-    def _use(self, unit: Unit, forward_pass: ForwardPass | None) -> None:
+    def _use(self, unit: ScheduledUnit, forward_pass: ForwardPass | None) -> None:
         prefetch = self._prefetcher.prefetch
         asked = unit.backward_prefetch and [
             find
@@ -287,7 +291,7 @@ class Backward:
         else:
             self._release(unit)
 
-    def _release(self, unit: Unit) -> None:
+    def _release(self, unit: ScheduledUnit) -> None:
         # In backwards 1, 2, 4, 8 ... only: the unit's next forward finds what others miss.
         if not self.serial & (self.serial - 1):
             self.lost = self.lost or unit.edited()
@@ -302,11 +306,11 @@ class Backward:
             unit.to_sharded()
 
     def _comes_back_to(self, unit: UnitIndex) -> bool:
-        """Whether a call of ``unit`` is yet to be reached."""
+        """Return whether a call of ``unit`` is yet to be reached."""
         return any(call.unit == unit for calls in self.remaining.values() for call in calls)
 
-    def _first_use(self, call: Call) -> int:
-        """The tick at which the call's unit first ran in the forwards that this backward may
+    def _first_use(self, call: ForwardRecord) -> int:
+        """Return the tick at which the call's unit first ran in the forwards that this backward may
         reach."""
         first, _ = call.forward_pass.spans[call.unit]
         for other in self._open_passes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from fsdp_overlap.schedule.interface import CommContext, Engine, Unit
+from fsdp_overlap.schedule.interface import AutogradEngine, CommContext, ScheduledUnit
 from fsdp_overlap.schedule.prefetch import Prefetcher
 from fsdp_overlap.schedule.reducer import GradReducer
 
@@ -38,8 +38,8 @@ class Finalization:
         prefetcher: Prefetcher,
         reducer: GradReducer,
         comm: CommContext,
-        engine: Engine,
-        units: Callable[[], Sequence[Unit]],
+        engine: AutogradEngine,
+        units: Callable[[], Sequence[ScheduledUnit]],
     ) -> None:
         self.is_manual = False
         self.is_due = False

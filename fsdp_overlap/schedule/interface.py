@@ -1,8 +1,7 @@
 """What the schedule knows, and what it can command. Everything else is hidden from it.
 
-The facts come from units and from the autograd engine, and are read-only. Commands that need a lane
-go to the comm, others to the unit or its gradients.
-"""
+The facts come from units and from the autograd engine, and are read-only. Commands that need a comm
+stream go to the comm, others to the unit or its gradients."""
 
 from __future__ import annotations
 
@@ -15,11 +14,11 @@ from typing import Protocol
 UnitIndex = int
 """Names a unit without keeping it alive. The same on every rank."""
 
-Mark = object
+ComputeEvent = object
 """A point in the compute enqueued so far. ``None`` where there is nothing to wait for."""
 
 
-class Settings(Protocol):
+class ReshardSettings(Protocol):
     """What the user asked of a unit."""
 
     @property
@@ -29,7 +28,7 @@ class Settings(Protocol):
 
 
 class Gradients(Protocol):
-    """The gradients of one bucket, and the reduce input that they are collected in."""
+    """The gradients of one param group, and the reduce input that they are collected in."""
 
     @property
     def count(self) -> int:
@@ -41,8 +40,8 @@ class Gradients(Protocol):
         """Whether the reduce input has memory."""
         ...
 
-    def leaves_early(self, index: int) -> bool:
-        """Whether the gradient of parameter ``index`` may be moved before its bucket is
+    def may_copy_in_early(self, index: int) -> bool:
+        """Return whether the gradient of parameter ``index`` may be moved before its param group is
         complete."""
         ...
 
@@ -55,8 +54,8 @@ class Gradients(Protocol):
         ...
 
 
-class Unit(Protocol):
-    """The facts about one unit, all of them read-only, and what it does without a lane.
+class ScheduledUnit(Protocol):
+    """The facts about one unit, all of them read-only, and what it does without a comm stream.
 
     Facts about collectives are the same on every rank. Facts about gradients may differ. What the
     schedule remembers of a unit is in its own :class:`UnitState`.
@@ -79,10 +78,10 @@ class Unit(Protocol):
         ...
 
     @property
-    def settings(self) -> Settings: ...
+    def settings(self) -> ReshardSettings: ...
     @property
     def gradients(self) -> Sequence[Gradients]:
-        """One for each trainable bucket. Empty if all are frozen."""
+        """One for each trainable param group. Empty if all are frozen."""
         ...
 
     @property
@@ -112,7 +111,8 @@ class Unit(Protocol):
 
     @property
     def is_in_pieces(self) -> bool:
-        """Whether its buckets may be reduced one by one, and all of their gradients are noticed."""
+        """Whether its param groups may be reduced one by one, and all of their gradients are
+        noticed."""
         ...
 
     @property
@@ -154,7 +154,8 @@ class Unit(Protocol):
         ...
 
     def edited(self) -> str | None:
-        """An edit of unsharded parameters in place that would be lost, in words, or ``None``."""
+        """Return an edit of unsharded parameters in place that would be lost, in words, or
+        ``None``."""
         ...
 
     def wait(self) -> None:
@@ -178,7 +179,7 @@ class Unit(Protocol):
         ...
 
 
-UnitRefs = Sequence[Callable[[], Unit | None]]
+UnitRefs = Sequence[Callable[[], ScheduledUnit | None]]
 """What gives each unit, or ``None`` if it is gone. A weak reference does."""
 
 
@@ -193,7 +194,8 @@ class UnitState:
     """The ids of those that did not run in a pass, so that others may have read their parameters
     for a graph. Empty if a graph may read the parameters of all."""
     synced_version: int = -1
-    """The version of the shards that all-gathers see: their lane runs after the edits up to it."""
+    """The version of the shards that all-gathers see: their comm stream runs after the edits up to
+    it."""
     shows_unsharded: bool = False
     """Whether its unsharded parameters stay registered until the full buffers are freed, because
     the user asked for them by ``unshard()``."""
@@ -211,7 +213,7 @@ class UnitState:
 UnitStates = defaultdict[UnitIndex, UnitState]
 
 
-class Ticket(Protocol):
+class ReductionWork(Protocol):
     """Stands for a reduce-scatter that was issued."""
 
     def done(self) -> bool: ...
@@ -220,19 +222,20 @@ class Ticket(Protocol):
 
 
 class CommContext(Protocol):
-    """Does on lanes what was decided. Only tickets and marks come back to the schedule."""
+    """Does on comm streams what was decided. Only work handles and marks come back to the
+    schedule."""
 
     def after_compute(self) -> None:
         """Make all-gathers from now on start after the compute enqueued so far."""
         ...
 
-    def mark_compute(self) -> Mark: ...
+    def record_compute_event(self) -> ComputeEvent: ...
 
-    def gather(self, unit: Unit) -> None:
-        """Enqueue the all-gathers of the buckets that are not whole."""
+    def gather(self, unit: ScheduledUnit) -> None:
+        """Enqueue the all-gathers of the param groups that are not whole."""
         ...
 
-    def gather_outer_shards(self, unit: Unit) -> None:
+    def gather_outer_shards(self, unit: ScheduledUnit) -> None:
         """Enqueue the all-gathers of outer shards over replicas."""
         ...
 
@@ -241,12 +244,12 @@ class CommContext(Protocol):
         a forward that ``raised`` they may fail, which is no other error."""
         ...
 
-    def free(self, unit: Unit, after: Mark, waits: bool = True) -> None:
-        """Free the full buffers once the compute up to ``after`` is done. Unless the lane
+    def free(self, unit: ScheduledUnit, after: ComputeEvent, waits: bool = True) -> None:
+        """Free the full buffers once the compute up to ``after`` is done. Unless the comm stream
         ``waits``, all-gathers that follow may start before that, in other memory."""
         ...
 
-    def forbid_old_graphs(self, unit: Unit, modules: Collection[int]) -> None:
+    def forbid_old_graphs(self, unit: ScheduledUnit, modules: Collection[int]) -> None:
         """Make autograd refuse the unit's parameters to every graph made so far: those of
         ``modules``, by their ids, or all if there are none."""
         ...
@@ -255,11 +258,11 @@ class CommContext(Protocol):
         """Give the reduce input memory."""
         ...
 
-    def reduce(self, gradients: Gradients) -> Ticket:
+    def reduce(self, gradients: Gradients) -> ReductionWork:
         """Enqueue the reduce-scatter of the reduce input."""
         ...
 
-    def finish(self, gradients: Gradients, ticket: Ticket) -> None:
+    def finish(self, gradients: Gradients, work: ReductionWork) -> None:
         """Make compute wait for a reduce-scatter, give the gradient to the parameters, and free
         the reduce input. With replicas the gradient is there after :meth:`finish_all_reduces`."""
         ...
@@ -268,9 +271,9 @@ class CommContext(Protocol):
         """Make compute wait for all reductions over replicas."""
         ...
 
-    def abandon(self, reductions: Iterable[tuple[Gradients, Ticket]]) -> None:
+    def abandon(self, reductions: Iterable[tuple[Gradients, ReductionWork]]) -> None:
         """Wait for reductions under way whose results nobody needs any more. Each is given as its
-        gradients and its ticket."""
+        gradients and its work handle."""
         ...
 
     def finish_backward(self) -> None:
@@ -286,22 +289,22 @@ class CommContext(Protocol):
         ...
 
 
-class Engine(Protocol):
+class AutogradEngine(Protocol):
     """What the autograd engine tells."""
 
     def is_in_backward(self) -> bool: ...
     def is_grad_enabled(self) -> bool: ...
     def is_for_all_leaves(self) -> bool:
-        """Whether the backward under way is for all leaves, as ``backward()`` is."""
+        """Return whether the backward under way is for all leaves, as ``backward()`` is."""
         ...
 
     def keeps_graph(self) -> bool:
-        """Whether the graph of the backward under way may be walked again, as with
+        """Return whether the graph of the backward under way may be walked again, as with
         ``retain_graph=True``."""
         ...
 
     def graph_task(self) -> int:
-        """The number of the backward under way on this thread, -1 where there is none."""
+        """Return the number of the backward under way on this thread, -1 where there is none."""
         ...
 
     def at_end_of_backward(self, function: Callable[[], None]) -> None:

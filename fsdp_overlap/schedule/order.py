@@ -47,9 +47,10 @@ class ForwardOrder:
         self._next = 0
 
     def visit(self, unit: UnitIndex) -> None:
-        """``unit`` runs now. If another unit was predicted, the prediction moves on to behind this
-        one. If this one is not ahead in the learned order, the prediction stays where it is. Runs
-        of one unit that follow each other count as one, because it stays gathered between them."""
+        """Record that ``unit`` runs now. If another unit was predicted, the prediction moves on to
+        behind this one. If this one is not ahead in the learned order, the prediction stays where
+        it is. Runs of one unit that follow each other count as one, because it stays gathered
+        between them."""
         if self._running and self._running[-1] == unit:
             return
         self._running.append(unit)
@@ -60,16 +61,17 @@ class ForwardOrder:
             self._next = self._learned.index(unit, self._next) + 1
 
     def upcoming(self, count: int) -> Sequence[UnitIndex]:
-        """The ``count`` units expected next, fewer at the end of the pass."""
+        """Return the ``count`` units expected next, fewer at the end of the pass."""
         return self._learned[self._next : self._next + count]
 
     def predicted(self) -> Sequence[UnitIndex]:
-        """The units of the longest pass known, in order."""
+        """Return the units of the longest pass known, in order."""
         known = {**self._taught, self._first: self._running} if self.teaches else self._taught
         return max(known.values(), key=len, default=[])
 
     def has_learned(self, first: UnitIndex) -> bool:
-        """Whether a pass that ``first`` begins is predicted from one that it began before."""
+        """Return whether a pass that ``first`` begins is predicted from one that it began
+        before."""
         return first in self._taught or (self.teaches and self._first == first)
 
     def has_visited(self, unit: UnitIndex) -> bool:
@@ -80,7 +82,7 @@ class ForwardOrder:
 class ForwardPass:
     """What backward needs to know of one pass. Times are ticks of the schedule's clock."""
 
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ForwardRecord] = field(default_factory=list)
     """Calls that backward will come back to, in the order of their ``end``."""
     spans: dict[UnitIndex, tuple[int, int]] = field(default_factory=dict)
     """The first start and the last end of each unit that ran, with or without gradients."""
@@ -96,12 +98,13 @@ class ForwardPass:
     checkpoint it is another backward, within the outer one."""
 
     def is_within(self, other: ForwardPass) -> bool:
-        """Whether this pass is nested in ``other``: backward comes back to ``other`` afterwards."""
+        """Return whether this pass is nested in ``other``: backward comes back to ``other``
+        afterwards."""
         if self is other:
             return True
         return self.is_recompute and (not other.is_recompute or self.outer_task == other.graph_task)
 
-    def note(self, unit: UnitIndex, start: int, end: int) -> None:
+    def record(self, unit: UnitIndex, start: int, end: int) -> None:
         if unit in self.spans:
             first, last = self.spans[unit]
             start, end = min(first, start), max(last, end)
@@ -117,7 +120,7 @@ class NoGradForward(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Call:
+class ForwardRecord:
     """One forward of a unit whose outputs require grad.
 
     The autograd engine runs nodes in the reverse of the order in which they were made. So when the
@@ -157,61 +160,63 @@ class RecomputeOrder:
         self._has_recomputed = False
 
     def begin(self) -> None:
-        """A backward begins."""
+        """Begin a backward."""
         self._order = self._recorded
         self._has_recomputed = False
         if self._order is not None:
             self._order.begin()
 
     def end(self) -> None:
-        """The backward is over. It counts if it enqueued something, and so ran on every rank."""
+        """End the backward. It counts if it enqueued something, and so ran on every rank."""
         if self._order is not None and self._order.teaches:
             self._guesses = False
             if self._has_recomputed:
                 self._recorded = self._order
 
     def enter(self, forward_pass: ForwardPass) -> None:
-        """Backward comes back to ``forward_pass``."""
+        """Come back to ``forward_pass``."""
         if self._guesses:
             self._guess(forward_pass, forward_pass.calls, 1)  # most checkpoints are of one unit
 
     def begin_recompute(
-        self, run: NoGradForward, forward_pass: ForwardPass, remaining: Sequence[Call]
+        self, run: NoGradForward, forward_pass: ForwardPass, remaining: Sequence[ForwardRecord]
     ) -> None:
-        """``run`` is about to run again. Those after it that have not are of the same checkpoint,
-        and the next checkpoint is guessed to be of as many. ``remaining`` are the calls of the pass
-        that backward has yet to come back to."""
+        """Handle that ``run`` is about to run again. Those after it that have not are of the same
+        checkpoint, and the next checkpoint is guessed to be of as many. ``remaining`` are the calls
+        of the pass that backward has yet to come back to."""
         if self._guesses and self._order is not None and run.unit not in self._order.upcoming(1):
             runs = self._to_recompute(forward_pass)
             self._guess(forward_pass, remaining, sum(other.start >= run.start for other in runs))
 
     def end_recompute(self) -> None:
-        """A unit has run again whose forwards left no call."""
+        """Record that a unit has run again whose forwards left no call."""
         self._has_recomputed = True
         self._order = self._order or ForwardOrder()
 
     def upcoming(self, unit: UnitIndex, count: int) -> Sequence[UnitIndex] | None:
-        """Backward uses ``unit`` now, and is expected to use these next. ``None`` where the calls
-        that remain tell more."""
+        """Return backward uses ``unit`` now, and is expected to use these next. ``None`` where the
+        calls that remain tell more."""
         if self._order is None:
             return None
         self._order.visit(unit)
         return self._order.upcoming(count)
 
     def teach(self) -> None:
-        """The backward enqueues something."""
+        """Count the backward, which enqueues something."""
         if self._order is not None:
             self._order.teaches = True
 
-    def _guess(self, forward_pass: ForwardPass, calls: Iterable[Call], together: int) -> None:
+    def _guess(
+        self, forward_pass: ForwardPass, calls: Iterable[ForwardRecord], together: int
+    ) -> None:
         runs = self._to_recompute(forward_pass)
         if runs:
             self._order = self._order or ForwardOrder()
             self._order.expect(order_in_backward(calls, runs, together))
 
     def _to_recompute(self, forward_pass: ForwardPass) -> list[NoGradForward]:
-        """The forwards of ``forward_pass`` without gradients that a checkpoint may run again. Those
-        of what is frozen, as a teacher is, or of what has calls, are none of them."""
+        """Return the forwards of ``forward_pass`` without gradients that a checkpoint may run
+        again. Those of what is frozen, as a teacher is, or of what has calls, are none of them."""
         with_calls = {call.unit for call in forward_pass.calls}
         return [
             run
@@ -222,21 +227,22 @@ class RecomputeOrder:
 
 
 def order_in_backward(
-    calls: Iterable[Call], runs: Iterable[NoGradForward], together: int
+    calls: Iterable[ForwardRecord], runs: Iterable[NoGradForward], together: int
 ) -> list[UnitIndex]:
-    """The units that a backward uses, one after the other, if it comes back to ``calls`` and each
-    checkpoint runs so many of ``runs`` ``together`` again, and what is within them."""
+    """Return the units that a backward uses, one after the other, if it comes back to ``calls`` and
+    each checkpoint runs so many of ``runs`` ``together`` again, and what is within them."""
     used: list[UnitIndex] = []
-    ran: list[Call | NoGradForward] = sorted((*calls, *runs), key=lambda each: each.end)
+    ran: list[ForwardRecord | NoGradForward] = sorted((*calls, *runs), key=lambda each: each.end)
     while ran:
         last = ran.pop()
-        if isinstance(last, Call):
+        if isinstance(last, ForwardRecord):
             used += [last.unit] * last.needs_parameters
             continue
-        again: list[Call | NoGradForward] = [last]  # the latest end first
+        again: list[ForwardRecord | NoGradForward] = [last]  # the latest end first
         start = last.start
         while ran and (
-            ran[-1].start > start or (len(again) < together and not isinstance(ran[-1], Call))
+            ran[-1].start > start
+            or (len(again) < together and not isinstance(ran[-1], ForwardRecord))
         ):
             again.append(ran.pop())
             start = min(start, again[-1].start)

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from fsdp_overlap.schedule.interface import CommContext, Mark, Unit, UnitIndex, UnitRefs, UnitStates
+from fsdp_overlap.schedule.interface import (
+    CommContext,
+    ComputeEvent,
+    ScheduledUnit,
+    UnitIndex,
+    UnitRefs,
+    UnitStates,
+)
 from fsdp_overlap.schedule.stats import Stats
 
 
@@ -32,10 +39,10 @@ class Prefetcher:
         self._refs = refs
         self._states = states
         # Each mark is of the compute that still reads the buffer, None if no compute has used it.
-        self._ahead: dict[UnitIndex, Mark] = {}
-        self._delayed: dict[UnitIndex, Mark] = {}
+        self._ahead: dict[UnitIndex, ComputeEvent] = {}
+        self._delayed: dict[UnitIndex, ComputeEvent] = {}
         # As _ahead, but asked for by the user, and so kept until used or until the pass ends.
-        self._asked: dict[UnitIndex, Mark] = {}
+        self._asked: dict[UnitIndex, ComputeEvent] = {}
         # The units that the next pass needs first. Each with its version after the last step, and
         # whether its full buffer is there for that alone.
         self._for_next_pass: dict[UnitIndex, tuple[int, bool]] = {}
@@ -50,9 +57,9 @@ class Prefetcher:
 
     def use(
         self,
-        unit: Unit,
+        unit: ScheduledUnit,
         upcoming: Sequence[UnitIndex] = (),
-        asked: Sequence[Callable[[], Unit | None]] = (),
+        asked: Sequence[Callable[[], ScheduledUnit | None]] = (),
     ) -> bool:
         """Enqueue the all-gathers that are missing: compute needs ``unit`` now, and is expected to
         need ``upcoming`` next. Free delayed buffers after this unit's all-gather, so that it does
@@ -96,13 +103,13 @@ class Prefetcher:
                 ahead[index] = None
         return self._issued != issued
 
-    def refresh(self, units: Iterable[Unit]) -> None:
+    def refresh(self, units: Iterable[ScheduledUnit]) -> None:
         """Enqueue the all-gathers of full buffers whose shards were edited since the last one."""
         for unit in units:
             if unit.is_gathered and not unit.is_unsharded:
                 self._gather(unit)
 
-    def begin_next(self, units: Iterable[Unit]) -> None:
+    def begin_next(self, units: Iterable[ScheduledUnit]) -> None:
         """Enqueue the all-gathers of those ``units`` that were edited since the last one. The next
         pass is expected to begin with them: Note [after a step]."""
         for unit in units:
@@ -124,7 +131,7 @@ class Prefetcher:
             if unit is not None:
                 unit.wait()
 
-    def release(self, unit: Unit) -> None:
+    def release(self, unit: ScheduledUnit) -> None:
         """Free the full buffer of ``unit`` once the compute enqueued so far has read it. That is
         put off until the next all-gather has been enqueued, so that this one does not wait."""
         if self._states[unit.index].shows_unsharded:
@@ -133,15 +140,15 @@ class Prefetcher:
             self._ahead.pop(unit.index, None)
             self._asked.pop(unit.index, None)
             self._for_next_pass.pop(unit.index, None)
-            self._delayed[unit.index] = self._comm.mark_compute()
+            self._delayed[unit.index] = self._comm.record_compute_event()
 
-    def to_sharded(self, unit: Unit) -> None:
+    def to_sharded(self, unit: ScheduledUnit) -> None:
         """Register the sharded parameters of ``unit``, also if the user asked for the unsharded
         ones."""
         self._states[unit.index].shows_unsharded = False
         unit.to_sharded()
 
-    def take_out_of_graphs(self, unit: Unit) -> None:
+    def take_out_of_graphs(self, unit: ScheduledUnit) -> None:
         """Remove ``unit`` from :attr:`in_graphs`, because its full buffer is to be freed or
         refilled. From now on autograd refuses to read the buffer for an old graph."""
         if self.in_graphs.pop(unit.index, None) is not None:
@@ -165,7 +172,9 @@ class Prefetcher:
             self._free(index, mark)
         self._delayed.clear()
 
-    def finish_pass(self, before_backward: bool = False, before: Unit | None = None) -> None:
+    def finish_pass(
+        self, before_backward: bool = False, before: ScheduledUnit | None = None
+    ) -> None:
         """Free every full buffer that is not in use, with two exceptions, whose release stays
         delayed. With ``before_backward`` it is the unit that ran last, if the user left that
         choice to the library: backward needs it first. ``before`` is the unit that begins the next
@@ -184,7 +193,7 @@ class Prefetcher:
             self._free(index, mark, waits=not self.prefetch)
 
     def drop(self) -> None:
-        """Forget everything. The buckets' memory is freed elsewhere."""
+        """Forget everything. The param groups' memory is freed elsewhere."""
         self._for_next_pass.clear()
         self._are_edited_later = False
         self._ahead.clear()
@@ -196,13 +205,13 @@ class Prefetcher:
                 self.take_out_of_graphs(unit)
         self.in_graphs.clear()
 
-    def wait_once_for_event(self, units: Iterable[Unit]) -> None:
-        """All-gathers wait for an event, which comes after all edits of ``units`` so far. So those
+    def wait_once_for_event(self, units: Iterable[ScheduledUnit]) -> None:
+        """All-gather wait for an event, which comes after all edits of ``units`` so far. So those
         of the next pass need not wait for all compute."""
-        self._note_edits_synced(units)
+        self._record_edits_synced(units)
         self._waits_for_event = True
 
-    def begin_pass(self, units: Iterable[Unit]) -> None:
+    def begin_pass(self, units: Iterable[ScheduledUnit]) -> None:
         """Make the all-gathers of this pass see the edits of ``units`` made before it. If there
         are none, they need not wait for compute: Note [between passes]."""
         units = list(units)
@@ -210,15 +219,15 @@ class Prefetcher:
         is_edited = any(states[unit.index].synced_version != unit.version for unit in units)
         if is_edited and not self._waits_for_event:
             self._comm.after_compute()
-            self._note_edits_synced(units)
+            self._record_edits_synced(units)
         self._waits_for_event = False
 
-    def _note_edits_synced(self, units: Iterable[Unit]) -> None:
+    def _record_edits_synced(self, units: Iterable[ScheduledUnit]) -> None:
         """Note that all-gathers from now on see every edit of ``units`` made so far."""
         for unit in units:
             self._states[unit.index].synced_version = unit.version
 
-    def _gather(self, unit: Unit) -> None:
+    def _gather(self, unit: ScheduledUnit) -> None:
         # Compute may have edited the shard, or may still read a buffer that is gathered again.
         version, state = unit.version, self._states[unit.index]
         if state.synced_version != version or unit.is_gathered:
@@ -228,17 +237,18 @@ class Prefetcher:
         self._issued += 1
         self._comm.gather(unit)
 
-    def _is_for_all_ranks(self, unit: Unit, upcoming: Sequence[UnitIndex]) -> bool:
-        """Whether the pass that now comes to ``unit`` runs on every rank, as far as that is known.
-        What users keep whole this rank may run alone: Note [order]. Then the others must find here
-        what they have too."""
+    def _is_for_all_ranks(self, unit: ScheduledUnit, upcoming: Sequence[UnitIndex]) -> bool:
+        """Return whether the pass that now comes to ``unit`` runs on every rank, as far as that is
+        known. What users keep whole this rank may run alone: Note [order]. Then the others must
+        find here what they have too."""
         if unit.index in self._for_next_pass or not unit.is_unsharded:
             return True
         others = [other for index in upcoming if (other := self._refs[index]()) is not None]
         return not all(other.is_unsharded for other in others)
 
     def _take_over(self) -> None:
-        """A pass has begun: what was gathered for it counts as gathered ahead."""
+        """Count what was gathered for a pass that has begun as gathered ahead. what was gathered
+        for it counts as gathered ahead."""
         was_gathered = not self._are_edited_later
         self._are_edited_later = False
         for index, (version, is_for_pass) in self._for_next_pass.items():
@@ -248,7 +258,9 @@ class Prefetcher:
                 self._ahead[index] = None
         self._for_next_pass.clear()
 
-    def _ask(self, unit: Unit, asked: Sequence[Callable[[], Unit | None]]) -> None:
+    def _ask(
+        self, unit: ScheduledUnit, asked: Sequence[Callable[[], ScheduledUnit | None]]
+    ) -> None:
         """Gather the units that the user listed for ``unit``, unless they are whole already. See
         Note [asked for]."""
         others = [
@@ -268,7 +280,7 @@ class Prefetcher:
 
     def _make_room(self) -> None:
         """Free full buffers before an all-gather that was not predicted. Those gathered ahead in
-        vain go first, because a delayed release makes the lane wait for compute."""
+        vain go first, because a delayed release makes the comm stream wait for compute."""
         for index in list(self._ahead):
             if len(self._ahead) + len(self._delayed) <= self.prefetch:
                 return
@@ -280,7 +292,7 @@ class Prefetcher:
         self.stats.prefetches_unused += 1
         self._free(index, self._ahead.pop(index))
 
-    def _free(self, index: UnitIndex, mark: Mark, waits: bool = True) -> None:
+    def _free(self, index: UnitIndex, mark: ComputeEvent, waits: bool = True) -> None:
         unit = self._refs[index]()
         if unit is not None:
             if self._states[index].shows_unsharded:  # gathered anew after an edit, ahead of use

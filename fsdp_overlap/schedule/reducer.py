@@ -6,7 +6,13 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from fsdp_overlap.schedule.interface import CommContext, Gradients, Ticket, Unit, UnitStates
+from fsdp_overlap.schedule.interface import (
+    CommContext,
+    Gradients,
+    ReductionWork,
+    ScheduledUnit,
+    UnitStates,
+)
 
 # How many units have reduce inputs at once at most: one travels while the next is filled. Those
 # held by backwards without synchronization do not count. With prefetch=0, for the least memory, it
@@ -17,10 +23,10 @@ MAX_INPUTS = 2
 @dataclass(eq=False, slots=True)
 class PendingReduction:
     """A unit's place in the order of reductions. ``first_use`` is the tick of the forward at which
-    the unit first ran. ``arrived``: of each bucket that is reduced by itself, which gradients are
-    there. ``reduced``: how many buckets went ahead of the turn."""
+    the unit first ran. ``arrived``: of each param group that is reduced by itself, which gradients
+    are there. ``reduced``: how many param groups went ahead of the turn."""
 
-    unit: Unit
+    unit: ScheduledUnit
     first_use: int
     is_ready: bool = False
     arrived: dict[Gradients, set[int]] = field(default_factory=dict)
@@ -40,16 +46,16 @@ class GradReducer:
         self._states = states
         self.max_inputs = max_inputs
         self._pending: list[PendingReduction] = []
-        self._by_unit: dict[Unit, PendingReduction] = {}
-        self._in_flight: deque[tuple[Unit, Gradients, Ticket]] = deque()
+        self._by_unit: dict[ScheduledUnit, PendingReduction] = {}
+        self._in_flight: deque[tuple[ScheduledUnit, Gradients, ReductionWork]] = deque()
         self._reading: set[Gradients] = set()
         """Those of :attr:`_in_flight`: a reduce-scatter reads their reduce inputs."""
-        self._filling: dict[Gradients, Unit] = {}
+        self._filling: dict[Gradients, ScheduledUnit] = {}
         self._goes_ahead = False
-        """Whether the last unit's buckets are reduced as they become complete."""
+        """Whether the last unit's param groups are reduced as they become complete."""
 
-    def expect(self, first_uses: Iterable[tuple[Unit, int]]) -> None:
-        """These units take part in this backward, on every rank."""
+    def expect(self, first_uses: Iterable[tuple[ScheduledUnit, int]]) -> None:
+        """Expect these units to take part in this backward, on every rank."""
         for unit, first_use in first_uses:
             if unit.gradients and unit not in self._by_unit:
                 self._by_unit[unit] = turn = PendingReduction(unit, first_use)
@@ -57,22 +63,22 @@ class GradReducer:
         self._pending.sort(key=lambda turn: (-turn.first_use, turn.unit.index))
 
     def nothing_follows(self) -> None:
-        """Nothing more is gathered in this backward, on any rank. So the order in which buckets of
-        the last unit are reduced among gathers no longer depends on when they are complete: they
-        need not wait for each other. See Note [pieces]."""
+        """Note that nothing more is gathered in this backward, on any rank. So the order in which
+        param groups of the last unit are reduced among gathers no longer depends on when they are
+        complete: they need not wait for each other. See Note [pieces]."""
         self._goes_ahead = True
 
     def more_may_arrive(self) -> None:
-        """Gradients that are there may get more in this backward, so nothing goes ahead of its turn
-        from now on."""
+        """Let nothing go ahead of its turn from now on, because gradients that are there may get
+        more in this backward."""
         self._goes_ahead = False
 
-    def arrived(self, unit: Unit, gradients: Gradients, index: int) -> None:
-        """Autograd delivered the gradient of parameter ``index``."""
+    def arrived(self, unit: ScheduledUnit, gradients: Gradients, index: int) -> None:
+        """Handle the gradient of parameter ``index``, which autograd delivered."""
         turn = self._by_unit.get(unit)
         if turn is None or (turn.reduced and gradients in _last_first(unit)[: turn.reduced]):
             return  # It is late. :meth:`issue_rest` finds it where autograd holds it.
-        if gradients.leaves_early(index) and self._may_fill(turn, gradients):
+        if gradients.may_copy_in_early(index) and self._may_fill(turn, gradients):
             gradients.copy_in([index])
         if unit.is_in_pieces:
             turn.arrived.setdefault(gradients, set()).add(index)
@@ -80,14 +86,14 @@ class GradReducer:
                 self._reduce_complete(turn)
 
     def passed(self, tick: int) -> None:
-        """Backward is done with every unit first used after ``tick``."""
+        """Reduce every unit first used after ``tick``, which backward is done with."""
         for turn in self._pending:
             if turn.first_use <= tick:
                 break
             turn.is_ready = True
         self._advance()
 
-    def issue_rest(self, units: Iterable[Unit]) -> None:
+    def issue_rest(self, units: Iterable[ScheduledUnit]) -> None:
         """Reduce what is left, with zeros if there is no gradient."""
         self._goes_ahead = False
         for turn in self._pending:
@@ -114,7 +120,7 @@ class GradReducer:
 
     def drop(self) -> None:
         """Forget everything under way."""
-        self._comm.abandon((gradients, ticket) for _, gradients, ticket in self._in_flight)
+        self._comm.abandon((gradients, work) for _, gradients, work in self._in_flight)
         self._in_flight.clear()
         self._reading.clear()
         self._filling.clear()
@@ -129,22 +135,22 @@ class GradReducer:
             self._reduce(turn.unit, turn.reduced)
 
     def _reduce_complete(self, turn: PendingReduction) -> None:
-        """Reduce the buckets of ``turn`` whose gradients are all there, up to the first of which
-        some are not: the order is the same on every rank."""
+        """Reduce the param groups of ``turn`` whose gradients are all there, up to the first of
+        which some are not: the order is the same on every rank."""
         for gradients in _last_first(turn.unit)[turn.reduced :]:
             if len(turn.arrived.get(gradients, ())) < gradients.count:
                 return
-            self._reduce_bucket(turn.unit, gradients)
+            self._reduce_param_group(turn.unit, gradients)
             turn.reduced += 1
 
-    def _reduce(self, unit: Unit, done: int = 0) -> None:
-        """Reduce all buckets of ``unit`` but the first ``done``."""
+    def _reduce(self, unit: ScheduledUnit, done: int = 0) -> None:
+        """Reduce all param groups of ``unit`` but the first ``done``."""
         is_complete = unit.syncs_gradients and unit.completes_gradients
         self._states[unit.index].has_unreduced = not is_complete
         for gradients in _last_first(unit)[done:]:
-            self._reduce_bucket(unit, gradients)
+            self._reduce_param_group(unit, gradients)
 
-    def _reduce_bucket(self, unit: Unit, gradients: Gradients) -> None:
+    def _reduce_param_group(self, unit: ScheduledUnit, gradients: Gradients) -> None:
         self._ensure_input(unit, gradients)
         gradients.copy_in_all()
         if unit.syncs_gradients:
@@ -155,10 +161,10 @@ class GradReducer:
             self._in_flight.append((unit, gradients, self._comm.reduce(gradients)))
 
     def _may_fill(self, turn: PendingReduction, gradients: Gradients) -> bool:
-        """Whether a gradient may go to the reduce input before its bucket is complete. Give the
-        input memory if so. If two inputs may exist, the answer is yes only if nobody has to wait.
-        If only one may exist, compute waits for it now: otherwise autograd would hold more and more
-        gradients until the bucket is complete."""
+        """Return whether a gradient may go to the reduce input before its param group is complete.
+        Give the input memory if so. If two inputs may exist, the answer is yes only if nobody has
+        to wait. If only one may exist, compute waits for it now: otherwise autograd would hold more
+        and more gradients until the param group is complete."""
         if gradients in self._reading:
             return False
         if gradients.has_input:
@@ -175,7 +181,7 @@ class GradReducer:
         self._ensure_input(unit, gradients)
         return True
 
-    def _ensure_input(self, unit: Unit, gradients: Gradients) -> None:
+    def _ensure_input(self, unit: ScheduledUnit, gradients: Gradients) -> None:
         while gradients in self._reading:  # with an earlier gradient
             self._wait_for_oldest()
         if gradients.has_input:
@@ -186,20 +192,21 @@ class GradReducer:
         if unit.syncs_gradients:
             self._filling[gradients] = unit
 
-    def _has_room(self, unit: Unit) -> bool:
-        """Whether a bucket of ``unit`` may have a reduce input. Those of one unit count as one."""
+    def _has_room(self, unit: ScheduledUnit) -> bool:
+        """Return whether a param group of ``unit`` may have a reduce input. Those of one unit count
+        as one."""
         busy = {unit, *self._filling.values()}
         for other, _, _ in self._in_flight:  # a generator would be called for each, and often
             busy.add(other)
         return len(busy) <= self.max_inputs
 
     def _wait_for_oldest(self) -> None:
-        _, gradients, ticket = self._in_flight[0]
-        self._comm.finish(gradients, ticket)  # calls users' hooks, which may raise
+        _, gradients, work = self._in_flight[0]
+        self._comm.finish(gradients, work)  # calls users' hooks, which may raise
         self._in_flight.popleft()
         self._reading.discard(gradients)
 
 
-def _last_first(unit: Unit) -> Sequence[Gradients]:
-    """The buckets of ``unit``, those first whose gradients are expected first."""
+def _last_first(unit: ScheduledUnit) -> Sequence[Gradients]:
+    """Return the param groups of ``unit``, those first whose gradients are expected first."""
     return unit.gradients[::-1]

@@ -3,7 +3,7 @@
 In the forward of unit *i*, its all-gather is enqueued first, unless that was done ahead. Then
 delayed releases are carried out. Then the next all-gather in the predicted order is enqueued. Then
 compute waits for the all-gather of *i*. Backward does the same along the reverse of what ran, and
-issues reduce-scatters as buckets become complete.
+issues reduce-scatters as param groups become complete.
 
 All of it follows from the order of calls, never from what is ready first on one rank, so that all
 ranks enqueue the same collectives. Where a rank's backward skips a call that others reach, the
@@ -20,19 +20,19 @@ from itertools import count
 from fsdp_overlap.schedule.backward import Backward
 from fsdp_overlap.schedule.finalization import Finalization
 from fsdp_overlap.schedule.interface import (
+    AutogradEngine,
     CommContext,
-    Engine,
     Gradients,
-    Unit,
+    ScheduledUnit,
     UnitIndex,
     UnitRefs,
     UnitState,
     UnitStates,
 )
 from fsdp_overlap.schedule.order import (
-    Call,
     ForwardOrder,
     ForwardPass,
+    ForwardRecord,
     NoGradForward,
     RecomputeOrder,
 )
@@ -56,16 +56,16 @@ class Schedule:
     """Hears the events of one context's forwards and backwards, and decides at each.
 
     ``refs`` find the units, and ``units`` lists those that exist. ``sync_requires_grad`` finds out
-    which buckets get gradients: the user may freeze parameters between forward and backward.
+    which param groups get gradients: the user may freeze parameters between forward and backward.
     """
 
     def __init__(
         self,
         comm: CommContext,
-        engine: Engine,
+        engine: AutogradEngine,
         stats: Stats,
         refs: UnitRefs,
-        units: Callable[[], Sequence[Unit]],
+        units: Callable[[], Sequence[ScheduledUnit]],
         prefetch: int,
         max_reduce_inputs: int,
         shards_replicas: bool,
@@ -85,10 +85,10 @@ class Schedule:
         self._shards_replicas = shards_replicas
         self._sync_requires_grad = sync_requires_grad
         self._tick = count(1).__next__
-        self._running: list[tuple[Unit, int]] = []
+        self._running: list[tuple[ScheduledUnit, int]] = []
         self._pass = ForwardPass()
         self._is_pass_over = True
-        self._unfinished: list[Unit] = []
+        self._unfinished: list[ScheduledUnit] = []
         """Units of several modules that stay whole, because not all of their modules have run in
         the forward under way. See Note [several modules]."""
         self._read_by_others: dict[UnitIndex, deque[ForwardPass]] = {}
@@ -100,8 +100,9 @@ class Schedule:
 
     # Forward
 
-    def before_forward(self, unit: Unit) -> None:
-        """``unit``'s forward is about to run. Afterwards compute may use its full buffers."""
+    def before_forward(self, unit: ScheduledUnit) -> None:
+        """Prepare ``unit``, whose forward is about to run. Afterwards compute may use its full
+        buffers."""
         if self._graph_task() != -1:
             backward = self._backward or self._begin_backward()
             backward.before_recompute(unit, self._tick())
@@ -118,11 +119,13 @@ class Schedule:
                 self.order.teaches = True
             unit.wait()
 
-    def after_forward(self, unit: Unit, module: int, raised: bool = False) -> Call | None:
-        """``unit``'s forward has run, or ``raised``. ``module`` is the id of the module that ran.
-        Return its call, or ``None`` if backward will not need the unit's full buffers for it. If
-        gradients will flow back through the call, the caller gives it to :meth:`add_call`, and
-        later to :meth:`before_backward`."""
+    def after_forward(
+        self, unit: ScheduledUnit, module: int, raised: bool = False
+    ) -> ForwardRecord | None:
+        """End a forward of ``unit``, which has run, or ``raised``. ``module`` is the id of the
+        module that ran. Return its call, or ``None`` if backward will not need the unit's full
+        buffers for it. If gradients will flow back through the call, the caller gives it to
+        :meth:`add_call`, and later to :meth:`before_backward`."""
         running = self._running
         backward = self._backward if self._graph_task() != -1 else None
         if backward is not None:
@@ -136,7 +139,7 @@ class Schedule:
             if not is_in_use and not self._states[unit.index].shows_unsharded:
                 unit.to_sharded()
             return backward.after_recompute(unit, start, end, is_in_use)
-        self._pass.note(unit.index, start, end)
+        self._pass.record(unit.index, start, end)
         state = self._states[unit.index]
         if unit.is_list:
             if not state.pending_modules:
@@ -170,11 +173,12 @@ class Schedule:
                 NoGradForward(unit.index, start, end)
             )
             return None
-        return Call(unit.index, start, end, self._pass, unit.version)
+        return ForwardRecord(unit.index, start, end, self._pass, unit.version)
 
-    def is_in_use(self, unit: Unit) -> bool:
-        """Whether a forward or backward of ``unit`` is under way. A module may call itself, and
-        backward may run a forward again. A list of modules is in use until all of them have run."""
+    def is_in_use(self, unit: ScheduledUnit) -> bool:
+        """Return whether a forward or backward of ``unit`` is under way. A module may call itself,
+        and backward may run a forward again. A list of modules is in use until all of them have
+        run."""
         for other, _ in self._running:  # a loop, as in Unit.is_unsharded
             if other is unit:
                 return True
@@ -197,12 +201,13 @@ class Schedule:
         """Whether a forward has run that a backward may come back to."""
         return self._backward is not None or any(past.calls for past in self._open_passes)
 
-    def has_learned(self, first: Unit, with_backward: bool) -> bool:
-        """Whether the pass that ``first`` is about to begin, and its backward, have run before."""
+    def has_learned(self, first: ScheduledUnit, with_backward: bool) -> bool:
+        """Return whether the pass that ``first`` is about to begin, and its backward, have run
+        before."""
         return self.order.has_learned(first.index) and (self._backwards > 0 or not with_backward)
 
     def under_way(self) -> str | None:
-        """What has begun and is not complete, in words. ``None`` between whole steps."""
+        """Return what has begun and is not complete, in words. ``None`` between whole steps."""
         if self._running:
             return "a forward under way"
         if self.awaits_backward:
@@ -213,11 +218,11 @@ class Schedule:
             return "a backward whose gradients are not reduced"
         return None
 
-    def has_unreduced(self, unit: Unit) -> bool:
-        """Whether backwards left gradients of ``unit`` that are not reduced."""
+    def has_unreduced(self, unit: ScheduledUnit) -> bool:
+        """Return whether backwards left gradients of ``unit`` that are not reduced."""
         return self._states[unit.index].has_unreduced
 
-    def add_call(self, call: Call) -> None:
+    def add_call(self, call: ForwardRecord) -> None:
         """Note that backward will come back to ``call``."""
         call.forward_pass.calls.append(call)
 
@@ -245,12 +250,12 @@ class Schedule:
                 self.prefetcher.release(unit)
         self._unfinished.clear()
 
-    def _starts_pass(self, unit: Unit) -> bool:
+    def _starts_pass(self, unit: ScheduledUnit) -> bool:
         # If no unit encloses the others, a pass has no visible end. A second run of a unit, or a
         # backward in between, shows that it is over.
         return unit.is_root or self._is_pass_over or self.order.has_visited(unit.index)
 
-    def _begin_pass(self, first: Unit) -> None:
+    def _begin_pass(self, first: ScheduledUnit) -> None:
         self.finalization.check_done("forward")
         self._is_pass_over = False
         self.prefetcher.finish_pass(before=first)
@@ -267,9 +272,9 @@ class Schedule:
 
     # Backward
 
-    def before_backward(self, call: Call) -> bool:
-        """The gradient of an output of ``call`` is there, or something is read that autograd saved
-        in it: its backward is about to run. Return whether this backward comes to it only now.
+    def before_backward(self, call: ForwardRecord) -> bool:
+        """Begin the backward of ``call``: the gradient of an output is there, or something is read
+        that autograd saved in it. Return whether this backward comes to it only now.
 
         Raises:
             RuntimeError: the unit's parameters were edited since its forward, or an earlier
@@ -298,7 +303,7 @@ class Schedule:
             self._come_back_to(call, unit, backward)
         return True
 
-    def _come_back_to(self, call: Call, unit: Unit, backward: Backward) -> None:
+    def _come_back_to(self, call: ForwardRecord, unit: ScheduledUnit, backward: Backward) -> None:
         backward.advance_to(call)
         if call.needs_parameters:
             unit.wait()
@@ -306,8 +311,9 @@ class Schedule:
             # hooks.
             unit.to_unsharded()
 
-    def gradient_arrived(self, unit: Unit, gradients: Gradients, index: int) -> None:
-        """Autograd accumulated into the unsharded parameter ``index`` of a bucket."""
+    def gradient_arrived(self, unit: ScheduledUnit, gradients: Gradients, index: int) -> None:
+        """Handle that autograd accumulated into the unsharded parameter ``index`` of a param
+        group."""
         backward = self._backward or self._begin_backward()
         if self._graph_task() != backward.graph_task:
             # A reentrant checkpoint within the unit. Each accumulates what it finds by itself.
@@ -388,14 +394,14 @@ class Schedule:
         if not self._running and not self._engine.is_in_backward():
             self.prefetcher.begin_next(self.next_units())
 
-    def next_units(self) -> list[Unit]:
-        """The units with which the next pass is expected to begin, as many as may be gathered ahead
-        of use."""
+    def next_units(self) -> list[ScheduledUnit]:
+        """Return the units with which the next pass is expected to begin, as many as may be
+        gathered ahead of use."""
         following = self.order.predicted()[: self.prefetcher.prefetch]
         return [unit for index in following if (unit := self._refs[index]()) is not None]
 
-    def predicted_units(self) -> list[Unit]:
-        """All units, in the order in which the next forward is expected to run them."""
+    def predicted_units(self) -> list[ScheduledUnit]:
+        """Return all units, in the order in which the next forward is expected to run them."""
         predicted = [self._refs[index]() for index in self.order.predicted()]
         return [unit for unit in dict.fromkeys([*predicted, *self._units()]) if unit is not None]
 
@@ -417,14 +423,14 @@ class Schedule:
 
     # On the user's command
 
-    def show_unsharded(self, unit: Unit) -> None:
+    def show_unsharded(self, unit: ScheduledUnit) -> None:
         """Make compute wait for ``unit``, and register its unsharded parameters until its full
         buffers are freed."""
         unit.wait()
         unit.to_unsharded()
         self._states[unit.index].shows_unsharded = True
 
-    def reshard(self, unit: Unit) -> None:
+    def reshard(self, unit: ScheduledUnit) -> None:
         """Free the full buffers of ``unit`` now, also if a graph may read them."""
         self.prefetcher.to_sharded(unit)
         if unit.is_gathered:

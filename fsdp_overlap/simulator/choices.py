@@ -33,7 +33,7 @@ def leanest(training: Training) -> Training:
 
 
 def like(plan: Training, work: Training) -> Training:
-    """``plan`` with the microbatches and the checkpointing of ``work``."""
+    """Return ``plan`` with the microbatches and the checkpointing of ``work``."""
     return replace(
         plan,
         micro_batch_size=work.micro_batch_size,
@@ -63,7 +63,7 @@ def works(training: Training) -> list[list[Training]]:
 
 
 def changes(training: Training, ranks_a_node: int, equal_blocks: int) -> Iterator[list[Training]]:
-    """For each choice, the plans that differ from this one in it alone."""
+    """Yield for each choice, the plans that differ from this one in it alone."""
     yield [replace(training, prefetch=each) for each in PREFETCH]
     ranks = training.gpus // training.replicas
     kept: list[tuple[int, int | None]] = [(3, None), (2, None)]
@@ -84,13 +84,16 @@ def needs_no_less(one: Training, other: Training) -> bool:
 
 
 def _hunger(training: Training) -> tuple[int, ...]:
-    """Numbers that memory grows with, each by itself."""
-    keeps_part, keeps_all = training.reshard_after_forward is not None, training.stage != 3
+    """Return numbers that memory grows with, each by itself."""
+    keeps_post_forward_shard, keeps_all = (
+        training.reshard_after_forward is not None,
+        training.stage != 3,
+    )
     return (
         training.micro_batch_size,
         LEANEST_FIRST.index(training.checkpointing),
         training.prefetch,
-        max(keeps_part, 2 * keeps_all),
+        max(keeps_post_forward_shard, 2 * keeps_all),
         training.blocks_per_unit,
         0 if training.reduce_each or training.microbatches == 1 else 1,
     )

@@ -100,7 +100,7 @@ def _over_one_link(fabric: Fabric, group: Group, kind: Kind, size: float, count:
 
 
 def _all_to_all(fabric: Fabric, group: Group, size: float) -> float:
-    """Return the seconds where each rank sends to all others at once: over NVLink, and over its own
+    """Return the time in which each rank sends to all others at once: over NVLink, and over its own
     link to the network."""
     to_own_node = size * (group.a_node - 1) / group.ranks
     within = fabric.within.bandwidth * fabric.within.efficiency.at(group.ranks)

@@ -91,7 +91,7 @@ def seconds_of(
 
 
 def rate_of(device: Device, name: str, args: Sequence[Any]) -> float:
-    """FLOP/s that an operation reaches whose arithmetic is matrix products."""
+    """Return FLOP/s that an operation reaches whose arithmetic is matrix products."""
     dtype = tensors_in(args)[0].dtype
     key = PRODUCTS_OF.get(dtype, "float32")
     if key == "float32" and torch.get_float32_matmul_precision() != "highest":
@@ -109,7 +109,8 @@ def rate_of(device: Device, name: str, args: Sequence[Any]) -> float:
 
 
 def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> float:
-    """Floating-point operations of matrix products, convolutions and attention; 0 of all others."""
+    """Return floating-point operations of matrix products, convolutions and attention; 0 of all
+    others."""
     name = func._schema.name
     if name in ATTENTION:
         flops = _flops_of_attention(*args[:3])
@@ -158,7 +159,7 @@ def bytes_moved(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outpu
 def _written(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any
 ) -> Iterator[torch.Tensor]:
-    """Outputs, and arguments that are edited; each once. Fused optimizers say that they edit
+    """Yield outputs, and arguments that are edited; each once. Fused optimizers say that they edit
     gradients, and do so only with a gradient scaler."""
     edited = [
         kwargs.get(argument.name, args[at] if at < len(args) else None)

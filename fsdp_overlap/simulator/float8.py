@@ -71,8 +71,7 @@ def compute_in_float8(model: nn.Module, gathers: bool) -> None:
 
 
 def fused_casts() -> AbstractContextManager[object]:
-    """Within, a cast of torchao's is one operation, as ``torch.compile`` makes of it, without which
-    casts take longer than the products save.
+    """Count a cast of torchao's within as one operation, as ``torch.compile`` makes of it,
 
     The largest magnitude of a tensor is found where it is computed, which costs nothing; then the
     tensor is read, and a byte written for each element. A weight was gathered and not computed, so
@@ -84,7 +83,7 @@ def fused_casts() -> AbstractContextManager[object]:
 
 
 def step_in_float8(step: Step, model: nn.Module, gathers: bool) -> Step:
-    """``step`` of a sharded model, after :func:`compute_in_float8`."""
+    """Return ``step`` of a sharded model, after :func:`compute_in_float8`."""
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     def run() -> None:

@@ -19,7 +19,8 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(count, inner, width))
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """``rows`` and the result have the shape ``[experts, rows, width]``."""
+        """Compute the experts' outputs of ``rows`` ``[experts, rows, width]``, of the same
+        shape."""
         gate, up = torch.bmm(rows, self.gate_up).chunk(2, -1)
         return torch.bmm(F.silu(gate) * up, self.down)
 

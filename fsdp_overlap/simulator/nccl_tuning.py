@@ -98,8 +98,9 @@ def within_bandwidth(fabric: Fabric, group: Group) -> float:
 
 
 def link_bandwidth(fabric: Fabric, group: Group) -> float:
-    """Bytes/s that all rings of a group together carry past a rank, or into a node where there are
-    several: each rank has a link of its own to the network, and each ring takes another one."""
+    """Return Bytes/s that all rings of a group together carry past a rank, or into a node where
+    there are several: each rank has a link of its own to the network, and each ring takes another
+    one."""
     if group.nodes == 1:
         return within_bandwidth(fabric, group)
     if fabric.between is None:
@@ -118,9 +119,9 @@ def past_nvlink(fabric: Fabric, group: Group, bandwidth: float) -> float:
 
 
 def ring(fabric: Fabric, group: Group, kind: Kind, protocol: str, share: float = 1.0) -> Estimate:
-    """Rings, which carry every collective, with a share of the bandwidth between nodes. A broadcast
-    is given the way past all ranks too, where NCCL's own model has one step and notes that more is
-    to come."""
+    """Return what rings take, which carry every collective, with a share of the bandwidth between
+    nodes. A broadcast is given the way past all ranks too, where NCCL's own model has one step and
+    notes that more is to come."""
     ranks, nodes = group.ranks, group.nodes
     once, within, between = RING[protocol]
     rounds = 2 if kind == "all_reduce" else 1
@@ -142,7 +143,8 @@ def ring(fabric: Fabric, group: Group, kind: Kind, protocol: str, share: float =
 
 
 def tree(fabric: Fabric, group: Group, protocol: str, size: float) -> Estimate:
-    """Trees, for all-reduces: a chain within each node, and two trees of the nodes."""
+    """Return what trees take, for all-reduces: a chain within each node, and two trees of the
+    nodes."""
     once, within, between = TREE[protocol]
     bucket = min(group.nodes, 3) - 1
     steps, net_steps = 2 * (group.a_node - 1), 2 * int(math.log2(group.nodes))

@@ -98,13 +98,13 @@ class Ledger(Allocator):
         """Learn from an operation what memory is for."""
         if operation.group is not None:
             if stream not in self._device.program_streams:
-                self._note_collective(operation, stream)
+                self._record_collective(operation, stream)
         elif operation.name in COPIES:
             reads, writes = list(self._held(operation.reads)), list(self._held(operation.writes))
             for source in reads:
                 source.copied_to = writes[0] if writes else None
 
-    def _note_collective(self, operation: Operation, stream: Queue) -> None:
+    def _record_collective(self, operation: Operation, stream: Queue) -> None:
         is_gather = operation.name in ("all_gather", "broadcast")
         (self._gathering if is_gather else self._reducing).add(stream.index)
         for held in self._held([*operation.reads, *operation.writes]):
@@ -162,7 +162,7 @@ class Ledger(Allocator):
 
 
 def counters(usage: Iterable[Usage]) -> list[dict[str, Any]]:
-    """Counters in a Chrome trace, which viewers draw as areas."""
+    """Return counters in a Chrome trace, which viewers draw as areas."""
     return [
         {
             "ph": "C",
@@ -176,7 +176,7 @@ def counters(usage: Iterable[Usage]) -> list[dict[str, Any]]:
     ]
 
 
-class Stretch(NamedTuple):
+class MemoryUse(NamedTuple):
     """Operations of compute in a row, each of which waited for the host to enqueue it. In seconds
     of the device's time; compute did nothing for ``waited`` of them."""
 
@@ -199,7 +199,7 @@ class ObservedDevice(EmulatedDevice):
     def __init__(self, timing: Timing) -> None:
         super().__init__(timing=timing, values=False)
         self.allocator: Ledger = Ledger(self)
-        self.stretches: list[Stretch] = []
+        self.stretches: list[MemoryUse] = []
         self.collectives: list[ObservedCollective] = []
         self._is_late = False
         """Whether compute waited for the host before its last operation."""
@@ -215,22 +215,22 @@ class ObservedDevice(EmulatedDevice):
             ranks = dist.get_process_group_ranks(operation.group)
             self.collectives.append(ObservedCollective(cast(Kind, operation.name), ranks, nbytes))
         if stream is self.default:
-            self._note_wait(ready, self.host.ends)
+            self._record_wait(ready, self.host.ends)
 
-    def _note_wait(self, ready: float, enqueued: float) -> None:
+    def _record_wait(self, ready: float, enqueued: float) -> None:
         was_late, self._is_late = self._is_late, enqueued > ready
         if not self._is_late:
             return
         waited = enqueued - ready
         if was_late and self.stretches:
             last = self.stretches[-1]
-            self.stretches[-1] = Stretch(last.start, enqueued, last.waited + waited)
+            self.stretches[-1] = MemoryUse(last.start, enqueued, last.waited + waited)
         else:
-            self.stretches.append(Stretch(ready, enqueued, waited))
+            self.stretches.append(MemoryUse(ready, enqueued, waited))
 
     @contextmanager
     def watching_optimizers(self) -> Iterator[None]:
-        """Within, what the steps of optimizers take is known to be theirs."""
+        """Attribute what the steps of optimizers take within to them."""
 
         def begin(*_: Any) -> None:
             self.allocator.phase = "optimizing"

@@ -96,7 +96,7 @@ class SharedLink:
 
 
 def _less(value: float, other: float, least: float) -> float:
-    """``value - other``, or 0 where only rounding is left."""
+    """Return ``value - other``, or 0 where only rounding is left."""
     left = value - other
     return left if left > least else 0.0
 
@@ -125,8 +125,8 @@ class Gloo(FakeProcessGroup):
         return "gloo"
 
     def _send(self, nbytes: float) -> dist.Work:
-        """``nbytes`` is what all ranks of the group send. Groups of the other ranks send as much at
-        the same time."""
+        """Send ``nbytes``, what all ranks of the group send. Groups of the other ranks send as much
+        at the same time."""
         clock = active().timing
         assert isinstance(clock, CpuClock)
         groups = dist.get_world_size() / self.size()

@@ -168,7 +168,7 @@ class Profile:
 
 
 def _sides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the same for a matrix, or stacked ones, and what is transposed of it."""
+    """Return what is equal for a matrix, or stacked ones, and what is transposed of it."""
     return tuple(sorted(shape))
 
 
@@ -238,7 +238,7 @@ def _work_of_call(func: Any, call: MeasuredOperation) -> float:
 
 
 def _work(func: Any, tensors: Sequence[torch.Tensor]) -> float:
-    """FLOPs of products, and bytes of all else."""
+    """Return FLOPs of products, and bytes of all else."""
     try:
         flops = flops_of(func, tensors, {}, None)
     except (AttributeError, TypeError, ValueError, IndexError, AssertionError):

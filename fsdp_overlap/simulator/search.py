@@ -198,7 +198,7 @@ class _Search:
         return found
 
     def climb(self, work: Training) -> None:
-        """Changes one choice after the other for the better, until none is."""
+        """Change one choice after the other for the better, until none is."""
         starts = [work, with_defaults(work)]
         if fitting := [plan for plan in self.estimates if self.fits(plan)]:
             best = min(fitting, key=lambda plan: self.estimates[plan].seconds)

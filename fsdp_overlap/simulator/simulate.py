@@ -18,9 +18,9 @@ from fsdp_overlap.simulator.costs import Costs
 from fsdp_overlap.simulator.hardware import Device, Fabric
 from fsdp_overlap.simulator.observed import (
     MemoryKind,
+    MemoryUse,
     ObservedCollective,
     ObservedDevice,
-    Stretch,
     Usage,
     counters,
     traffic,
@@ -66,7 +66,7 @@ class Prediction:
     world_size: int
     seconds: float
     compute: float
-    stretches: Sequence[Stretch]
+    stretches: Sequence[MemoryUse]
     memory: int
     reserved: int
     peak: Mapping[MemoryKind, int]

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from torch.profiler import record_function
 
-from fsdp_overlap.comm import lanes
+from fsdp_overlap.comm import comm_streams
 from fsdp_overlap.emulator import EmulatedDevice
 from fsdp_overlap.engine import hooks
 from fsdp_overlap.engine.comm_context import CommContext
@@ -47,7 +47,7 @@ def marking(device: EmulatedDevice) -> Iterator[list[TracedRange]]:
         return True
 
     with (
-        patch.object(lanes, "profiler_enabled", is_profiled),
+        patch.object(comm_streams, "profiler_enabled", is_profiled),
         # These ask by themselves, which is faster than an empty span.
         patch.object(hooks, "profiler_enabled", is_profiled),
         patch.object(CommContext, "is_profiled", staticmethod(is_profiled)),
@@ -63,7 +63,7 @@ def trace_of(
     backwards: Iterable[tuple[float, float]],
     world_size: int,
 ) -> dict[str, Any]:
-    """A Chrome trace, which ``fsdp-overlap report`` reads as any other."""
+    """Return a Chrome trace, which ``fsdp-overlap report`` reads as any other."""
     events = [_event("user_annotation", mark.name, mark.start, mark.end) for mark in marks]
     events += [_event("cpu_op", BACKWARD, start, end) for start, end in backwards]
     for number, each in enumerate(ran):
@@ -89,6 +89,6 @@ def _event(
     thread: int = HOST_THREAD,
     args: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Chrome's times are in microseconds."""
+    """Return an event of Chrome's format, whose times are in microseconds."""
     event = {"ph": "X", "cat": category, "name": name, "pid": 0, "tid": thread}
     return event | {"ts": 1e6 * start, "dur": 1e6 * (end - start), "args": args or {}}

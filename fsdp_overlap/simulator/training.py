@@ -307,5 +307,5 @@ class Training:
         return sharded
 
     def _begin(self, sharded: Any, is_last: bool) -> None:
-        """Called before each microbatch."""
+        """Begin a microbatch."""
         sharded.set_requires_gradient_sync(is_last or self.reduce_each)

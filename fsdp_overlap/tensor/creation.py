@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp_overlap.layout import BucketPlan, Flat, ParamSpec, plan_units
-from fsdp_overlap.tensor.carried import as_carried
+from fsdp_overlap.layout import Flat, ParamGroupPlan, ParamSpec, plan_units
+from fsdp_overlap.tensor.comm_dtypes import as_comm_dtype
 from fsdp_overlap.tensor.operands import own_elements
 from fsdp_overlap.tensor.placement import RaggedShard, contiguous_spec, range_dim, tile_of
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
@@ -58,7 +58,7 @@ def distribute_tensor(
         for dim in range(device_mesh.ndim):
             if device_mesh.get_local_rank(dim) != src_data_rank:
                 whole = torch.empty_like(whole)  # not to overwrite the argument
-            sent = as_carried(whole)
+            sent = as_comm_dtype(whole)
             dist.broadcast(sent, group=device_mesh.get_group(dim), group_src=src_data_rank)
     return RaggedDTensor.wrap(own_elements(whole, spec).clone(), spec)
 
@@ -70,7 +70,7 @@ def _equal_ranges(tensor: torch.Tensor, mesh: DeviceMesh) -> RaggedShard:
         )
     spec = ParamSpec("tensor", tuple(tensor.shape), tensor.dtype)
     [plan] = plan_units([[spec]], mesh.size(), Flat())
-    assert isinstance(plan, BucketPlan)
+    assert isinstance(plan, ParamGroupPlan)
     return RaggedShard(tuple(plan.ranges("tensor")))
 
 
@@ -102,7 +102,7 @@ def redistribute(
     device_mesh: DeviceMesh | None,
     placements: Sequence[Placement] | None,
 ) -> DTensor:
-    """See :meth:`RaggedDTensor.redistribute`."""
+    """Do as :meth:`RaggedDTensor.redistribute`."""
     mesh = tensor.device_mesh
     if device_mesh is not None and device_mesh != mesh:
         raise RuntimeError(

@@ -49,7 +49,7 @@ def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 class GatheredTensors(Buffer):
-    """The storages behind a bucket's unsharded parameters, if tensor extensions made these.
+    """The storages behind a param group's unsharded parameters, if tensor extensions made these.
 
     ``flat`` is empty, and tells the device. Storages are known once the first gather is done.
     """
@@ -92,7 +92,7 @@ def _digest(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass
-class Surroundings:
+class ExtensionContext:
     """What ``fsdp_pre_all_gather`` is told of the parameter it is called for, and of its unit."""
 
     mesh: DeviceMesh
@@ -109,7 +109,7 @@ class Surroundings:
 class Extension:
     """Gathers one parameter by the two methods of its sharded form's local tensor."""
 
-    def __init__(self, name: str, sharded: DTensor, surroundings: Surroundings) -> None:
+    def __init__(self, name: str, sharded: DTensor, surroundings: ExtensionContext) -> None:
         self.name = name
         self._sharded = sharded
         self._around = surroundings
@@ -177,7 +177,7 @@ class Extension:
         return whole, [each for each in inner if each.untyped_storage()._cdata not in early]
 
     def use(self, parameter: nn.Parameter) -> None:
-        """Later gathers fill ``parameter``, which was made of what :meth:`make` gave."""
+        """Fill ``parameter``, which was made of what :meth:`make` gave, in later gathers."""
         self._parameter = parameter
         self.release_early()
 

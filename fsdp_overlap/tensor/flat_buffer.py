@@ -9,16 +9,16 @@ from typing import Any, Protocol
 import torch
 
 from fsdp_overlap.layout import Plan
-from fsdp_overlap.layout.bucket_plan import align
+from fsdp_overlap.layout.param_group_plan import align
 from fsdp_overlap.tensor.host_memory import LARGE_BYTES, freed_memory, use_huge_pages
 from fsdp_overlap.torch_internals import allow_access, refuse_access
 
 
-class Memory(Protocol):
+class MemorySource(Protocol):
     """Where buffers can take their memory."""
 
     def use(self) -> AbstractContextManager[None]:
-        """Return a context in which this thread allocates there."""
+        """Take what this thread allocates within from there."""
         ...
 
 
@@ -40,7 +40,7 @@ class Buffer:
         self.allocated = True
         self.keeps_storage = False
         """Whether :meth:`free` leaves the storages alone, so that addresses stay the same."""
-        self.memory: Memory | None = None
+        self.memory: MemorySource | None = None
         """Where :meth:`allocate` takes memory. ``None``: where torch takes it."""
         self.when_freed = ""
         """The text of the error that reading the freed buffer raises. Empty: no error."""
@@ -85,7 +85,7 @@ class Buffer:
                 use_huge_pages(storage.data_ptr(), nbytes)
 
     def record_stream(self, stream: Any) -> None:
-        """As ``torch.Tensor.record_stream``, for all that is freed next."""
+        """Record ``stream``, as ``torch.Tensor.record_stream`` does, for all that is freed next."""
         for tensor in self._tensors:
             tensor.record_stream(stream)
 
@@ -116,7 +116,7 @@ class Buffer:
 
 
 class FlatBuffer(Buffer):
-    """The flat storage behind a bucket's unsharded parameters or unreduced gradients.
+    """The flat storage behind a param group's unsharded parameters or unreduced gradients.
 
     ``flat`` has shape ``[plan.numel]``, and ``views[i]`` has the shape of ``plan.specs[i]``.
     ``gaps`` are the parts of ``flat`` that belong to no view, if there are any. All are made once.
@@ -166,7 +166,7 @@ class FlatBuffer(Buffer):
 
     def give_back(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Give those of ``tensors`` that have other memory than the view of the same number that
-        memory back. Returns their numbers."""
+        memory back. Return their numbers."""
         moved = []
         for index, (tensor, view) in enumerate(zip(tensors, self.views, strict=True)):
             if tensor.data_ptr() != view.data_ptr():

@@ -55,7 +55,7 @@ def raise_in_backward(name: str, result: Any, operands: Iterable[Any]) -> Any:
 
 
 def edit_raises_in_backward(name: str, edited: torch.Tensor, operands: Iterable[Any]) -> None:
-    """Do :func:`raise_in_backward` for a tensor that was edited in place."""
+    """Do as :func:`raise_in_backward`, for a tensor that was edited in place."""
     source = _source(operands)
     if source is None or requires_grad(edited) or not _is_differentiable(edited):
         return  # what requires grad already raises, or autograd knows how it came about

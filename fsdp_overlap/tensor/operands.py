@@ -144,12 +144,12 @@ def same_layout(first: DTensor, second: DTensor) -> bool:
 _edits = attrgetter("edits")
 
 
-def note_edits(tensors: Iterable[torch.Tensor]) -> None:
-    """Count an edit of ``tensors``: by the count, full buffers of the parameters are found stale.
-    The parameters of a bucket share a counter, which counts once."""
+def record_edits(tensors: Iterable[torch.Tensor]) -> None:
+    """Do :func:`record_edit` for many tensors. by the count, full buffers of the parameters are
+    found stale. The parameters of a param group share a counter, which counts once."""
     tensors = list(tensors)
     if not all(issubclass(each, Sharded) for each in set(map(type, tensors))):
         tensors = [tensor for tensor in tensors if isinstance(tensor, Sharded)]
     for edits in set(map(_edits, tensors)):
         if edits is not None:
-            edits.note_values()
+            edits.record_values()

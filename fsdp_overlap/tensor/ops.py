@@ -222,7 +222,7 @@ def _data_ptr(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 def _set_requires_grad(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = _metadata(name, func, args, kwargs)
     if args[0].edits is not None:
-        args[0].edits.note_trainability(args[0])
+        args[0].edits.record_trainability(args[0])
     return result
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from fsdp_overlap.tensor.carried import as_carried
+from fsdp_overlap.tensor.comm_dtypes import as_comm_dtype
 from fsdp_overlap.tensor.gradient_errors import (
     check_edit,
     edit_raises_in_backward,
@@ -20,8 +20,8 @@ from fsdp_overlap.tensor.operands import (
     call_with,
     largest_sharded,
     local_operand,
-    note_edits,
     own_elements,
+    record_edits,
     replicated,
     same_layout,
     whole_operand,
@@ -60,7 +60,7 @@ def pointwise(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
     if target is not None:
         check_edit(name, target)
         # Before it begins: a save in another thread may be reading.
-        note_edits([target])
+        record_edits([target])
         func(*locals_, **named)
         edit_raises_in_backward(name, target, values)
         return target
@@ -86,7 +86,7 @@ def foreach(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
     operands = [_column(name, value, tensors) for value in args[1:]]
     named = {key: _column(name, value, tensors) for key, value in kwargs.items()}
     if is_edit:
-        note_edits(tensors)
+        record_edits(tensors)
     result = func([_own(tensor) for tensor in tensors], *operands, **named)
     if not is_edit:
         result = [
@@ -150,7 +150,7 @@ def fused(name: str, func: Call, args: Args, kwargs: Kwargs) -> None:
                 for value, parameter in zip(values, parameters, strict=True)
             ]
         columns.append(values)
-    note_edits(parameters)
+    record_edits(parameters)
     func(*columns, **kwargs)
 
 
@@ -172,7 +172,7 @@ def copy(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
             "copy_ into a RaggedDTensor on the meta device, which has no memory: call "
             "to_empty(device=...) on the model first"
         )
-    note_edits([target])
+    record_edits([target])
     target._local_tensor.detach().copy_(local, *args[2:], **kwargs)
     edit_raises_in_backward(name, target, [source])
     return target
@@ -228,9 +228,9 @@ def random(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
 
     drawn = own_elements(call_with(stand_in, func, args, kwargs), target._spec).contiguous()
     for dim in copied_dims(target._spec) if not drawn.is_meta else ():
-        dist.broadcast(as_carried(drawn), group=target._spec.mesh.get_group(dim), group_src=0)
+        dist.broadcast(as_comm_dtype(drawn), group=target._spec.mesh.get_group(dim), group_src=0)
     if is_new:
         return target.wrap_like(drawn.clone())
-    note_edits([target])
+    record_edits([target])
     local.copy_(drawn)
     return target

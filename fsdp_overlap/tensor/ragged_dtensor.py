@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from fsdp_overlap.tensor.boxes import chunks_of, with_own_storage
-from fsdp_overlap.tensor.carried import as_carried
+from fsdp_overlap.tensor.comm_dtypes import as_comm_dtype
 from fsdp_overlap.tensor.gradient_errors import needs_gradient, raise_in_backward
 from fsdp_overlap.tensor.placement import (
     RaggedShard,
@@ -41,7 +41,7 @@ from fsdp_overlap.torch_internals import (
 
 
 class ShardEdits:
-    """Counts the edits of one bucket's shards, so that stale full buffers are noticed.
+    """Counts the edits of one param group's shards, so that stale full buffers are noticed.
 
     A shard changes through ops on its sharded parameters. Autograd's version counters alone do not
     tell of these, because fused optimizers do not bump them. ``has_hooks``: whether somebody asked
@@ -56,11 +56,11 @@ class ShardEdits:
         self.has_hooks = False
         self.has_run = False
 
-    def note_values(self) -> None:
+    def record_values(self) -> None:
         self.values += 1
 
-    def note_trainability(self, parameter: torch.Tensor) -> None:
-        """Somebody set ``requires_grad`` of a sharded parameter."""
+    def record_trainability(self, parameter: torch.Tensor) -> None:
+        """Record that somebody set ``requires_grad`` of a sharded parameter."""
         self.trainability += 1
 
 
@@ -170,7 +170,9 @@ class RaggedDTensor(ShardedParamMixin, DTensor):
         full[start:stop].copy_(local)
         group = self.range_group
         works = [
-            dist.broadcast(as_carried(full[first:last]), group=group, group_src=rank, async_op=True)
+            dist.broadcast(
+                as_comm_dtype(full[first:last]), group=group, group_src=rank, async_op=True
+            )
             for rank, first, last in self.placement.ranges
         ]
         for work in works:
@@ -255,7 +257,7 @@ class RaggedDTensor(ShardedParamMixin, DTensor):
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         # A load calls this on every rank, so all notice the edit, even those that hold nothing.
         if self.edits is not None:
-            self.edits.note_values()
+            self.edits.record_values()
         increment_version(self._local_tensor)  # a save may be reading it
         return self._chunks()
 

@@ -55,7 +55,7 @@ class _CopyEdits(ShardEdits):
 
     __slots__ = ()
 
-    def note_values(self) -> None:
+    def record_values(self) -> None:
         raise RuntimeError(
             "this edit of a part of a sharded parameter would be lost: DTensor made a copy of the "
             "part, which lies on several ranks. Edit the whole parameter, as by copy_() or "
@@ -106,17 +106,17 @@ class RowTensor(ShardedParamMixin, DTensor):
         if kind == "assignment":
             return args[0].assign_data(args[1])
         if kind == "edit":
-            _note_edits(args[0] if args else next(iter(kwargs.values())))
+            _record_edits(args[0] if args else next(iter(kwargs.values())))
             if func is torch.Tensor.copy_ and isinstance(args[0], RowTensor):
                 args = (args[0], args[0]._laid_alike(args[1]), *args[2:])
         elif kind == "hook" and args[0].edits is not None:
             args[0].edits.has_hooks = True
         if "out" in kwargs:
-            _note_edits(kwargs["out"])
+            _record_edits(kwargs["out"])
         with DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
             if kind == "trainability" and args[0].edits is not None:
-                args[0].edits.note_trainability(args[0])
+                args[0].edits.record_trainability(args[0])
                 _watch_autograd(args[0])
         if kind == "view":
             return _with_edits(result, args, _is_index(args[1:]))
@@ -244,10 +244,10 @@ def _is_index(options: tuple[Any, ...]) -> bool:
     return not any(isinstance(each, (torch.Tensor, list)) for each in flat)
 
 
-def _note_edits(edited: Any) -> None:
+def _record_edits(edited: Any) -> None:
     for tensor in edited if isinstance(edited, (list, tuple)) else (edited,):
         if isinstance(tensor, RowTensor) and tensor.edits is not None:
-            tensor.edits.note_values()
+            tensor.edits.record_values()
 
 
 def _watch_autograd(parameter: Any) -> None:
@@ -341,9 +341,9 @@ _meshes: WeakSet[DeviceMesh] = WeakSet()
 
 
 def read_numbers_of_wholes(mesh: DeviceMesh) -> None:
-    """From now on ``float(x)``, ``x.item()`` and ``if x`` of DTensors over ``mesh``, over which
-    rows of parameters lie, are of the whole. torch gives this rank's part, also of a sum over
-    ranks. Such a read is collective over the mesh, unless this rank has the whole."""
+    """Make ``float(x)``, ``x.item()`` and ``if x`` of DTensors over ``mesh``, over which rows of
+    parameters lie, read the whole. torch gives this rank's part, also of a sum over ranks. Such a
+    read is collective over the mesh, unless this rank has the whole."""
     _meshes.add(mesh)
 
 

@@ -9,7 +9,7 @@ from weakref import WeakSet
 
 import torch
 
-from fsdp_overlap.tensor.carried import SUMMED
+from fsdp_overlap.tensor.comm_dtypes import REDUCE_DTYPES
 from fsdp_overlap.tensor.placement import contiguous_spec
 from fsdp_overlap.torch_internals import DTensorSpec, refuse_tracing
 
@@ -38,7 +38,7 @@ def refused_grad_dtype(dtype: torch.dtype, grad_dtype: torch.dtype | None) -> st
             "a dtype"
         )
     kind, its_kind = ((each.is_floating_point, each.is_complex) for each in (dtype, grad_dtype))
-    if kind != its_kind or grad_dtype not in SUMMED:
+    if kind != its_kind or grad_dtype not in REDUCE_DTYPES:
         return (
             "gradients are kept in a dtype of the parameter's kind in which they can be summed, "
             "such as torch.float32"

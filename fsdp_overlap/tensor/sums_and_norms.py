@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from fsdp_overlap.tensor.carried import CARRIED
+from fsdp_overlap.tensor.comm_dtypes import COMM_DTYPES
 from fsdp_overlap.tensor.gradient_errors import raise_in_backward, tensors_in
 from fsdp_overlap.tensor.operands import call_with, local_operand, whole_operand
 from fsdp_overlap.tensor.placement import cut_dims, is_on_mesh
@@ -80,9 +80,9 @@ def norms(
 
 
 def group_by_mesh_dims(tensors: Iterable[DTensor]) -> list[tuple[DTensorSpec, list[int]]]:
-    """Group ``tensors`` that are sharded over the same ranks. A group is the spec of its first
-    tensor and the positions of its tensors in ``tensors``. The order of groups is the order of
-    their first tensors, and so the same on all ranks.
+    """Return group ``tensors`` that are sharded over the same ranks. A group is the spec of its
+    first tensor and the positions of its tensors in ``tensors``. The order of groups is the order
+    of their first tensors, and so the same on all ranks.
 
     Raises:
         ValueError: of some tensor, ranks have parts of a sum.
@@ -197,7 +197,7 @@ def dot(name: str, func: Call, args: Args, kwargs: Kwargs) -> torch.Tensor:
     values: list[Any] = tensors_in([*args, *kwargs.values()])
     dtypes = {value.dtype for value in values}
     is_sharded = all(isinstance(value, RaggedDTensor) for value in values)
-    if not is_sharded or "out" in kwargs or dtypes - CARRIED or len(dtypes) > 1:
+    if not is_sharded or "out" in kwargs or dtypes - COMM_DTYPES or len(dtypes) > 1:
         raise_unsupported(f"{name} with these arguments")
     if any(value.dim() != 1 for value in values):
         raise_unsupported(f"{name} of a tensor that is not flat")
@@ -272,7 +272,7 @@ def _extreme_integer(
     values: torch.Tensor, op: dist.ReduceOp.RedOpType, spec: DTensorSpec
 ) -> torch.Tensor:
     sent = values.to(torch.uint8) if values.dtype == torch.bool else values
-    if sent.dtype not in CARRIED:
+    if sent.dtype not in COMM_DTYPES:
         sent = sent.long()  # only 16-bit integers come here: torch has no extremes of others
     return _all_reduce(sent, op, spec).to(values.dtype)
 

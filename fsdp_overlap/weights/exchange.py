@@ -20,12 +20,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_overlap.comm.collectives import Issued, all_to_all, choose
-from fsdp_overlap.comm.lanes import Lane, Ticket, make_lane
+from fsdp_overlap.comm.collectives import PendingCollective, all_to_all, choose
+from fsdp_overlap.comm.comm_streams import CommStream, WorkHandle, make_comm_stream
 from fsdp_overlap.comm.objects import all_equal, broadcast_object, gather_objects
-from fsdp_overlap.desync.faults import Faults
+from fsdp_overlap.desync.error_monitor import ErrorMonitor
 from fsdp_overlap.engine.context import FsdpContext, context_of
-from fsdp_overlap.layout import BucketPlan
+from fsdp_overlap.layout import ParamGroupPlan
 from fsdp_overlap.weights.tensor_chunks import Chunk, chunks_by_rank, full_chunk, local_chunks
 from fsdp_overlap.weights.tensors import connected, units_of
 from fsdp_overlap.weights.transfer_plan import (
@@ -111,7 +111,7 @@ def _layouts_of(weights: Mapping[str, torch.Tensor]) -> TensorLayouts:
 
 
 def hash_of(*what: object) -> int:
-    """A number for ``what``, by its ``repr``, of 56 bits. The same on all ranks."""
+    """Return a number for ``what``, by its ``repr``, of 56 bits. The same on all ranks."""
     return int.from_bytes(blake2b(repr(what).encode(), digest_size=7).digest(), "little")
 
 
@@ -122,7 +122,7 @@ class RankLayouts(NamedTuple):
     wants: Mapping[str, TensorLayout]
 
     def digest(self) -> int:
-        """A number for all of it."""
+        """Return a number for all of it."""
         distinct = {id(layout): layout for layouts in self for layout in layouts.values()}
         at = {each: number for number, each in enumerate(distinct)}
         names = [[(name, at[id(layout)]) for name, layout in layouts.items()] for layouts in self]
@@ -145,8 +145,8 @@ class WeightExchange:
     what: str
     group: dist.ProcessGroup | None
     device: torch.device
-    lane: Lane
-    faults: Faults | None = None
+    comm_stream: CommStream
+    error_monitor: ErrorMonitor | None = None
     plans: PlanCache = field(default_factory=PlanCache)
 
     def planned(
@@ -339,8 +339,8 @@ class WeightExchange:
         return all_equal(number, self.group, self.device, self.what)
 
     def _begin(self) -> None:
-        if self.faults is not None and self.group is not None:
-            self.faults.begins(self.what, self.group)
+        if self.error_monitor is not None and self.group is not None:
+            self.error_monitor.begins(self.what, self.group)
 
     @property
     def rank(self) -> int:
@@ -362,23 +362,23 @@ class WeightExchange:
         messages: Messages,
         sources: TensorParts,
         targets: TensorParts,
-    ) -> Ticket:
-        """Enqueue a round, from ``sources`` into ``targets``, which are called in the lane's order.
-        This rank has ``messages``. Collective."""
+    ) -> WorkHandle:
+        """Enqueue a round, from ``sources`` into ``targets``, which are called in the comm stream's
+        order. This rank has ``messages``. Collective."""
         self._begin()
-        self.lane.after_compute()  # which may have edited what is sent
+        self.comm_stream.after_compute()  # which may have edited what is sent
         sizes = _sizes(messages.receives, self.ranks)
 
-        def issue() -> Issued:
+        def issue() -> PendingCollective:
             for part in messages.own:
                 _view(part, targets).copy_(_view(part, sources))
             received = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
             if self.group is None:
-                return Issued((), lambda: received)
+                return PendingCollective((), lambda: received)
             if each.gathered:
                 mine = received[sum(sizes[: self.rank]) :][: sizes[self.rank]]
                 _pack(mine, messages.sends[self.rank], sources)
-                plan = BucketPlan((), (), tuple(sizes))
+                plan = ParamGroupPlan((), (), tuple(sizes))
                 collectives = choose(self.device.type, self.group, plan)
                 return collectives.all_gather(received, mine, plan, self.group)
             sent_sizes = _sizes(messages.sends, self.ranks)
@@ -391,7 +391,7 @@ class WeightExchange:
                 _view(part, targets).copy_(values)
 
         label = ", ".join(each.completes[:3])
-        return self.lane.enqueue(self.what, label, issue, accept, sum(sizes))
+        return self.comm_stream.enqueue(self.what, label, issue, accept, sum(sizes))
 
     def run(
         self,
@@ -402,7 +402,7 @@ class WeightExchange:
     ) -> Iterator[tuple[TransferRound, Messages]]:
         """Enqueue ``rounds`` with what this rank sends and receives in each, so many ``ahead`` of
         the one that is waited for. Yield each when it is done. Collective."""
-        in_flight: deque[tuple[Ticket, tuple[TransferRound, Messages]]] = deque()
+        in_flight: deque[tuple[WorkHandle, tuple[TransferRound, Messages]]] = deque()
         to_start = iter(rounds)
         try:
             while True:
@@ -410,14 +410,14 @@ class WeightExchange:
                     in_flight.append((self.start(*each, sources, targets), each))
                 if not in_flight:
                     return
-                ticket, done = in_flight.popleft()
-                ticket.wait()
+                work, done = in_flight.popleft()
+                work.wait()
                 yield done
         finally:
             # Where the loop was left, what travels still reads shards and writes to memory.
-            for ticket, _ in in_flight:
+            for work, _ in in_flight:
                 with suppress(RuntimeError):
-                    ticket.wait()
+                    work.wait()
 
 
 def exchange_of(model: nn.Module, weights: Collection[torch.Tensor], what: str) -> WeightExchange:
@@ -432,19 +432,21 @@ def exchange_of(model: nn.Module, weights: Collection[torch.Tensor], what: str) 
         if len(ranks) > 1:
             raise ValueError(f"{what}: no module of the model was given to fully_shard()")
         device = next((each.device for each in weights), torch.device("cpu"))
-        return WeightExchange(what, None, device, make_lane(device))
+        return WeightExchange(what, None, device, make_comm_stream(device))
     context = context_of(units[0])
-    lane = context.comm_context.gather_lane
+    comm_stream = context.comm_context.all_gather_stream
     if len(ranks) == 1:
-        return WeightExchange(what, None, context.device, lane, plans=plan_cache_of(context))
+        return WeightExchange(what, None, context.device, comm_stream, plans=plan_cache_of(context))
     mesh_info = context.mesh_info_of(units[0].mesh)
     like = mesh_info.mesh.get_group(mesh_info.mesh.ndim - 1)
     group = mesh_info.group_cache.connect(ranks, like, mesh_info.device_type)
-    return WeightExchange(what, group, context.device, lane, context.faults, plan_cache_of(context))
+    return WeightExchange(
+        what, group, context.device, comm_stream, context.error_monitor, plan_cache_of(context)
+    )
 
 
 def digest_of(values: torch.Tensor) -> int:
-    """A checksum of the elements."""
+    """Return a checksum of the elements."""
     held = values.contiguous().cpu()
     return zlib.crc32((ctypes.c_char * held.nbytes).from_address(held.data_ptr()))
 

@@ -56,7 +56,7 @@ def export_weights(
     when the loop has ended.
 
     Call it on every rank that the model lies over, with the same arguments, between steps. Where
-    there are copies of shards (HSDP), each copy of the model may be exported without the others.
+    there are replicas of shards (HSDP), each copy of the model may be exported without the others.
     If ranks have different tensors of the same name, as experts that are plain tensors, each rank
     gets that of its own mesh.
 
@@ -120,7 +120,7 @@ def whole_weights(
 
 
 def handed_over(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, which a lane made, for compute to use."""
+    """Return ``tensor``, which a comm stream made, for compute to use."""
     if has_streams(tensor.device):
         tensor.record_stream(streams_of(tensor.device).current_stream())
     return tensor

@@ -98,7 +98,7 @@ def save_weights(
             hold other files, but no weights.
         file_bytes: the most that a file should have. One weight may have more.
 
-    Call it on every rank that the model lies over. Where there are copies of shards (HSDP), the
+    Call it on every rank that the model lies over. Where there are replicas of shards (HSDP), the
     ranks of the first copy write, and the others return at once.
 
     Raises:

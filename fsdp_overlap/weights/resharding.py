@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_overlap.comm.lanes import make_lane
+from fsdp_overlap.comm.comm_streams import make_comm_stream
 from fsdp_overlap.comm.streams import current_device
 from fsdp_overlap.engine.context import context_of
 from fsdp_overlap.weights.exchange import RankLayouts, WeightExchange
@@ -84,7 +84,7 @@ class WeightResharder:
         if group is not None and group.size() == 1:
             group = None
         device = _device_of(source, target, group)
-        self._exchange = WeightExchange("Resharding", group, device, make_lane(device))
+        self._exchange = WeightExchange("Resharding", group, device, make_comm_stream(device))
 
         def describe() -> RankLayouts:
             self._find()
@@ -116,7 +116,7 @@ class WeightResharder:
         self.sent_bytes = self.received_bytes = 0
         if isinstance(self._sides[1], nn.Module):
             for unit in units_of(self._sides[1]):  # whose weights may be gathered ahead
-                context_of(unit).comm_context.gather_lane.before_compute()
+                context_of(unit).comm_context.all_gather_stream.before_compute()
         with torch.no_grad():
             for each, messages in self._exchange.run(rounds, self._sources, self._targets, _AHEAD):
                 self._count(each, messages)

@@ -44,7 +44,7 @@ class Chunk(NamedTuple):
         return Chunk(tuple(map(add, self.offsets, offsets)), self.sizes)
 
     def of(self, outer: Chunk, values: torch.Tensor) -> torch.Tensor:
-        """This chunk of ``values``, which are those of ``outer``, as a view."""
+        """Return this chunk of ``values``, which are those of ``outer``, as a view."""
         for dim, size in enumerate(self.sizes):
             if size != outer.sizes[dim]:
                 values = values.narrow(dim, self.offsets[dim] - outer.offsets[dim], size)
@@ -57,8 +57,8 @@ def full_chunk(shape: Sequence[int]) -> Chunk:
 
 
 def slab(shape: tuple[int, ...], most: int, number: int) -> Chunk:
-    """One chunk of the tensor of ``shape``, cut into chunks of at most ``most`` elements, but of
-    one element at least, which follow each other in the flattened tensor."""
+    """Return one chunk of the tensor of ``shape``, cut into chunks of at most ``most`` elements,
+    but of one element at least, which follow each other in the flattened tensor."""
     offsets, sizes = [], []
     for size, step, count in reversed(_steps(shape, most)):
         number, along = divmod(number, count)
@@ -74,7 +74,8 @@ def slab_count(shape: tuple[int, ...], most: int) -> int:
 
 @lru_cache(maxsize=1024)
 def _steps(shape: tuple[int, ...], most: int) -> tuple[tuple[int, int, int], ...]:
-    """For each dimension its size, that of a slab, and how many slabs follow each other in it."""
+    """Return for each dimension its size, that of a slab, and how many slabs follow each other in
+    it."""
     rest = prod(shape)
     found: list[tuple[int, int, int]] = []
     is_cut = True

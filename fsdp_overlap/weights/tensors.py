@@ -19,14 +19,14 @@ Names = Callable[[str], str | None]
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers in the order of modules, each once, by its first name. Of
-    units the sharded parameters, whatever is registered now: nothing is gathered or freed, unlike
-    by ``state_dict()``."""
-    buckets = [bucket for unit in units_of(model) for bucket in unit.buckets]
+    """Return parameters and persistent buffers in the order of modules, each once, by its first
+    name. Of units the sharded parameters, whatever is registered now: nothing is gathered or freed,
+    unlike by ``state_dict()``."""
+    param_groups = [param_group for unit in units_of(model) for param_group in unit.param_groups]
     sharded = {
         id(whole): each
-        for bucket in buckets
-        for whole, each in zip(bucket.parameters, bucket.sharded_parameters, strict=True)
+        for param_group in param_groups
+        for whole, each in zip(param_group.parameters, param_group.sharded_parameters, strict=True)
     }
     found: dict[str, torch.Tensor] = {}
     known: set[int] = set()
@@ -43,12 +43,12 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _without_wrappers(name: str) -> str:
-    """``name`` as it is without what torch.compile and checkpoint wrappers put into it."""
+    """Return ``name`` as it is without what torch.compile and checkpoint wrappers put into it."""
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 def renamed(weights: Mapping[str, torch.Tensor], names: Names | None) -> dict[str, torch.Tensor]:
-    """``weights`` by the names that ``names`` gives, without those that it leaves out.
+    """Return ``weights`` by the names that ``names`` gives, without those that it leaves out.
 
     Raises:
         ValueError: two get the same name.
@@ -103,15 +103,16 @@ def is_first(tensors: Collection[torch.Tensor]) -> bool:
 
 
 def version_of(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Is another one after an edit of ``tensor``, or of a sharded parameter that lies with it.
-    ``None`` if edits of such a tensor may go unnoticed, as those of a fused optimizer do."""
+    """Return a number that is another one after an edit of ``tensor``, or of a sharded parameter
+    that lies with it. ``None`` if edits of such a tensor may go unnoticed, as those of a fused
+    optimizer do."""
     if isinstance(tensor, (RaggedDTensor, RowTensor)) and tensor.edits is not None:
         return tensor.edits.values, tensor._local_tensor._version
     return None
 
 
 def checked(weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """``weights``, if all of them have values.
+    """Return ``weights``, if all of them have values.
 
     Raises:
         RuntimeError: one is on the meta device.

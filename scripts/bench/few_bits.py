@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, QuantizedCommPolicy, fully_shard
 from fsdp_overlap.comm import quantized
-from fsdp_overlap.comm.quantized import Wire
+from fsdp_overlap.comm.quantized import QuantizedFormat
 from harness import link_training, output, processes, slow_link, turns
 from harness.measurement import Measurement, Ratio, Spread
 
@@ -49,8 +49,8 @@ POLICIES = {
     ONLY_BYTES: QuantizedCommPolicy(torch.int8, torch.int8),
 }
 QUANTIZING = (
-    (Wire, "encode_run"),
-    (Wire, "add_up"),
+    (QuantizedFormat, "encode_run"),
+    (QuantizedFormat, "add_up"),
     (quantized, "decode_into"),
     (quantized, "multiply"),
 )

@@ -201,7 +201,7 @@ def assert_nothing_was_predicted(model: nn.Module) -> None:
     """In its one forward, of which each all-gather was issued when its unit was reached."""
     units = units_of(model)
     stats = units[0].context.stats
-    gathered = sum(len(unit.buckets) for unit in units)
+    gathered = sum(len(unit.param_groups) for unit in units)
     # Backward has the forward's order, and gathers all ahead but the two units that were kept.
     assert stats.prefetch_misses == gathered, stats
     assert stats.prefetch_hits <= gathered, stats

@@ -76,7 +76,7 @@ print(json.dumps(names))
 """
 DRIVER = "driver_version,memory.total,clocks.max.sm,clocks.max.mem,power.limit,persistence_mode"
 
-# Those that keep the lanes and compute busy with torch's own kernels, which alone it knows.
+# Those that keep the comm streams and compute busy with torch's own kernels, which alone it knows.
 SANITIZED = "tests/test_cuda.py -m gpu -k".split() + ["unsharded or stages or wait_for_each_other"]
 SANITIZE = {"FSDP_OVERLAP_CUDA_SANITIZER": "1"}  # see tests/support/ranks.py
 
@@ -91,7 +91,7 @@ BY_TWO_RANKS += ["collectives_of_nccl or (training_on_gpus and layers) or raised
 TWO_RANKS = {
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
     "NCCL_MAX_CTAS": "8",  # so that the kernels of both find room
-    "FSDP_OVERLAP_RANKS_ON_GPUS": "2",  # see tests/support/hostile_lanes.py
+    "FSDP_OVERLAP_RANKS_ON_GPUS": "2",  # see tests/support/hostile_streams.py
 }
 
 # What the suite is tried out with where there is no GPU: workers start, and simulated ranks train.

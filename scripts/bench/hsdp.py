@@ -2,7 +2,7 @@
 
 Four gloo ranks in two groups that hold copies of each other's shards, on a loopback that carries at
 most `--rate` in a network namespace made for the run (needs root and `tc`). A step has two
-microbatches: parameters are gathered and gradients reduced among shards in both, across copies in
+microbatches: parameters are gathered and gradients reduced among shards in both, across replicas in
 the last alone (`set_requires_all_reduce`), and AdamW's, ours on ours and torch's fused on FSDP2.
 Ours runs with copies as they are and with `shard_optimizer_over_replicas`. The systems take turns
 round by round in the same processes. All traffic shares one link, where machines would have a

@@ -19,9 +19,9 @@ import typer
 
 from fsdp_overlap.layout import (
     BlockAtomic,
-    BucketPlan,
     Flat,
     Layout,
+    ParamGroupPlan,
     ParamSpec,
     TensorAtomic,
     plan_units,
@@ -51,7 +51,7 @@ def imbalance(loads: Sequence[float]) -> float:
     return max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0
 
 
-def work_of(plans: list[BucketPlan], layout: Layout) -> list[float]:
+def work_of(plans: list[ParamGroupPlan], layout: Layout) -> list[float]:
     """Newton-Schulz cost by rank."""
     work = [0.0] * plans[0].world_size
     for plan in plans:
@@ -70,7 +70,7 @@ class Balance:
     work: float | None = None
 
     @staticmethod
-    def of(plans: list[BucketPlan], layout: Layout) -> "Balance":
+    def of(plans: list[ParamGroupPlan], layout: Layout) -> "Balance":
         held = [sum(n) for n in zip(*(p.shard_numels for p in plans), strict=True)]
         work = work_of(plans, layout)
         return Balance(imbalance(held), imbalance(work) if sum(work) else None)

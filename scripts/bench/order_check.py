@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import fsdp_overlap
-from fsdp_overlap.comm.lanes import Lane
+from fsdp_overlap.comm.comm_streams import CommStream
 from fsdp_overlap.desync.order_check import OrderCheck
 from harness import link_training, loopback, output, processes, slow_link, turns
 from harness.measurement import Measurement, Ratio
@@ -37,11 +37,11 @@ TARGET = 1.01
 class Unchecked(OrderCheck):
     """Of ranks that are taken to agree, also on which parameters have a gradient."""
 
-    def note(self, code: int, bucket: Any, dtype: torch.dtype) -> None:
+    def record(self, code: int, param_group: Any, dtype: torch.dtype) -> None:
         pass
 
     def send(
-        self, lane: Lane, groups: Sequence[dist.ProcessGroup], has_gradient: bytearray
+        self, comm_stream: CommStream, groups: Sequence[dist.ProcessGroup], has_gradient: bytearray
     ) -> None:
         self.flags = bytes(has_gradient)
 

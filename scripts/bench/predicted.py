@@ -7,7 +7,8 @@ end of the slowest rank.
 
 The first case runs under torch's profiler too. What operations took there is all that the
 predictions know of this machine's speed, beside the number of its cores and the speed of the link
-as it was asked for. They run the library's own lanes for CPUs, with collectives that move nothing.
+as it was asked for. They run the library's own comm streams for CPUs, with collectives that move
+nothing.
 
 Memory is how far a step rises above rest, of the rank that rises most, in a run where freed memory
 goes back to the system. It is predicted by the bytes of the tensors that exist at once.

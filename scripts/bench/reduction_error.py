@@ -14,8 +14,8 @@ from dataclasses import replace
 import torch
 
 from fsdp_overlap import BlockAtomic, QuantizedCommPolicy
-from fsdp_overlap.comm.quantized import Wire
-from fsdp_overlap.layout import BucketPlan, ParamSpec, plan_units
+from fsdp_overlap.comm.quantized import QuantizedFormat
+from fsdp_overlap.layout import ParamGroupPlan, ParamSpec, plan_units
 from harness import output
 from harness.measurement import Measurement, Sweep
 
@@ -43,11 +43,13 @@ def quantized_sum(gradients: list[torch.Tensor], policy: QuantizedCommPolicy) ->
     spec = ParamSpec("weight", (ROWS, COLUMNS), torch.float32)
     spec = replace(spec, block=policy.block_numel(spec))
     [plan] = plan_units([[spec]], len(gradients), BlockAtomic(1))
-    assert isinstance(plan, BucketPlan)
+    assert isinstance(plan, ParamGroupPlan)
     codes = policy.reduce_dtype
     assert codes is not None
     travels = policy.wire(plan, torch.float32, codes)
-    wire = Wire(travels, travels.segment(0), codes, policy.scale_dtype(torch.float32, codes))
+    wire = QuantizedFormat(
+        travels, travels.segment(0), codes, policy.scale_dtype(torch.float32, codes)
+    )
     numel, size = plan.shard_numels[0], travels.packed.shard_numels[0]
     segments = torch.empty(len(gradients), size, dtype=torch.uint8)
     for segment, gradient in zip(segments, gradients, strict=True):

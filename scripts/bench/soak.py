@@ -39,7 +39,7 @@ from harness.measurement import Claim, Figure, Measurement, Spread
 PREFETCH = 1
 ROWS, LENGTH = 2, 16
 WARMUP, WINDOWS = 0.2, 4
-MOST_RISE = 1.0  # MiB
+MAX_RISE = 1.0  # MiB
 MIB = 1 << 20
 NO_FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "0"}
 
@@ -143,8 +143,8 @@ def claims_of(args: argparse.Namespace, ranks: Sequence[dict[str, Any]]) -> list
     apart = [k for k, of_ranks in enumerate(zip(*losses, strict=True)) if len(set(of_ranks)) > 1]
     return [
         Claim(
-            f"resident memory rises by at most {MOST_RISE:g} MiB after warm-up",
-            max(rises) <= MOST_RISE,
+            f"resident memory rises by at most {MAX_RISE:g} MiB after warm-up",
+            max(rises) <= MAX_RISE,
             ", ".join(f"{one:+.2f} MiB on rank {rank}" for rank, one in enumerate(rises)),
         ),
         Claim(

@@ -77,9 +77,11 @@ def weigh(config: TrainConfig, text: Text) -> dict[str, float]:
     trainer.advance()
     trainer.context.finish_param_sync()
     found[NEXT] = at_rest() - before
-    buckets = [bucket for unit in trainer.context.units for bucket in unit.buckets]
-    found[SHARDS] = 3 * sum(bucket.shard.nbytes for bucket in buckets)
-    found[FULL] = sum(bucket.full.nbytes for bucket in buckets)
+    param_groups = [
+        param_group for unit in trainer.context.units for param_group in unit.param_groups
+    ]
+    found[SHARDS] = 3 * sum(param_group.shard.nbytes for param_group in param_groups)
+    found[FULL] = sum(param_group.full.nbytes for param_group in param_groups)
     return {name: nbytes / MIB for name, nbytes in found.items()}
 
 

@@ -12,9 +12,9 @@ from matplotlib.patches import Patch, Rectangle
 
 from fsdp_overlap.layout import (
     BlockAtomic,
-    BucketPlan,
     Flat,
     LayoutRule,
+    ParamGroupPlan,
     ParamSpec,
     TensorAtomic,
     plan_units,
@@ -36,7 +36,7 @@ LAYOUTS: dict[str, LayoutRule] = {
 }
 
 
-def draw(axes: Axes, plan: BucketPlan, title: str, width: int) -> None:
+def draw(axes: Axes, plan: ParamGroupPlan, title: str, width: int) -> None:
     for spec in plan.specs:
         offset = plan.offsets[plan.specs.index(spec)]
         for rank, start, stop in plan.ranges(spec.fqn):

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 
 from fsdp_overlap import Flat, FsdpContext, MixedPrecisionPolicy, TensorAtomic, fully_shard
 from fsdp_overlap.cli.model import GPT
-from fsdp_overlap.layout import BucketPlan, Layout, ParamSpec, plan_units
+from fsdp_overlap.layout import Layout, ParamGroupPlan, ParamSpec, plan_units
 from fsdp_overlap.optim import AdamW, Muon
 from fsdp_overlap.optim.spans import local_of
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
@@ -53,8 +53,8 @@ class Memory:
     reduce_inputs: int
 
 
-def estimate(plans: Sequence[BucketPlan], rank: int, optimizer: str, stage: int) -> Memory:
-    """`plans` are those of equal blocks, one bucket each, and of the root, the last."""
+def estimate(plans: Sequence[ParamGroupPlan], rank: int, optimizer: str, stage: int) -> Memory:
+    """`plans` are those of equal blocks, one param group each, and of the root, the last."""
     *blocks, root = plans
     shard = sum(plan.shard_numels[rank] for plan in plans)
     moments = 0
@@ -102,7 +102,7 @@ def counted(most: dict[int, int]) -> Iterator[None]:
         FlatBuffer.allocate, FlatBuffer.free = allocate, free  # type: ignore[method-assign]
 
 
-def measure(optimizer: str, stage: int) -> tuple[Memory, list[BucketPlan]]:
+def measure(optimizer: str, stage: int) -> tuple[Memory, list[ParamGroupPlan]]:
     """What this rank allocates for a small model in two steps of two microbatches."""
     model = GPT(layers=6, width=32, heads=2)
     ctx = FsdpContext(prefetch=PREFETCH, layout=LAYOUTS[optimizer])
@@ -128,10 +128,10 @@ def measure(optimizer: str, stage: int) -> tuple[Memory, list[BucketPlan]]:
         for name, value in state.items()
         if name != "step"
     )
-    buckets = [bucket for unit in ctx.units for bucket in unit.buckets]
-    shards = sum(bucket.shard.nbytes for bucket in buckets)
+    param_groups = [param_group for unit in ctx.units for param_group in unit.param_groups]
+    shards = sum(param_group.shard.nbytes for param_group in param_groups)
     found = Memory(shards, gradients, states, most[NARROW], most[WIDE])
-    return found, [bucket.plan for bucket in buckets]
+    return found, [param_group.plan for param_group in param_groups]
 
 
 def compared(rank: int, world_size: int) -> dict[str, list[list[int]]]:

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from fsdp_overlap import QuantizedCommPolicy
-from fsdp_overlap.layout import BlockAtomic, BucketPlan, ParamSpec, plan_units
+from fsdp_overlap.layout import BlockAtomic, ParamGroupPlan, ParamSpec, plan_units
 
 RANKS = 2
 SHAPES = {"qkv": (96, 32), "project": (32, 32), "up": (128, 32), "down": (32, 128), "norms": (256,)}
@@ -33,19 +33,19 @@ Bar = list[tuple[int, str]]
 """Bytes and color of each part."""
 
 
-def plan_of(policy: QuantizedCommPolicy) -> BucketPlan:
+def plan_of(policy: QuantizedCommPolicy) -> ParamGroupPlan:
     specs = [ParamSpec(fqn, shape, REST) for fqn, shape in SHAPES.items()]
     specs = [replace(spec, block=policy.block_numel(spec)) for spec in specs]
     [plan] = plan_units([specs], RANKS, BlockAtomic(rows=1))
-    return cast(BucketPlan, plan)
+    return cast(ParamGroupPlan, plan)
 
 
-def whole(plan: BucketPlan, dtype: torch.dtype) -> Bar:
+def whole(plan: ParamGroupPlan, dtype: torch.dtype) -> Bar:
     sizes = zip(plan.shard_numels, SHARED, strict=True)
     return [(numel * dtype.itemsize, color) for numel, color in sizes]
 
 
-def segments(plan: BucketPlan, ranks: list[int], dtype: torch.dtype, codes: torch.dtype) -> Bar:
+def segments(plan: ParamGroupPlan, ranks: list[int], dtype: torch.dtype, codes: torch.dtype) -> Bar:
     """What travels for these ranks' shards."""
     parts = POLICY.wire(plan, dtype, codes).parts
     colors = (CODES, SCALES, KEPT)
@@ -56,7 +56,7 @@ def segments(plan: BucketPlan, ranks: list[int], dtype: torch.dtype, codes: torc
     ]
 
 
-def rows(plan: BucketPlan) -> list[tuple[str, Bar]]:
+def rows(plan: ParamGroupPlan) -> list[tuple[str, Bar]]:
     everyone = list(range(RANKS))
     gather, reduce = POLICY.gather_dtype, POLICY.reduce_dtype
     assert gather is not None

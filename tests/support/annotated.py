@@ -38,7 +38,7 @@ class Cut:
 
 @contextmanager
 def annotations() -> Iterator[None]:
-    """Has the library find a package ``spmd_types`` inside the ``with`` block."""
+    """Have the library find a package ``spmd_types`` inside the ``with`` block."""
     of = SimpleNamespace(of=lambda group: tuple(dist.get_process_group_ranks(group)))
     package: Any = SimpleNamespace(
         R=Kind.R,
@@ -57,7 +57,7 @@ def annotations() -> Iterator[None]:
 
 
 def annotate(parameter: nn.Parameter, mesh: DeviceMesh, kinds: Mapping[str, Kind | Cut]) -> None:
-    """Notes the kind of ``parameter`` along dimensions of ``mesh``, by their names. A cut is noted
+    """Note the kind of ``parameter`` along dimensions of ``mesh``, by their names. A cut is noted
     as varying, and apart as what it is."""
     noted: Any = parameter
     axes = {name: tuple(dist.get_process_group_ranks(mesh.get_group(name))) for name in kinds}
@@ -124,7 +124,7 @@ def model() -> nn.Sequential:
 
 
 def cut(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
-    """Leaves each rank its tiles, annotated along the dimension ``tp``."""
+    """Leave each rank its tiles, annotated along the dimension ``tp``."""
     for layer in model:
         assert isinstance(layer, Layer)
         layer.group = mesh.get_group("tp").group_name

@@ -17,7 +17,7 @@ _gate: tuple[int, int] | None = None
 
 
 def begin_together() -> None:
-    """Has all ranks that this process starts by torchelastic wait for the last of them."""
+    """Have all ranks that this process starts by torchelastic wait for the last of them."""
     kinds: tuple[Any, ...] = (api.MultiprocessContext, api.SubprocessContext)
     for kind in kinds:
         kind._start = _gated(kind._start)

@@ -57,13 +57,13 @@ def build(kind: str, seed: int = 1) -> Any:
 
 
 def statistics(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What stands in a state dict beside parameters."""
+    """Return what stands in a state dict beside parameters."""
     own = dict(model.named_parameters())
     return {name: value for name, value in model.state_dict().items() if name not in own}
 
 
 def take_statistics(model: Any, state: dict[str, Any]) -> None:
-    """Puts what a state dict has beside the bytes where bitsandbytes looks for it, as transformers
+    """Put what a state dict has beside the bytes where bitsandbytes looks for it, as transformers
     does when it loads. ``load_state_dict()`` of a Linear4bit does not."""
     for name, module in model.named_modules():
         if isinstance(module, bnb.nn.Linear4bit):

@@ -88,7 +88,7 @@ def whole(value: Any) -> Any:
 
 
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Parameters and states of the optimizer by name, whole."""
+    """Return parameters and states of the optimizer by name, whole."""
     states = get_optimizer_state_dict(model, optimizer)["state"]
     found = {name: whole(p).detach().clone() for name, p in model.state_dict().items()}
     for name, state in states.items():

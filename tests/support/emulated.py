@@ -76,14 +76,14 @@ class Program:
 
 
 def run(program: Callable[[], object], **options: Any) -> EmulatedDevice:
-    """What the model found in ``program``."""
+    """Return what the model found in ``program``."""
     with running(EmulatedDevice(**options)) as device:
         program()
     return device
 
 
 def trained(steps: int = 3, **options: Any) -> Callable[[], None]:
-    """A program that trains so many steps."""
+    """Return a program that trains so many steps."""
     return partial(_train, steps, options)
 
 

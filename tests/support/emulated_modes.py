@@ -129,7 +129,7 @@ MODES["offloaded, not pinned"] = trained(
 
 def in_pieces(program: Callable[[], object]) -> None:
     """With a first unit of several pieces, small as it is."""
-    with patch.object(pieces, "LEAST_SHARD_BYTES", 1):
+    with patch.object(pieces, "MIN_SHARD_BYTES", 1):
         program()
 
 
@@ -318,7 +318,7 @@ def a_kept_parameter_read_beside_the_optimizer() -> None:
         with stream(side):
             program.step()
         for unit in program.ctx.units:
-            for parameter in unit.buckets[0].parameters:
+            for parameter in unit.param_groups[0].parameters:
                 parameter.detach().sum()
         program.model.set_post_optim_event(side.record_event())
 
@@ -346,7 +346,7 @@ def unsharded_by_hand() -> None:
 
 
 def alike(mine: Any, group: dist.ProcessGroup, *_: Any) -> list[Any]:
-    """What ranks that are not there would tell: all the same as this one."""
+    """Return what ranks that are not there would tell: all the same as this one."""
     return [mine] * group.size()
 
 
@@ -412,7 +412,7 @@ def weights_put_into_a_model_that_gathers_ahead() -> None:
 
 
 def written(value: Any, name: str = "") -> Iterator[None]:
-    """Takes what is staged as a writer does, a piece each time."""
+    """Take what is staged as a writer does, a piece each time."""
     if isinstance(value, dict):
         for key, each in value.items():
             yield from written(each, f"{name}.{key}")

@@ -49,7 +49,7 @@ class Trained(Twins):
 
 
 def compare(pairs: list[tuple[Any, torch.Tensor, torch.Tensor]]) -> None:
-    """Compares what a rank holds. Each pair is a parameter, what is held, and the whole tensor."""
+    """Compare what a rank holds. Each pair is a parameter, what is held, and the whole tensor."""
     with unseen(), torch.no_grad():
         held = [local.flatten() for _, local, _ in pairs]
         expected = [held_of(whole, parameter) for parameter, _, whole in pairs]

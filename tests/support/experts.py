@@ -50,7 +50,7 @@ def through_experts(
 
 
 def exchange(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """``all_to_all`` of equal parts, through which gradients flow."""
+    """Return ``all_to_all`` of equal parts, through which gradients flow."""
     sizes = [values.numel() // group.size()] * group.size()
     exchanged = all_to_all_single_autograd(values, sizes, sizes, group)
     assert isinstance(exchanged, torch.Tensor)
@@ -87,8 +87,8 @@ class Moe(nn.Sequential):
 
 
 def meshes() -> tuple[DeviceMesh, DeviceMesh, DeviceMesh]:
-    """Of all four ranks: the whole, the one that experts are sharded over, the one that they are
-    divided among."""
+    """Return of all four ranks: the whole, the one that experts are sharded over, the one that they
+    are divided among."""
     whole = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "ep"))
     return whole, grid["shard"], grid["ep"]

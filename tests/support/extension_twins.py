@@ -23,7 +23,7 @@ LOW = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 def both(
     kind: str = "rounded", inner: int = 16, mesh: tuple[int, ...] | None = None, **options: Any
 ) -> tuple[Any, Any, FsdpContext]:
-    """One model, sharded by this library and by FSDP2."""
+    """Return one model, sharded by this library and by FSDP2."""
     torch.manual_seed(2)
     ours, theirs = Net(kind, inner), Net(kind, inner)
     theirs = copy.deepcopy(ours)
@@ -44,7 +44,7 @@ def batches(count: int) -> list[torch.Tensor]:
 
 
 def same(ours: Any, theirs: Any, name: str) -> None:
-    """Compares what a rank holds, class by class."""
+    """Compare what a rank holds, class by class."""
     assert isinstance(ours, DTensor)
     assert isinstance(theirs, DTensor)
     assert (ours.shape, ours.stride(), ours.placements) == (

@@ -66,7 +66,7 @@ class Wrapped(torch.Tensor):
 
 
 def padded(rows: torch.Tensor, outer: torch.Size, mesh: Any) -> torch.Tensor:
-    """``rows`` with as many as any rank has."""
+    """Return ``rows`` with as many as any rank has."""
     room = rows.new_zeros((math.ceil(outer[0] / mesh.size()), *outer[1:]))
     room[: len(rows)] = rows
     return room
@@ -186,7 +186,7 @@ MAKE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def with_matrices_of(cls: Any, build: Callable[[], nn.Module]) -> nn.Module:
-    """A model in which weights of linear layers are of a class of their own."""
+    """Return a model in which weights of linear layers are of a class of their own."""
     model = build()
     for module in model.modules():
         if isinstance(module, nn.Linear):
@@ -223,14 +223,14 @@ class Net(nn.Module):
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """What both sides compare. A pair has twice the same."""
+    """Return what both sides compare. A pair has twice the same."""
     if isinstance(tensor, TwoTensor):
         assert torch.equal(tensor.a, tensor.b)
     return tensor
 
 
 def parts(tensor: Any) -> list[torch.Tensor]:
-    """The plain tensors in ``tensor``."""
+    """Return the plain tensors in ``tensor``."""
     names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else []
     return [part for name in names for part in parts(getattr(tensor, name))] or [tensor]
 

@@ -53,7 +53,7 @@ def plain() -> Model:
 
 
 def placed(x: torch.Tensor, along_tp: Placement) -> torch.Tensor:
-    """``x`` with another placement along tensor parallelism, if it has that."""
+    """Return ``x`` with another placement along tensor parallelism, if it has that."""
     if not isinstance(x, DTensor) or "tp" not in (x.device_mesh.mesh_dim_names or ()):
         return x
     dim = x.device_mesh.mesh_dim_names.index("tp")
@@ -61,7 +61,7 @@ def placed(x: torch.Tensor, along_tp: Placement) -> torch.Tensor:
 
 
 def distributed(mesh: DeviceMesh) -> Model:
-    """The model over all of ``mesh``, as tensor parallelism and nothing else cuts it."""
+    """Return the model over all of ``mesh``, as tensor parallelism and nothing else cuts it."""
     model = plain()
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
@@ -76,7 +76,7 @@ def distributed(mesh: DeviceMesh) -> Model:
 
 
 def loss_of(model: nn.Module, mesh: DeviceMesh | None, data: DeviceMesh, step: int) -> Any:
-    """The loss on this rank's rows, or on all without a ``mesh``."""
+    """Return the loss on this rank's rows, or on all without a ``mesh``."""
     generator = torch.Generator().manual_seed(step)
     batch = torch.randn(BATCH, LENGTH, WIDTH, generator=generator, dtype=torch.float64)
     if mesh is None:

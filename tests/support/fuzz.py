@@ -73,7 +73,7 @@ class Seen(NamedTuple):
 
 
 def run_program(program: Program) -> Seen:
-    """On one of the ranks."""
+    """Return on one of the ranks."""
     if program.setup.device != "emulated":
         return Seen(_run(program))
     with running(EmulatedDevice()) as device:
@@ -178,7 +178,7 @@ STRATEGIES = {Nothing: st.just(Nothing()), **OPERATIONS}
 
 
 def meshes(world_size: int) -> st.SearchStrategy[tuple[tuple[int, ...] | None, bool]]:
-    """And whether copies are divided."""
+    """Return and whether copies are divided."""
     plain = st.just((None, False))
     if world_size == 1:
         return plain
@@ -188,7 +188,7 @@ def meshes(world_size: int) -> st.SearchStrategy[tuple[tuple[int, ...] | None, b
 
 
 def layouts_for(shard_optimizer_over_replicas: bool) -> list[LayoutRule]:
-    """Copies cannot divide rows."""
+    """Copy cannot divide rows."""
     return [
         layout
         for layout in LAYOUTS
@@ -214,7 +214,7 @@ LEFT_OUT: dict[str, dict[type[Operation], str]] = {
 
 
 def kinds_in(device: str, division: str) -> list[type[Operation]]:
-    """The operations that such a program may have."""
+    """Return the operations that such a program may have."""
     left_out = LEFT_OUT[device] | LEFT_OUT[division]
     return [kind for kind in OPERATIONS if kind not in left_out]
 

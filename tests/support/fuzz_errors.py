@@ -150,7 +150,7 @@ class Fail(Operation):
 
 
 def attempt(loss: Callable[[], Any], backward: Callable[[Any], Any]) -> tuple[str | None, Any]:
-    """Where it raised, and what backward returned."""
+    """Return where it raised, and what backward returned."""
     try:
         found = loss()
     except PlannedError:
@@ -213,7 +213,7 @@ class Stray(Operation):
 
 
 def differ(run: Run, place: contextlib.AbstractContextManager[None], microbatches: int) -> None:
-    """Runs so many in ``place``, which are not the same on every rank. Whatever comes of it, all
+    """Run so many in ``place``, which are not the same on every rank. Whatever comes of it, all
     reset, and go on."""
     tokens, targets = next(run.data)
     with impatient(), contextlib.suppress(PlannedError, RuntimeError), place:

@@ -21,7 +21,7 @@ from support.held import held_of
 from support.random_models import TensorAtomic
 from support.twins import Twins, same
 
-MOST_BATCHES = 1000
+MAX_BATCHES = 1000
 
 Losses = tuple[torch.Tensor, torch.Tensor]
 
@@ -30,7 +30,7 @@ Losses = tuple[torch.Tensor, torch.Tensor]
 class ReduceOptions:
     """What a unit was told of its reductions."""
 
-    has_copies: bool
+    has_replicas: bool
     synchronizes: bool = True
     all_reduce_grads: bool = True
     is_last: bool = True
@@ -39,7 +39,7 @@ class ReduceOptions:
     @property
     def completes(self) -> bool:
         is_asked = self.synchronizes and (self.is_last or not self.last_only)
-        return is_asked and (self.all_reduce_grads or not self.has_copies)
+        return is_asked and (self.all_reduce_grads or not self.has_replicas)
 
 
 class Run(Twins):
@@ -64,7 +64,7 @@ class Run(Twins):
         self.world //= setup.tensor_ranks
         self.optimizer = setup.make_optimizer(self.model)
         self.twin_optimizer = setup.make_twin_optimizer(self.twin)
-        self.data = self.batches(MOST_BATCHES)
+        self.data = self.batches(MAX_BATCHES)
         self.whole = list(self.twin.parameters())
         self.saved: Any = None
         self.seen = Counter(setup.notes)
@@ -72,7 +72,7 @@ class Run(Twins):
         self.adopt(self.model, self.optimizer)
 
     def adopt(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Goes on with ``model``, whose parameters have the twin's values."""
+        """Go on with ``model``, whose parameters have the twin's values."""
         unit = unit_of(model)
         assert unit is not None
         self.model, self.optimizer, self.ctx = model, optimizer, unit.context
@@ -81,11 +81,11 @@ class Run(Twins):
         owners = {
             id(parameter): unit
             for unit in self.ctx.units
-            for bucket in unit.buckets
-            for parameter in bucket.sharded_parameters
+            for param_group in unit.param_groups
+            for parameter in param_group.sharded_parameters
         }
         self.owners = [owners[id(parameter)] for parameter in self.sharded]
-        self.told = {unit: ReduceOptions(has_copies(unit)) for unit in self.ctx.units}
+        self.told = {unit: ReduceOptions(has_replicas(unit)) for unit in self.ctx.units}
         self.open: list[Losses] = []
         self.unreduced: list[torch.Tensor | None] = [None] * len(self.sharded)
         self.accumulates = False
@@ -103,7 +103,7 @@ class Run(Twins):
         return losses
 
     def evaluate(self, model: nn.Module | None = None) -> None:
-        """Scores of the same tokens on every rank: equal, not only in the mean."""
+        """Score of the same tokens on every rank: equal, not only in the mean."""
         tokens, _ = next(self.data)
         same((model or self.model)(tokens), self.twin(tokens), "evaluation")
         if model is None:
@@ -117,7 +117,7 @@ class Run(Twins):
         self.at_rest = not (self.open or self.keeps or self.by_hand)
 
     def gradients_of(self, loss: torch.Tensor, retain: bool = False) -> list[torch.Tensor | None]:
-        """The twin's, and its ``.grad`` as they were."""
+        """Return the twin's, and its ``.grad`` as they were."""
         held = [parameter.grad for parameter in self.whole]
         for parameter in self.whole:
             parameter.grad = None
@@ -172,8 +172,8 @@ class Run(Twins):
             vars(told).update(what)
 
     def gives_zeros(self, unit: Unit) -> bool:
-        """Whether parameters of ``unit``, if it ran, get zeros where no rank has a gradient of
-        them: to know that, the host would have to wait. The twin then gets them too."""
+        """Return whether parameters of ``unit``, if it ran, get zeros where no rank has a gradient
+        of them: to know that, the host would have to wait. The twin then gets them too."""
         return unit.mesh.size() > 1 and has_streams(torch.device(self.device))
 
     @property
@@ -191,13 +191,13 @@ class Run(Twins):
         return unit.modules[0]
 
     def under(self, index: int) -> list[int]:
-        """The parameters of some module, by index."""
+        """Return the parameters of some module, by index."""
         modules = list(self.twin.modules())
         inside = {id(parameter) for parameter in modules[index % len(modules)].parameters()}
         return [i for i, parameter in enumerate(self.whole) if id(parameter) in inside]
 
     def folder(self) -> str:
-        """A new one, the same on every rank."""
+        """Return a new one, the same on every rank."""
         made: list[Any] = [None]
         if dist.get_rank() == 0:
             self.folders.append(tempfile.TemporaryDirectory(prefix="fuzz-"))
@@ -232,11 +232,11 @@ class Run(Twins):
         if self.at_rest:
             # A step leaves what the next forward needs first.
             left = self.ctx.schedule.prefetcher._for_next_pass if self.ctx.has_schedule else ()
-            alive = sum(len(unit.buckets) for unit in self.ctx.units if unit.index in left)
+            alive = sum(len(unit.param_groups) for unit in self.ctx.units if unit.index in left)
             assert self.ctx.stats.current_full_buffers <= alive, self.ctx.stats
             for unit in self.ctx.units:
-                for bucket in unit.buckets if unit.index not in left else ():
-                    assert bucket.full.flat.untyped_storage().nbytes() == 0, unit.name
+                for param_group in unit.param_groups if unit.index not in left else ():
+                    assert param_group.full.flat.untyped_storage().nbytes() == 0, unit.name
         if not self.accumulates:
             assert self.ctx.stats.current_reduce_inputs == 0, self.ctx.stats
             for unit in self.ctx.units:
@@ -246,7 +246,7 @@ class Run(Twins):
                     )
 
 
-def has_copies(unit: Unit) -> bool:
+def has_replicas(unit: Unit) -> bool:
     return unit.mesh.ndim > 1 and unit.mesh.size(0) > 1
 
 

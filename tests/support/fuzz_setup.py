@@ -93,8 +93,8 @@ class Setup:
         )
 
     def shard(self, model: TensorAtomic, ctx: FsdpContext, meshes: Meshes) -> None:
-        least = 1 if self.in_pieces else pieces.LEAST_SHARD_BYTES
-        with patch.object(pieces, "LEAST_SHARD_BYTES", least):
+        least = 1 if self.in_pieces else pieces.MIN_SHARD_BYTES
+        with patch.object(pieces, "MIN_SHARD_BYTES", least):
             self._shard(model, ctx, meshes)
 
     def _shard(self, model: TensorAtomic, ctx: FsdpContext, meshes: Meshes) -> None:
@@ -120,7 +120,7 @@ class Setup:
         return torch.optim.AdamW(model.parameters(), **OPTIONS)
 
     def make_twin_optimizer(self, twin: nn.Module) -> torch.optim.Optimizer:
-        """torch's, where it has one for a whole model."""
+        """Return torch's, where it has one for a whole model."""
         if self.optimizer == "Muon":
             return Muon(twin, **MUON_OPTIONS)
         return torch.optim.AdamW(twin.parameters(), **OPTIONS)

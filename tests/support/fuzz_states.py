@@ -109,7 +109,7 @@ class Rebuild(Operation):
     def run(self, run: Run) -> bool:
         setup = run.setup
         if setup.shard_optimizer_over_replicas and isinstance(self.layout, PerTensor):
-            return False  # copies cannot divide rows
+            return False  # replicas cannot divide rows
         setup = replace(
             setup,
             node=with_units(setup.node, self.units),
@@ -146,7 +146,7 @@ def with_units(node: Node, which: str) -> Node:
 
 
 def moved(old: torch.optim.Optimizer, new: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state of ``old``, laid out as the parameters of ``new``."""
+    """Return the state of ``old``, laid out as the parameters of ``new``."""
     state = old.state_dict()
     targets = [parameter for group in new.param_groups for parameter in group["params"]]
     placed: dict[Any, Any] = {}

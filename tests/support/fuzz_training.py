@@ -28,7 +28,7 @@ MODES: dict[str, Callable[[], Any]] = {
 
 class Operation:
     def run(self, run: Run) -> bool:
-        """Returns whether anything was done."""
+        """Return whether anything was done."""
         raise NotImplementedError
 
 
@@ -166,7 +166,7 @@ class AllReduce(Operation):
     def run(self, run: Run) -> bool:
         run.model.set_requires_all_reduce(self.enable)
         run.tell(None, all_reduce_grads=self.enable)
-        return any(told.has_copies for told in run.told.values())
+        return any(told.has_replicas for told in run.told.values())
 
 
 @dataclass(frozen=True)

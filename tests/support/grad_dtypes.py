@@ -97,7 +97,8 @@ def gradients(model: Any, syncs: tuple[bool, ...]) -> list[torch.Tensor]:
 
 
 def mean_of(gradient: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
-    """Among shards first and then across copies, two by two, rounded to the gradient's dtype."""
+    """Return among shards first and then across replicas, two by two, rounded to the gradient's
+    dtype."""
     found = [torch.empty_like(gradient) for _ in range(dist.get_world_size())]
     dist.all_gather(found, gradient)
     for _ in dims:
@@ -112,7 +113,7 @@ def unsharded(
     syncs: tuple[bool, ...],
     dims: tuple[int, ...],
 ) -> list[torch.Tensor]:
-    """The gradients that torch's own autograd accumulates, reduced and cast by hand."""
+    """Return the gradients that torch's own autograd accumulates, reduced and cast by hand."""
     set_grad_dtype(net, reduced or grad_dtype)
     totals: dict[nn.Parameter, torch.Tensor] = {}
     for is_synced, x in zip(syncs, batches(len(syncs)), strict=True):

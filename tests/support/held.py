@@ -12,7 +12,8 @@ from fsdp_overlap.tensor.operands import own_elements
 
 
 def held_of(whole: torch.Tensor, like: Any) -> torch.Tensor:
-    """The part of ``whole`` that this rank has if it lies as the sharded ``like`` does, flat."""
+    """Return the part of ``whole`` that this rank has if it lies as the sharded ``like`` does,
+    flat."""
     if isinstance(like, RaggedDTensor):
         return own_elements(whole, like._spec)
     sizes, offsets = compute_local_shape_and_global_offset(

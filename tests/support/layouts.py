@@ -16,13 +16,13 @@ from fsdp_overlap.comm import collectives
 from fsdp_overlap.engine import param_group
 from fsdp_overlap.layout import (
     BlockAtomic,
-    BucketPlan,
     Flat,
     LayoutRule,
+    ParamGroupPlan,
     ParamSpec,
     PerTensor,
     TensorAtomic,
-    sections,
+    pack,
 )
 from support.twins import Twins
 from support.zoo import VOCABULARY, shard_root_only
@@ -75,17 +75,17 @@ def train(layout: str, name: str) -> None:
 
 @contextmanager
 def forced_shards(padding: float, tensor_collectives: bool) -> Iterator[None]:
-    """Makes shards equal where this much padding does it. Below 0 they are never equal.
+    """Make shards equal where this much padding does it. Below 0 they are never equal.
 
     ``tensor_collectives`` are those that NCCL gets. Gloo has them too.
     """
 
-    def choose(device: str, group: dist.ProcessGroup, plan: BucketPlan) -> Any:
+    def choose(device: str, group: dist.ProcessGroup, plan: ParamGroupPlan) -> Any:
         assert plan.is_equal
         return collectives.TensorCollectives()
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(sections, "MOST_PADDING", padding))
+        stack.enter_context(patch.object(pack, "DEFAULT_PADDING", padding))
         if tensor_collectives:
             stack.enter_context(patch.object(param_group, "choose", choose))
         yield

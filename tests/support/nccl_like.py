@@ -81,7 +81,8 @@ def unseen() -> Iterator[None]:
 
 
 def replayable(method: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
-    """A graph of the emulated device that captures a call of `method` repeats it in each replay."""
+    """Return a graph of the emulated device that captures a call of `method` repeats it in each
+    replay."""
 
     @wraps(method)
     def call(group: NcclLikeGroup, *args: Any, **kwargs: Any) -> dist.Work:
@@ -244,7 +245,7 @@ class NcclLikeGroup(dist.ProcessGroup):
         self.pools.append(pool)
 
     def has_registered(self, tensor: torch.Tensor) -> bool:
-        """Whether the memory of `tensor` is registered with this group."""
+        """Return whether the memory of `tensor` is registered with this group."""
         address = streams.active().address_of(tensor)
         return any(address in segment for pool in self.pools for segment in pool.segments)
 
@@ -260,8 +261,8 @@ class NcclLikeGroup(dist.ProcessGroup):
         opts: Any,
         parts: Sequence[Part] = (),
     ) -> dist.Work:
-        """`start` sends copies of `reads`; `receive` gets what arrives, and writes `writes`. What
-        NCCL makes several calls of has `parts`."""
+        """Return `start` sends copies of `reads`; `receive` gets what arrives, and writes `writes`.
+        What NCCL makes several calls of has `parts`."""
         self._connect(kind)
         enqueued = None
         if streams.is_available():
@@ -322,7 +323,8 @@ class NcclLikeGroup(dist.ProcessGroup):
         opts: Any,
         parts: Sequence[Part] = (),
     ) -> dist.Work:
-        """A collective: `sends[r]` goes to each rank `r`, and flat bytes of each rank arrive."""
+        """Return a collective: `sends[r]` goes to each rank `r`, and flat bytes of each rank
+        arrive."""
 
         def start() -> Arrival:
             messages = [_bytes(tensor).clone() for tensor in sends]
@@ -354,7 +356,7 @@ class NcclLikeGroup(dist.ProcessGroup):
         [targets], [source] = outputs, inputs
         _check_sizes("all_gather", targets[self.rank()], source)
         _check_dtypes("all_gather", [*targets, source])
-        self._note_list(targets, opts)
+        self._record_list(targets, opts)
         sends = [source] * self.size()
         if _are_equal(targets):
             return self._all("all_gather", targets, [source], sends, _fill(targets), opts)
@@ -378,7 +380,7 @@ class NcclLikeGroup(dist.ProcessGroup):
         [target], [sources] = outputs, inputs
         _check_sizes("reduce_scatter", target, sources[self.rank()])
         _check_dtypes("reduce_scatter", [*sources, target])
-        self._note_list(sources, opts)
+        self._record_list(sources, opts)
         if _are_equal(sources):
             return self._reduce("reduce_scatter", [target], sources, sources, opts)
         parts = [
@@ -395,7 +397,7 @@ class NcclLikeGroup(dist.ProcessGroup):
         ranges = input.detach().view(-1).split([output.numel()] * self.size())
         return self._reduce("reduce_scatter", [output], [input], ranges, opts)
 
-    def _note_list(self, tensors: Sequence[torch.Tensor], opts: Any) -> None:
+    def _record_list(self, tensors: Sequence[torch.Tensor], opts: Any) -> None:
         """Of unequal lists torch makes a group of collectives, and takes a synchronous one as done
         at once: it records the end on a stream that they do not run on."""
         is_group = len({tensor.numel() for tensor in tensors}) > 1
@@ -538,7 +540,7 @@ class NcclLikeGroup(dist.ProcessGroup):
     def _split(
         self, kind: str, tensor: torch.Tensor, sizes: Sequence[int]
     ) -> Sequence[torch.Tensor]:
-        """Along the first dimension, evenly without `sizes`."""
+        """Return along the first dimension, evenly without `sizes`."""
         rows = tensor.size(0)
         sizes = sizes or [rows // self.size()] * self.size()
         if sum(sizes) != rows:

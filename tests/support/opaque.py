@@ -118,14 +118,14 @@ class Adapted(nn.Module):
 
 
 def build(storage: torch.dtype = torch.uint8, seed: int = 1) -> Any:
-    """Blocks with frozen weights of three kinds, each with adapters."""
+    """Return blocks with frozen weights of three kinds, each with adapters."""
     torch.manual_seed(seed)
     bases = FourBits(storage), EightBits(), PlainBytes(), FourBits(storage)
     return nn.Sequential(*map(Adapted, bases))
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The same on every rank: the mean over ranks is that of one, to the bit."""
+    """Return the same on every rank: the mean over ranks is that of one, to the bit."""
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(5)).to(dtype)
 
 
@@ -139,7 +139,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Bytes that are stored as numbers may be those of a NaN."""
+    """Return bytes that are stored as numbers may be those of a NaN."""
     return torch.equal(*(each.detach().view(-1).view(torch.uint8) for each in (one, other)))
 
 

@@ -10,7 +10,7 @@ TESTS = Path(__file__).parents[1]
 
 
 def rows_of(page: str) -> list[list[str]]:
-    """The cells of all tables on the page, row by row, without the heads."""
+    """Return the cells of all tables on the page, row by row, without the heads."""
     lines = page.splitlines()
     return [
         [cell.strip() for cell in line.strip("|").split(" | ")]
@@ -20,7 +20,7 @@ def rows_of(page: str) -> list[list[str]]:
 
 
 def named_tests_in(cell: str) -> list[tuple[str, str]]:
-    """The tests that a cell names, each as its file and its name, or "" for all of a file.
+    """Return the tests that a cell names, each as its file and its name, or "" for all of a file.
 
     Asserts that they exist.
     """

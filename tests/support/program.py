@@ -70,13 +70,13 @@ class Program:
         return self.returncode
 
     def ranks(self) -> list[int]:
-        """The process ids of the ranks that run now, in the order of their start."""
+        """Return the process ids of the ranks that run now, in the order of their start."""
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
         return sorted(map(int, children))
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """What was printed, once the process has ended and so have its ranks. After `timeout`
-        seconds they write their stacks and are killed, which an assertion reports."""
+        """Return what was printed, once the process has ended and so have its ranks. After
+        `timeout` seconds they write their stacks and are killed, which an assertion reports."""
         self._process.join(timeout)
         is_late = self.returncode is None
         if is_late:

@@ -18,7 +18,7 @@ LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 1
 def as_gathered(
     whole: torch.Tensor, policy: QuantizedCommPolicy, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """What compute in ``dtype`` sees of a parameter."""
+    """Return what compute in ``dtype`` sees of a parameter."""
     dtype = dtype or whole.dtype
     if whole.ndim < 2 or not whole.numel():
         return whole.to(dtype)
@@ -64,7 +64,7 @@ class Straight(torch.autograd.Function):
 
 
 def quantize_twin(twins: Twins, policy: QuantizedCommPolicy) -> Twins:
-    """Has the twin compute with quantized weights, as the model does."""
+    """Have the twin compute with quantized weights, as the model does."""
     skeleton = copy.deepcopy(twins.twin)
 
     def forward(*arguments: torch.Tensor) -> Any:

@@ -30,7 +30,7 @@ class Node:
     children: tuple[Node, ...] = field(default=())
 
     def has(self, *kinds: str) -> bool:
-        """Whether it or a node under it is of one of these kinds."""
+        """Return whether it or a node under it is of one of these kinds."""
         return self.kind in kinds or any(child.has(*kinds) for child in self.children)
 
 
@@ -55,7 +55,7 @@ def leaves(kinds: Sequence[str], multiple: int) -> st.SearchStrategy[Node]:
 
 
 def trees(kinds: Sequence[str] = LEAVES, multiple: int = 1) -> st.SearchStrategy[Node]:
-    """With leaves of these kinds. The hidden sizes are multiples of ``multiple``."""
+    """Return with leaves of these kinds. The hidden sizes are multiples of ``multiple``."""
 
     def around(inner: st.SearchStrategy[Node]) -> st.SearchStrategy[Node]:
         return st.builds(
@@ -69,7 +69,7 @@ def trees(kinds: Sequence[str] = LEAVES, multiple: int = 1) -> st.SearchStrategy
 
 
 def around_one(kind: str, multiple: int = 1) -> st.SearchStrategy[Node]:
-    """Trees with a leaf of this kind, or several."""
+    """Return trees with a leaf of this kind, or several."""
     one, kinds = leaves((kind,), multiple), (*LEAVES, kind)
     return st.builds(
         lambda tree, leaf: Node("chain", children=(tree, leaf)), trees(kinds, multiple), one

@@ -186,7 +186,7 @@ class _Worker:
             os.kill(self.process.pid or 0, signal.SIGUSR1)
 
     def read_stacks(self) -> str:
-        """What the worker wrote when asked; returns once the text stops growing."""
+        """Return what the worker wrote when asked; returns once the text stops growing."""
         text, deadline = "", time.monotonic() + STACKS_SECONDS
         while time.monotonic() < deadline:
             time.sleep(0.1)
@@ -233,7 +233,7 @@ def _run(
     backend: str,
     wanted: Literal["returned", "raised"],
 ) -> dict[int, _Outcome]:
-    """How each rank ended, in the order in which they did.
+    """Return how each rank ended, in the order in which they did.
 
     The pool survives only if all ended as `wanted`.
     """
@@ -414,7 +414,7 @@ _imported = 0
 
 
 def _freeze_what_was_imported() -> None:
-    """Modules stay. Those that clients import have more objects than all else, and each later call
+    """Module stay. Those that clients import have more objects than all else, and each later call
     would look at them again, for up to a second of all ranks."""
     global _imported
     if len(sys.modules) > _imported:

@@ -34,7 +34,7 @@ class FailingTraining(program.Training):
 
 
 def train(config: dict[str, Any]) -> tuple[list[float], dict[str, np.ndarray]]:
-    """The losses of FSDP2, and the weights that it trained."""
+    """Return the losses of FSDP2, and the weights that it trained."""
     if ray.train.get_checkpoint() is None:
         with mock.patch.object(program, "Training", FailingTraining):
             program.train(config)

@@ -1,4 +1,5 @@
-"""Lanes that write down what happens on them, a model on such lanes, and places in their log."""
+"""Comm streams that write down what happens on them, a model on such comm streams, and places in
+their log."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ import torch
 from torch import nn
 
 from fsdp_overlap import FsdpContext
-from fsdp_overlap.comm.collectives import Issued
-from fsdp_overlap.comm.lanes import HostLane, HostTicket, Mark, Ticket
+from fsdp_overlap.comm.collectives import PendingCollective
+from fsdp_overlap.comm.comm_streams import ComputeEvent, HostCommStream, HostWorkHandle, WorkHandle
 from fsdp_overlap.tensor.flat_buffer import Buffer
 from support.twins import LENGTH, loss_of
 from support.zoo import ROWS, VOCABULARY, Model, shard_layers
@@ -24,28 +25,28 @@ class Entry:
     """One thing that happened. ``action`` is allocate, enqueue, wait or free, ``kind`` is the
     collective."""
 
-    lane: str
+    comm_stream: str
     action: str
     kind: str
     label: str
 
 
-class RecordingTicket(HostTicket):
+class RecordingWorkHandle(HostWorkHandle):
     log: list[Entry]
-    lane: str
+    comm_stream: str
 
     def wait(self) -> None:
         if self._issued is not None:
-            self.log.append(Entry(self.lane, "wait", self.kind, self.label))
+            self.log.append(Entry(self.comm_stream, "wait", self.kind, self.label))
         super().wait()
 
 
-class RecordingLane(HostLane):
-    """Runs like a host lane and logs to a list that lanes may share, in program order.
+class RecordingCommStream(HostCommStream):
+    """Runs like a host comm stream and logs to a list that comm streams may share, in program
+    order.
 
-    The schedule is the same for every lane. So a test without a GPU can assert in which order
-    things are enqueued on one.
-    """
+    The schedule is the same for every comm stream. So a test without a GPU can assert in which
+    order things are enqueued on one."""
 
     def __init__(self, name: str, log: list[Entry]) -> None:
         self.name = name
@@ -59,27 +60,27 @@ class RecordingLane(HostLane):
         self,
         kind: str,
         label: str,
-        issue: Callable[[], Issued],
+        issue: Callable[[], PendingCollective],
         accept: Callable[[torch.Tensor], None] | None = None,
         nbytes: int = 0,
-    ) -> Ticket:
+    ) -> WorkHandle:
         self.log.append(Entry(self.name, "enqueue", kind, label))
-        ticket = RecordingTicket(kind, label, issue(), accept)
-        ticket.log, ticket.lane = self.log, self.name
-        return ticket
+        work = RecordingWorkHandle(kind, label, issue(), accept)
+        work.log, work.comm_stream = self.log, self.name
+        return work
 
-    def free(self, label: str, buffer: Buffer, after: Mark, waits: bool = True) -> None:
+    def free(self, label: str, buffer: Buffer, after: ComputeEvent, waits: bool = True) -> None:
         self.log.append(Entry(self.name, "free", "", label))
         super().free(label, buffer, after, waits)
 
 
 class Recorded:
-    """A model whose lanes write down what they do."""
+    """A model whose comm streams write down what they do."""
 
     def __init__(self, prefetch: int = 1, build: Callable[[], nn.Module] = Model) -> None:
         self.log: list[Entry] = []
         self.ctx = FsdpContext(prefetch=prefetch)
-        self.ctx.lane_factory = lambda name, device: RecordingLane(name, self.log)
+        self.ctx.comm_stream_factory = lambda name, device: RecordingCommStream(name, self.log)
         self.model = build()
         shard_layers(self.model, self.ctx)
         self.tokens = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % VOCABULARY
@@ -97,20 +98,20 @@ class Recorded:
         return list(self.log)
 
     def passes(self) -> tuple[list[Entry], list[Entry]]:
-        """The logs of forward and backward once the order is learned."""
+        """Return the logs of forward and backward once the order is learned."""
         self.step()
         losses: list[torch.Tensor] = []
         forward = self.recorded(lambda: losses.append(self.forward()))
         return forward, self.recorded(losses[0].backward)
 
 
-def position(log: list[Entry], action: str, label: str, lane: str = GATHER) -> int:
+def position(log: list[Entry], action: str, label: str, comm_stream: str = GATHER) -> int:
     found = [
         index
         for index, entry in enumerate(log)
-        if (entry.lane, entry.action, entry.label) == (lane, action, label)
+        if (entry.comm_stream, entry.action, entry.label) == (comm_stream, action, label)
     ]
-    assert len(found) == 1, f"{action} of {label!r} on {lane}: {len(found)} times in {log}"
+    assert len(found) == 1, f"{action} of {label!r} on {comm_stream}: {len(found)} times in {log}"
     return found[0]
 
 

@@ -20,7 +20,7 @@ Prepare = Callable[[Any, list[torch.Tensor]], None]
 def gradients_of(
     shard: Any, mesh_shape: tuple[int, ...], prepare: Prepare
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The gradients of two microbatches, and what ``prepare``'s hooks saw."""
+    """Return the gradients of two microbatches, and what ``prepare``'s hooks saw."""
     torch.manual_seed(2)
     names = ("replicate", "shard")[-len(mesh_shape) :]
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, combinations
 from typing import Any, NamedTuple
 
-from fsdp_overlap.schedule.order import Call
+from fsdp_overlap.schedule.order import ForwardRecord
 from fsdp_overlap.schedule.reducer import MAX_INPUTS
 from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.schedule.stats import Stats
@@ -31,7 +31,7 @@ class Options(NamedTuple):
     reshard_after_forward: bool | None = None
     reshard_after_backward: bool = True
     pieces: int = 1
-    """How many buckets each unit has."""
+    """How many param groups each unit has."""
 
     @property
     def reshards(self) -> bool:
@@ -39,11 +39,11 @@ class Options(NamedTuple):
         return self.reshard_after_forward is not False and self.reshard_after_backward
 
 
-class Run(NamedTuple):
+class NoGradForward(NamedTuple):
     """One forward of a unit, and of those within it."""
 
     unit: int
-    inner: tuple[Run, ...] = ()
+    inner: tuple[NoGradForward, ...] = ()
     checkpoint: str = ""
     """How its forward runs again in backward: "reentrant", "recomputed", in the "same" reentrant
     checkpoint as the run before it, in one of its own "within" that, in one of its own in a
@@ -54,7 +54,7 @@ class Action(NamedTuple):
     """What a program does at once: a forward by a ``kind`` of its own, or a step."""
 
     kind: str
-    run: Run | None = None
+    run: NoGradForward | None = None
     skips: tuple[frozenset[int], ...] = ()
     """For each rank, which calls its backward does not reach, counted in forward's order."""
     starts_sync: bool = False
@@ -76,7 +76,7 @@ class Gradients:
     arrived: set[int] = field(default_factory=set)
     """Which gradients autograd holds."""
 
-    def leaves_early(self, index: int) -> bool:
+    def may_copy_in_early(self, index: int) -> bool:
         return index == LARGE
 
     def copy_in(self, indices: Sequence[int]) -> None:
@@ -162,7 +162,7 @@ class Unit:
         pass
 
 
-class Engine:
+class AutogradEngine:
     def __init__(self) -> None:
         self.tasks: list[int] = []
         self.grad = True
@@ -196,16 +196,16 @@ class Engine:
 class Done:
     """A forward of a unit that backward comes back to."""
 
-    run: Run
+    run: NoGradForward
     start: int
     end: int
-    call: Call | None
+    call: ForwardRecord | None
     """``None`` of a reentrant checkpoint, which runs it again."""
-    same: tuple[Run, ...] = ()
+    same: tuple[NoGradForward, ...] = ()
     """What runs again after it, in the same checkpoint."""
 
 
-class Ticket:
+class ReductionWork:
     def done(self) -> bool:
         return False  # as where the host runs ahead
 
@@ -215,7 +215,7 @@ class Rank:
 
     def __init__(self, units: int, options: Options) -> None:
         self.options = options
-        self.engine = Engine()
+        self.engine = AutogradEngine()
         self.syncs = True
         self.runs_again = False
         """Whether reentrant checkpoints are among what runs."""
@@ -255,7 +255,7 @@ class Rank:
     def after_compute(self) -> None:
         pass
 
-    def mark_compute(self) -> int:
+    def record_compute_event(self) -> int:
         return self.clock
 
     def gather(self, unit: Unit) -> None:
@@ -290,14 +290,14 @@ class Rank:
         if self.syncs and self.inputs > most:
             raise Wrong(f"{self.inputs} units have reduce inputs")
 
-    def reduce(self, gradients: Gradients) -> Ticket:
+    def reduce(self, gradients: Gradients) -> ReductionWork:
         self.collectives.append(("reduce", gradients.unit.index, gradients.piece))
         if not self.is_ending:
             self.reduced_in_backward.append((gradients.unit.index, gradients.piece))
         gradients.is_read = True
-        return Ticket()
+        return ReductionWork()
 
-    def finish(self, gradients: Gradients, ticket: Ticket) -> None:
+    def finish(self, gradients: Gradients, work: ReductionWork) -> None:
         gradients.has_input = gradients.is_read = False
 
     def finish_all_reduces(self) -> None:
@@ -341,7 +341,7 @@ class Rank:
             self._check_rest(done)
             self.held = self.inputs
 
-    def _forward(self, run: Run) -> list[Done]:
+    def _forward(self, run: NoGradForward) -> list[Done]:
         unit, start = self.units[run.unit], self.clock
         grad = self.engine.grad
         if run.checkpoint in WITHOUT_GRADIENTS:
@@ -405,7 +405,7 @@ class Rank:
         while under_way:
             self._leave(under_way.pop(), last)
 
-    def _recompute(self, run: Run) -> None:
+    def _recompute(self, run: NoGradForward) -> None:
         """A forward within the backward of the same call, or of one around it."""
         unit = self.units[run.unit]
         self.schedule.before_forward(unit)
@@ -420,7 +420,7 @@ class Rank:
         if call is not None:  # what this makes, backward does not come to
             self.schedule.add_call(call)
 
-    def _run_again(self, *runs: Run) -> None:
+    def _run_again(self, *runs: NoGradForward) -> None:
         """A reentrant checkpoint: forwards, and a backward of their own, within a backward."""
         self.engine.grad = True
         done = []
@@ -440,7 +440,7 @@ class Rank:
             self._arrive(unit, SMALL)
 
     def _arrive(self, unit: Unit, parameter: int) -> None:
-        """A gradient arrives: of the first bucket, and before it all of the others."""
+        """A gradient arrives: of the first param group, and before it all of the others."""
         first, *others = unit.gradients
         for gradients in others if parameter == LARGE else ():
             for each in (LARGE, SMALL):
@@ -500,13 +500,13 @@ class Rank:
 
 
 def subsets(count: int) -> Iterator[frozenset[int]]:
-    """Of so many calls, those that a rank may skip: never all."""
+    """Return of so many calls, those that a rank may skip: never all."""
     every = chain.from_iterable(combinations(range(count), size) for size in range(count))
     return map(frozenset, every)
 
 
-def count_calls(run: Run) -> int:
-    """How many calls backward comes back to."""
+def count_calls(run: NoGradForward) -> int:
+    """Return how many calls backward comes back to."""
     if run.checkpoint in WITHOUT_GRADIENTS:
         return 0
     return sum(map(count_calls, run.inner)) + 1
@@ -523,7 +523,7 @@ def explore(
     ranks: int = 2,
     seen: Seen | None = None,
 ) -> int:
-    """Runs ``program`` on so many ranks. Returns how many events they saw. Of many programs, most
+    """Run ``program`` on so many ranks. Return how many events they saw. Of many programs, most
     differ only in what one rank skips: what the others do is looked up in ``seen``.
 
     Raises:

@@ -18,7 +18,7 @@ WORLD = 4
 
 
 def simulate(claim: Callable[..., Any], device: str, *args: Any) -> Any:
-    """Runs `claim(device, link, *args)` on rank 0 of `WORLD` simulated ranks, in a process of its
+    """Run `claim(device, link, *args)` on rank 0 of `WORLD` simulated ranks, in a process of its
     own."""
     return run_ranks(_simulated, 1, claim, device, args)[0]
 

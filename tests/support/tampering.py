@@ -34,12 +34,12 @@ from fsdp_overlap.checkpoint import (
 DATA = "__0_0.distcp"
 SHA = ".metadata.sha256"
 TERABYTE = 1 << 40
-MOST_MEMORY = 256 << 20  # bytes beside what is there before a load
-MOST_SECONDS = 10.0  # some milliseconds, on an idle machine
+MAX_MEMORY = 256 << 20  # bytes beside what is there before a load
+MAX_SECONDS = 10.0  # some milliseconds, on an idle machine
 
 
 def original() -> dict[str, Any]:
-    """Of every entry kind one, or two."""
+    """Return of every entry kind one, or two."""
     return {
         "weight": torch.arange(24, dtype=torch.float32).view(6, 4),
         "bias": torch.arange(4, dtype=torch.bfloat16),
@@ -74,13 +74,13 @@ def load(folder: Path, state: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def little_memory() -> Iterator[None]:
-    """Fails what asks for more than MOST_MEMORY, whether it uses it or not."""
+    """Fail what asks for more than MAX_MEMORY, whether it uses it or not."""
     if not Path("/proc/self/statm").exists():
         yield
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + MOST_MEMORY
+    limit = pages * resource.getpagesize() + MAX_MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
     try:
         yield
@@ -109,7 +109,7 @@ def expect_refusal(folder: Path, match: str, state: dict[str, Any] | None = None
     start = time.monotonic()
     with little_memory(), pytest.raises(CheckpointException) as caught:
         load(folder, state)
-    assert time.monotonic() - start < MOST_SECONDS
+    assert time.monotonic() - start < MAX_SECONDS
     check_failures(caught.value, match)
     assert disk(folder) == before
     assert state.keys() == values.keys()
@@ -198,7 +198,8 @@ def zipped(records: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> 
 
 
 def records(fqn: str, **changed: bytes | None) -> Change:
-    """The entry with some of its records replaced, removed or added; ``_`` stands for a dot."""
+    """Return the entry with some of its records replaced, removed or added; ``_`` stands for a
+    dot."""
 
     def tamper(folder: Path) -> None:
         found: dict[str, Any] = records_of(entry_of(folder, fqn))
@@ -209,7 +210,7 @@ def records(fqn: str, **changed: bytes | None) -> Change:
 
 
 def saved(value: Any) -> Callable[[str], Change]:
-    """``value`` as torch.save writes it, in place of another."""
+    """Return ``value`` as torch.save writes it, in place of another."""
 
     def at(fqn: str) -> Change:
         def tamper(folder: Path) -> None:
@@ -227,7 +228,7 @@ def pickled(data: bytes) -> Callable[[str], Change]:
 
 
 def replaced(old: bytes, new: bytes, fqn: str) -> Change:
-    """The pickle of an entry with ``new`` where ``old`` was."""
+    """Return the pickle of an entry with ``new`` where ``old`` was."""
 
     def tamper(folder: Path) -> None:
         data = records_of(entry_of(folder, fqn))["data.pkl"]
@@ -261,7 +262,7 @@ NESTED = b")" + b"\x85" * 100_000
 
 
 def lists(levels: int) -> bytes:
-    """The same of lists."""
+    """Return the same of lists."""
     code = b"]q\x00"
     for level in range(1, levels):
         code = b"]q%c(%bh%ce" % (level, code, level - 1)

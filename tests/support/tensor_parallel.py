@@ -83,7 +83,7 @@ class Transformer(nn.Module):
 
 
 def parallelize(model: Transformer, mesh: DeviceMesh) -> Transformer:
-    """Tensor and sequence parallelism over ``mesh``."""
+    """Return tensor and sequence parallelism over ``mesh``."""
     gathered: Any = PrepareModuleInput(
         input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
     )
@@ -117,7 +117,7 @@ def parallelize(model: Transformer, mesh: DeviceMesh) -> Transformer:
 
 
 def batches(count: int, copies: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Tokens and targets of all data-parallel ranks, ``[copies * ROWS, LENGTH]`` each."""
+    """Token and targets of all data-parallel ranks, ``[copies * ROWS, LENGTH]`` each."""
     generator = torch.Generator().manual_seed(3)
     shape = (2, copies * ROWS, LENGTH)
     return [
@@ -182,7 +182,7 @@ def grad(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def mine(mesh: DeviceMesh, batch: torch.Tensor) -> torch.Tensor:
-    """The rows of this data-parallel rank."""
+    """Return the rows of this data-parallel rank."""
     return batch.split(ROWS)[mesh["dp"].get_local_rank()]
 
 

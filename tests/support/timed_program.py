@@ -54,7 +54,7 @@ class Seconds:
 
 
 def program(microbatches: int = 1) -> Step:
-    """A step of blocks of one layer each. The last microbatch is reduced."""
+    """Return a step of blocks of one layer each. The last microbatch is reduced."""
     mesh = init_device_mesh("emulated", (8,))
     with torch.device("emulated"):
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(UNITS)))

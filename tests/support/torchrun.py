@@ -41,7 +41,7 @@ class Fork(subprocess.Popen):
 
 
 def _run(command: list[str]) -> int:
-    """The exit code."""
+    """Return the exit code."""
     try:
         if command[0] == "-m":
             sys.argv = command[1:]

@@ -17,7 +17,7 @@ def event(name: str, start: float, end: float, tid: int = MAIN, **more: Any) -> 
 
 
 def gather(unit: str, start: float) -> list[Event]:
-    """An issue range of ten microseconds with a broadcast for each of two ranks."""
+    """Return an issue range of ten microseconds with a broadcast for each of two ranks."""
     return [
         event(f"fsdp_overlap::all_gather({unit})", start, start + 10),
         event("c10d::broadcast_", start + 1, start + 3),
@@ -118,5 +118,5 @@ class Step:
 
 
 def report_of(*steps: Step) -> Report:
-    """Of ranks that each took one step."""
+    """Return of ranks that each took one step."""
     return read_report(*(trace_of(*step.events, rank=rank) for rank, step in enumerate(steps)))

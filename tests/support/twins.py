@@ -71,7 +71,7 @@ class Twins:
         return cls(*ZOO[name], **options)
 
     def batches(self, count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Tokens and targets of all ranks, ``[world * ROWS, LENGTH]`` each."""
+        """Token and targets of all ranks, ``[world * ROWS, LENGTH]`` each."""
         generator = torch.Generator().manual_seed(3)
         shape = (self.world * ROWS, LENGTH)
         for _ in range(count):
@@ -84,12 +84,13 @@ class Twins:
     def losses(
         self, tokens: torch.Tensor, targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss of this rank's rows and the mean over ranks of the twin's losses."""
+        """Return the loss of this rank's rows and the mean over ranks of the twin's losses."""
         loss = loss_of(self.model(self.mine(tokens)), self.mine(targets))
         return loss, self.twin_loss(tokens, targets)
 
     def twin_loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The twin sees each rank's rows apart, so that branches on data fall as they do there."""
+        """Return the twin sees each rank's rows apart, so that branches on data fall as they do
+        there."""
         iteration = getattr(self.twin, "iteration", 0)
         twin_losses = []
         for rows, wanted in zip(tokens.split(ROWS), targets.split(ROWS), strict=True):
@@ -147,8 +148,8 @@ class Twins:
         assert self.ctx.stats.current_full_buffers == 0, self.ctx.stats
         assert self.ctx.stats.current_reduce_inputs == 0, self.ctx.stats
         for unit in self.ctx.units:
-            for bucket in unit.buckets:
-                assert bucket.full.flat.untyped_storage().nbytes() == 0
+            for param_group in unit.param_groups:
+                assert param_group.full.flat.untyped_storage().nbytes() == 0
             for gradients in unit.gradients:
                 assert gradients.reduce_scatter_input.flat.untyped_storage().nbytes() == 0
 
@@ -156,7 +157,7 @@ class Twins:
         return zip(self.model.named_parameters(), self.twin.parameters(), strict=True)
 
     def train(self, iterations: int) -> None:
-        """Trains both and compares everything at every step.
+        """Train both and compare everything at every step.
 
         Whole tensors only in the last: to put them together takes longer than all the rest.
         """

@@ -8,7 +8,7 @@ from math import ceil
 # The bound is found to this part of a fair share.
 PRECISION = 1e-4
 # No more than so many things a rank are counted: with more of them the bound is 1 for all purposes.
-MOST_PER_RANK = 100
+MAX_PER_RANK = 100
 
 
 def least_imbalance(things: Mapping[float, int], ranks: int) -> float:
@@ -18,7 +18,7 @@ def least_imbalance(things: Mapping[float, int], ranks: int) -> float:
     sizes = sorted(
         ((size / share, count) for size, count in things.items() if size and count), reverse=True
     )
-    low = max(1.0, *(_of_fullest(sizes, ranks, more) for more in range(MOST_PER_RANK)))
+    low = max(1.0, *(_of_fullest(sizes, ranks, more) for more in range(MAX_PER_RANK)))
     high = low
     while _bins_for(sizes, high) > ranks:
         low, high = high, 2 * high

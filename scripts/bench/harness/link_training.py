@@ -22,12 +22,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 import fsdp_overlap
-from fsdp_overlap.comm.collectives import Issued, choose
+from fsdp_overlap.comm.collectives import PendingCollective, choose
 from fsdp_overlap.layout import (
     BlockAtomic,
-    BucketPlan,
     Flat,
     Layout,
+    ParamGroupPlan,
     ParamSpec,
     PerTensor,
     TensorAtomic,
@@ -159,13 +159,13 @@ class OurReduceScatter(Ours, ReduceScatter):
 
 
 @cache
-def plan_of(numel: int, dtype: torch.dtype, world_size: int) -> BucketPlan:
+def plan_of(numel: int, dtype: torch.dtype, world_size: int) -> ParamGroupPlan:
     """Of one tensor, cut evenly."""
     [plan] = plan_units([[ParamSpec("", (numel,), dtype)]], world_size, Flat())
     return plan
 
 
-def finish(issued: Issued) -> torch.Tensor:
+def finish(issued: PendingCollective) -> torch.Tensor:
     for work in issued.works:
         work.wait()
     return issued.finish()
@@ -320,7 +320,7 @@ def make_communication(
     def communicate() -> float:
         uses = 2 * len(model) - (1 if prefetch else 0)
         gathers = [collectives.all_gather(full, shard, plan, gather_group) for _ in range(uses)]
-        reductions: deque[Issued] = deque()
+        reductions: deque[PendingCollective] = deque()
         for _ in model:
             if len(reductions) == MAX_INPUTS:
                 finish(reductions.popleft())

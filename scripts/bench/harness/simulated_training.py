@@ -160,10 +160,17 @@ def true_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     from the beginning, and FSDP2's parameters from rows to rows.
     """
     found: dict[int, torch.Tensor] = {}
-    for bucket in (bucket for unit in units_of(model) for bucket in unit.buckets):
-        flat = torch.cat([repeated(bucket.shard, numel) for numel in bucket.plan.shard_numels])
+    for param_group in (
+        param_group for unit in units_of(model) for param_group in unit.param_groups
+    ):
+        flat = torch.cat(
+            [repeated(param_group.shard, numel) for numel in param_group.plan.shard_numels]
+        )
         for parameter, spec, offset in zip(
-            bucket.sharded_parameters, bucket.plan.specs, bucket.plan.offsets, strict=True
+            param_group.sharded_parameters,
+            param_group.plan.specs,
+            param_group.plan.offsets,
+            strict=True,
         ):
             found[id(parameter)] = flat[offset : offset + spec.numel].view(spec.shape)
     for parameter in model.parameters():
@@ -221,8 +228,8 @@ class Bench:
         return cls(scale, device, link, models, batch, policy)
 
     def new_ours(self) -> nn.Sequential:
-        """Another model of ours, which has not run yet. It uses the lanes, and so the memory, of
-        the one that has: no first allocations disturb its first step."""
+        """Another model of ours, which has not run yet. It uses the comm streams, and so the
+        memory, of the one that has: no first allocations disturb its first step."""
         mesh = init_device_mesh(self.device, (self.scale.world_size,))
         model = build_ours(self.scale, self.device, mesh, self.policy)
         fsdp_overlap.share_comm_ctx([self.models[OURS], model])

@@ -1,7 +1,7 @@
-"""Lanes: ordered queues on which communication runs beside compute.
+"""Comm streams: ordered queues on which communication runs beside compute.
 
-On a device with streams a lane is a stream, and compute waits for events without blocking the host.
-On a CPU a lane is a queue of asynchronous work, and compute waits by blocking.
+On a device with streams it is a stream of the device, and compute waits for events without blocking
+the host. On a CPU it is a queue of asynchronous work, and compute waits by blocking.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from fsdp_overlap.comm.collectives import Issued
+from fsdp_overlap.comm.collectives import PendingCollective
 from fsdp_overlap.comm.graphs import capture_under_way
 from fsdp_overlap.comm.streams import has_streams, streams_of
 from fsdp_overlap.comm.watchdog import Watchdog, wait, watchdog_of
 from fsdp_overlap.tensor.flat_buffer import Buffer
 from fsdp_overlap.torch_internals import profiler_enabled
 
-Mark = Any
-"""A point in the compute enqueued so far, as :meth:`Lane.mark_compute` gives it."""
+ComputeEvent = Any
+"""A point in the compute enqueued so far, as :meth:`CommStream.record_compute_event` gives it."""
 
-Travel = tuple[Callable[[], Issued], Callable[[torch.Tensor], None] | None, int]
-"""What :meth:`Lane.enqueue` runs and gives the result to, and how many bytes travel then."""
+CollectiveOp = tuple[Callable[[], PendingCollective], Callable[[torch.Tensor], None] | None, int]
+"""What :meth:`CommStream.enqueue` runs and gives the result to, and how many bytes travel then."""
 
 
 REPLAY = "replay of a CUDA graph"
 """What is launched instead of collectives where these are in a graph."""
 
-# How many collectives a lane remembers that have not ended.
+# How many collectives a comm stream remembers that have not ended.
 MAX_LAUNCHED = 1024
 
-# How many buffers a lane may have freed while compute still reads them. A host that is many passes
-# ahead would take new memory for each.
+# How many buffers a comm stream may have freed while compute still reads them. A host that is many
+# passes ahead would take new memory for each.
 MAX_KEPT_BACK = 4
 
 
@@ -57,8 +57,8 @@ def span(kind: str, label: str, nbytes: int = 0) -> AbstractContextManager[Any]:
     return record_function(f"fsdp_overlap::{kind}({label}){size}")
 
 
-class Ticket(Protocol):
-    """What a lane hands back for enqueued work."""
+class WorkHandle(Protocol):
+    """What a comm stream hands back for enqueued work."""
 
     def wait(self) -> None:
         """Make the caller's compute wait. Safe to call twice.
@@ -77,12 +77,12 @@ class Ticket(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Give up the result instead of :meth:`wait`. Afterwards compute may edit
-        what the work reads, and what the work writes to may be freed in the lane's order."""
+        """Give up the result, instead of :meth:`wait`. Afterwards compute may edit
+        what the work reads, and what the work writes to may be freed in the comm stream's order."""
         ...
 
 
-class Lane:
+class CommStream:
     """A queue of communication. What it need not do on a CPU does nothing here.
 
     ``label`` names the unit in errors and traces, ``kind`` names the collective.
@@ -94,7 +94,7 @@ class Lane:
     """Whether what is enqueued is captured in a graph, and does not run yet."""
 
     def set_captured(self, is_captured: bool) -> None:
-        """Note that a capture that the lane takes part in has begun, or is about to end."""
+        """Note that a capture that the stream takes part in has begun, or is about to end."""
 
     def after_compute(self) -> None:
         """Start what is enqueued from now on after the compute enqueued so far."""
@@ -102,93 +102,94 @@ class Lane:
     def after_event(self, event: torch.Event) -> None:
         """Start what is enqueued from now on after ``event``."""
 
-    def after_ticket(self, ticket: Ticket) -> None:
-        """Start what is enqueued from now on after the work of ``ticket``, which is of another
-        lane."""
+    def after_work(self, work: WorkHandle) -> None:
+        """Start what is enqueued from now on after ``work``, which is of another stream."""
         raise NotImplementedError
 
     def after_replay(self) -> None:
-        """Start what is enqueued from now on after a graph that was just enqueued as compute,
-        which waits for what was enqueued here so far."""
+        """Start what is enqueued from now on after a graph that was just enqueued as compute, which
+        waits for what was enqueued here so far."""
 
     def before_compute(self) -> None:
         """Start compute enqueued from now on after what was enqueued here so far."""
 
-    def mark_compute(self) -> Mark:
+    def record_compute_event(self) -> ComputeEvent:
         """Return a mark of the compute enqueued so far."""
         return None
 
     def allocate(self, label: str, buffer: Buffer) -> None:
-        """Give ``buffer`` storage, in the lane's order."""
+        """Give ``buffer`` storage, in the comm stream's order."""
         raise NotImplementedError
 
     def enqueue(
         self,
         kind: str,
         label: str,
-        issue: Callable[[], Issued],
+        issue: Callable[[], PendingCollective],
         accept: Callable[[torch.Tensor], None] | None = None,
         nbytes: int = 0,
-    ) -> Ticket:
-        """Run ``issue`` and give its result to ``accept``, in the lane's order. ``nbytes`` is how
-        many bytes travel to or from this rank, 0 if they were not counted."""
+    ) -> WorkHandle:
+        """Run ``issue`` and give its result to ``accept``, in the comm stream's order. ``nbytes``
+        is how many bytes travel to or from this rank, 0 if they were not counted."""
         raise NotImplementedError
 
-    def free(self, label: str, buffer: Buffer, after: Mark, waits: bool = True) -> None:
-        """Free what this lane allocated, once the compute up to ``after`` is done (None: at
-        once). If the lane need not wait (``waits``), what is enqueued from now on may start before
-        that, in other memory."""
+    def free(self, label: str, buffer: Buffer, after: ComputeEvent, waits: bool = True) -> None:
+        """Free what this comm stream allocated, once the compute up to ``after`` is done (None: at
+        once). If the comm stream need not wait (``waits``), what is enqueued from now on may start
+        before that, in other memory."""
         raise NotImplementedError
 
 
-class HostTicket:
+class HostWorkHandle:
     """Asynchronous work of a CPU backend."""
 
-    __slots__ = ("_accept", "_issued", "kind", "label")
+    __slots__ = ("_accept", "_pending", "kind", "label")
 
     def __init__(
         self,
         kind: str,
         label: str,
-        issued: Issued,
+        pending: PendingCollective,
         accept: Callable[[torch.Tensor], None] | None,
     ) -> None:
         self.kind = kind
         self.label = label
-        self._issued: Issued | None = issued
+        self._pending: PendingCollective | None = pending
         self._accept = accept
 
     def wait(self) -> None:
-        issued = self._issued
-        if issued is None:
+        pending = self._pending
+        if pending is None:
             return
-        if issued.works:
-            self._wait_for(issued)
-        self._issued = None
-        result = issued.finish()
+        if pending.works:
+            self._wait_for(pending)
+        self._pending = None
+        result = pending.finish()
         if self._accept is not None:
             self._accept(result)
 
-    def _wait_for(self, issued: Issued) -> None:
+    def _wait_for(self, pending: PendingCollective) -> None:
         with span("wait_" + self.kind, self.label):
-            watchdog = watchdog_of(issued.group)
+            watchdog = watchdog_of(pending.group)
             failure: RuntimeError | None = None
             # All are waited for, also after one has failed: the others may still read or write
             # what is freed next.
-            for work in issued.works:
+            for work in pending.works:
                 try:
                     wait(work, watchdog)
                 except RuntimeError as error:
                     failure = failure or error
             if failure is not None:
-                raise RuntimeError(self._describe(issued, watchdog, failure)) from failure
+                raise RuntimeError(self._describe(pending, watchdog, failure)) from failure
 
-    def _describe(self, issued: Issued, watchdog: Watchdog | None, failure: RuntimeError) -> str:
+    def _describe(
+        self, pending: PendingCollective, watchdog: Watchdog | None, failure: RuntimeError
+    ) -> str:
         what = f"{self.kind} of unit {self.label!r}" if self.label else self.kind
         where = ""
-        if issued.group is not None:
-            ranks = dist.get_process_group_ranks(issued.group)
-            where = f" among ranks {ranks} (group {issued.group.group_name!r})"
+        if pending.group is not None:
+            ranks = dist.get_process_group_ranks(pending.group)
+            where = f" among ranks {ranks} (group {pending.group.group_name!r})"
         why = str(failure) if watchdog is None else watchdog.explain(failure)
         return f"{what}{where} failed: {why}"
 
@@ -196,21 +197,21 @@ class HostTicket:
         self.wait()
 
     def done(self) -> bool:
-        return self._issued is None or all(work.is_completed() for work in self._issued.works)
+        return self._pending is None or all(work.is_completed() for work in self._pending.works)
 
     def abandon(self) -> None:
-        issued, self._issued = self._issued, None
-        if issued is not None and issued.works:
+        pending, self._pending = self._pending, None
+        if pending is not None and pending.works:
             with suppress(RuntimeError):  # the watchdog knows, and tells those who need a result
-                self._wait_for(issued)
+                self._wait_for(pending)
 
 
-class HostLane(Lane):
-    """A queue of asynchronous work on a CPU. Tickets are waited for one by one: nothing else knows
-    what is under way. There are no graphs."""
+class HostCommStream(CommStream):
+    """A queue of asynchronous work on a CPU. Work handles are waited for one by one: nothing else
+    knows what is under way. There are no graphs."""
 
-    def after_ticket(self, ticket: Ticket) -> None:
-        ticket.wait()
+    def after_work(self, work: WorkHandle) -> None:
+        work.wait()
 
     def allocate(self, label: str, buffer: Buffer) -> None:
         buffer.allocate()
@@ -219,21 +220,21 @@ class HostLane(Lane):
         self,
         kind: str,
         label: str,
-        issue: Callable[[], Issued],
+        issue: Callable[[], PendingCollective],
         accept: Callable[[torch.Tensor], None] | None = None,
         nbytes: int = 0,
-    ) -> Ticket:
+    ) -> WorkHandle:
         if not profiler_enabled():
-            return HostTicket(kind, label, issue(), accept)
+            return HostWorkHandle(kind, label, issue(), accept)
         with span(kind, label, nbytes):
-            return HostTicket(kind, label, issue(), accept)
+            return HostWorkHandle(kind, label, issue(), accept)
 
-    def free(self, label: str, buffer: Buffer, after: Mark, waits: bool = True) -> None:
+    def free(self, label: str, buffer: Buffer, after: ComputeEvent, waits: bool = True) -> None:
         buffer.free()
 
 
-class StreamTicket:
-    """Work on a lane's stream, up to an event."""
+class DeviceWorkHandle:
+    """Work on a comm stream's stream, up to an event."""
 
     def __init__(self, event: torch.Event, streams: Any) -> None:
         self._event = event
@@ -253,9 +254,9 @@ class StreamTicket:
         self.wait()
 
 
-class Launched(NamedTuple):
-    """A collective on a lane's stream, or a replay before what comes there next: the events that
-    the stream waited for before it, and the one behind it."""
+class LaunchedCollective(NamedTuple):
+    """A collective on a comm stream's stream, or a replay before what comes there next: the events
+    that the stream waited for before it, and the one behind it."""
 
     kind: str
     label: str
@@ -263,8 +264,8 @@ class Launched(NamedTuple):
     end: torch.Event
 
 
-class CapturedTicket(StreamTicket):
-    """Work on a lane's stream that is captured in a graph. When the capture is over there is
+class CapturedWorkHandle(DeviceWorkHandle):
+    """Work on a comm stream's stream that is captured in a graph. When the capture is over there is
     nothing to wait for, because nothing has run."""
 
     def __init__(self, event: torch.Event, streams: Any) -> None:
@@ -286,7 +287,7 @@ class CapturedTicket(StreamTicket):
         return capture_under_way() is self._capture
 
 
-class StreamLane(Lane):
+class DeviceCommStream(CommStream):
     """A stream of a device that has them."""
 
     runs_ahead = True
@@ -297,7 +298,7 @@ class StreamLane(Lane):
         self.stream = self._streams.Stream(device, priority=-1)
         self._kept_back: list[torch.Event] = []
         """Marks of compute that memory was kept back for. Those that are past are dropped."""
-        self.launched: deque[Launched] = deque(maxlen=MAX_LAUNCHED)
+        self.launched: deque[LaunchedCollective] = deque(maxlen=MAX_LAUNCHED)
         """For the desync monitor, which drops those that have ended."""
         self.count = 0
         """How many were ever launched."""
@@ -316,21 +317,21 @@ class StreamLane(Lane):
         self.stream.wait_event(event)
         self._preceding.append(event)
 
-    def after_ticket(self, ticket: Ticket) -> None:
+    def after_work(self, work: WorkHandle) -> None:
         with self._streams.stream(self.stream):
-            ticket.wait()
+            work.wait()
 
     def after_replay(self) -> None:
         self.after_compute()
         end = self._preceding[-1]
         self._preceding = [end]  # the others precede the replay
         self.count += 1
-        self.launched.append(Launched(REPLAY, "", (), end))
+        self.launched.append(LaunchedCollective(REPLAY, "", (), end))
 
     def before_compute(self) -> None:
         self._streams.current_stream().wait_stream(self.stream)
 
-    def mark_compute(self) -> Mark:
+    def record_compute_event(self) -> ComputeEvent:
         return self._streams.current_stream().record_event()
 
     def allocate(self, label: str, buffer: Buffer) -> None:
@@ -341,10 +342,10 @@ class StreamLane(Lane):
         self,
         kind: str,
         label: str,
-        issue: Callable[[], Issued],
+        issue: Callable[[], PendingCollective],
         accept: Callable[[torch.Tensor], None] | None = None,
         nbytes: int = 0,
-    ) -> Ticket:
+    ) -> WorkHandle:
         with span(kind, label, nbytes), self._streams.stream(self.stream):
             result = issue().finish()
             if accept is not None:
@@ -352,12 +353,12 @@ class StreamLane(Lane):
             end = self.stream.record_event()
         preceding, self._preceding = self._preceding, []
         if self.is_captured:
-            return CapturedTicket(end, self._streams)
+            return CapturedWorkHandle(end, self._streams)
         self.count += 1
-        self.launched.append(Launched(kind, label, preceding, end))
-        return StreamTicket(end, self._streams)
+        self.launched.append(LaunchedCollective(kind, label, preceding, end))
+        return DeviceWorkHandle(end, self._streams)
 
-    def free(self, label: str, buffer: Buffer, after: Mark, waits: bool = True) -> None:
+    def free(self, label: str, buffer: Buffer, after: ComputeEvent, waits: bool = True) -> None:
         late = waits or buffer.keeps_storage or buffer.memory is not None or self._keeps_enough()
         if after is not None and late:
             # Memory goes back to the stream that it was allocated on, so no record_stream() is
@@ -378,6 +379,6 @@ class StreamLane(Lane):
         return len(self._kept_back) >= MAX_KEPT_BACK
 
 
-def make_lane(device: torch.device) -> Lane:
-    """Return a new lane for compute on ``device``."""
-    return StreamLane(device) if has_streams(device) else HostLane()
+def make_comm_stream(device: torch.device) -> CommStream:
+    """Return a new comm stream for compute on ``device``."""
+    return DeviceCommStream(device) if has_streams(device) else HostCommStream()

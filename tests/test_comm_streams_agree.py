@@ -1,4 +1,5 @@
-"""The lanes of the emulated device do what recording lanes and host lanes do on a CPU."""
+"""The comm streams of the emulated device do what recording comm streams and host comm streams do
+on a CPU."""
 
 from __future__ import annotations
 
@@ -9,13 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_overlap.comm.collectives import Issued
-from fsdp_overlap.comm.lanes import HostLane, Lane, Mark, StreamLane, Ticket
+from fsdp_overlap.comm.collectives import PendingCollective
+from fsdp_overlap.comm.comm_streams import (
+    CommStream,
+    ComputeEvent,
+    DeviceCommStream,
+    HostCommStream,
+    WorkHandle,
+)
 from fsdp_overlap.emulator import EmulatedDevice, fake_ranks, running
 from fsdp_overlap.layout import PerTensor, TensorAtomic
 from fsdp_overlap.schedule.stats import Stats
 from support.emulated import Program
-from support.recorded import Entry, RecordingLane
+from support.recorded import Entry, RecordingCommStream
 from support.zoo import ZOO
 
 RANKS = 4
@@ -27,11 +34,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "copies": {"dims": (2, 2)},
     "copies, divided": {"dims": (2, 2), "shard_optimizer_over_replicas": True},
 }
-MakeLane = Callable[[str, torch.device], Lane]
+MakeCommStream = Callable[[str, torch.device], CommStream]
 
 
-class WrittenLane(StreamLane):
-    """A stream that writes down what happens on it, as a recording lane does."""
+class WrittenCommStream(DeviceCommStream):
+    """A stream that writes down what happens on it, as a recording comm stream does."""
 
     def __init__(self, name: str, device: torch.device, log: list[Entry]) -> None:
         super().__init__(device)
@@ -45,37 +52,39 @@ class WrittenLane(StreamLane):
         self,
         kind: str,
         label: str,
-        issue: Callable[[], Issued],
+        issue: Callable[[], PendingCollective],
         accept: Callable[[torch.Tensor], None] | None = None,
         nbytes: int = 0,
-    ) -> Ticket:
+    ) -> WorkHandle:
         self.log.append(Entry(self.name, "enqueue", kind, label))
         return super().enqueue(kind, label, issue, accept, nbytes)
 
-    def free(self, label: str, buffer: Any, after: Mark, waits: bool = True) -> None:
+    def free(self, label: str, buffer: Any, after: ComputeEvent, waits: bool = True) -> None:
         self.log.append(Entry(self.name, "free", "", label))
         super().free(label, buffer, after, waits)
 
 
-def trained(device: str, make_lane: MakeLane, **options: Any) -> Stats:
+def trained(device: str, make_comm_stream: MakeCommStream, **options: Any) -> Stats:
     emulated = running(EmulatedDevice()) if device == "emulated" else nullcontext()
     context: AbstractContextManager[Any] = emulated
     with fake_ranks(RANKS), context:
         program = Program(device=device, **options)
-        program.ctx.lane_factory = make_lane
+        program.ctx.comm_stream_factory = make_comm_stream
         program.train(3)
         return program.ctx.stats
 
 
 def on_streams(**options: Any) -> tuple[list[Entry], Stats]:
     log: list[Entry] = []
-    stats = trained("emulated", lambda name, device: WrittenLane(name, device, log), **options)
+    stats = trained(
+        "emulated", lambda name, device: WrittenCommStream(name, device, log), **options
+    )
     return log, stats
 
 
 def recorded(**options: Any) -> tuple[list[Entry], Stats]:
     log: list[Entry] = []
-    stats = trained("cpu", lambda name, _: RecordingLane(name, log), **options)
+    stats = trained("cpu", lambda name, _: RecordingCommStream(name, log), **options)
     return [entry for entry in log if entry.action != "wait"], stats
 
 
@@ -113,19 +122,22 @@ def test_streams_are_given_and_count_what_lanes_of_a_cpu_do(
     written, counted = on_streams(name=name, **options)
     assert counted == on_cpu
     assert counted.all_gathers > 0
-    lanes = {entry.lane for entry in given}
+    comm_streams = {entry.comm_stream for entry in given}
     if "shard_optimizer_over_replicas" in options and name in MAY_LACK_GRADIENTS:
-        lanes.remove("all_reduce")
-    for lane in lanes:
-        assert [e for e in given if e.lane == lane] == [e for e in written if e.lane == lane]
-    # The host sums across copies when it has waited for the shards' sums; a stream waits by itself.
+        comm_streams.remove("all_reduce")
+    for comm_stream in comm_streams:
+        assert [e for e in given if e.comm_stream == comm_stream] == [
+            e for e in written if e.comm_stream == comm_stream
+        ]
+    # The host sums across replicas when it has waited for the shards' sums; a stream waits by
+    # itself.
     assert given == written or "dims" in options
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_host_lanes_count_what_recording_lanes_count(options: dict[str, Any]) -> None:
     _, counted = recorded(**options)
-    assert trained("cpu", lambda *_: HostLane(), **options) == counted
+    assert trained("cpu", lambda *_: HostCommStream(), **options) == counted
 
 
 def test_another_order_is_noticed() -> None:

@@ -1,4 +1,4 @@
-"""The plan of a bucket: where its parameters lie, and which rank holds what."""
+"""The plan of a param group: where its parameters lie, and which rank holds what."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ def align(numel: int, alignment: int) -> int:
 
 
 @dataclass(frozen=True)
-class BucketPlan:
-    """Where each parameter of a bucket lies in its flat buffer, and which rank holds which range.
+class ParamGroupPlan:
+    """Where each parameter of a param group lies in its flat buffer, and which rank holds which
+    range.
 
     All numbers are in elements. Rank ``r`` holds ``[shard_starts[r], shard_starts[r] +
     shard_numels[r])``. Parameters are in the order of their offsets. ``block_sizes[i]`` is the
@@ -74,7 +75,7 @@ class BucketPlan:
         """Whether all shards have the same size."""
         return len(set(self.shard_numels)) == 1
 
-    def merged(self, world_size: int) -> BucketPlan:
+    def merged(self, world_size: int) -> ParamGroupPlan:
         """Return the same flat buffer on fewer ranks. Each holds what several neighbours hold here.
 
         Raises:
@@ -99,7 +100,7 @@ class BucketPlan:
         any of it.
 
         Raises:
-            KeyError: the bucket has no parameter of that name.
+            KeyError: the param group has no parameter of that name.
         """
         return list(self._ranges[fqn])
 
@@ -108,7 +109,7 @@ class BucketPlan:
         it, or if it is empty.
 
         Raises:
-            KeyError: the bucket has no parameter of that name.
+            KeyError: the param group has no parameter of that name.
         """
         ranges = self._ranges[fqn]
         return ranges[0][0] if len(ranges) == 1 else None

@@ -1,4 +1,5 @@
-"""How a bucket lies while it travels in few bits: codes, their scales, and what keeps its dtype."""
+"""How a param group lies while it travels in few bits: codes, their scales, and what keeps its
+dtype."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from functools import cached_property
 from itertools import accumulate
 from math import prod
 
-from fsdp_overlap.layout.bucket_plan import BucketPlan
+from fsdp_overlap.layout.param_group_plan import ParamGroupPlan
 from fsdp_overlap.layout.rows_plan import RowsPlan
 from fsdp_overlap.layout.spec import ParamSpec
 
@@ -46,7 +47,7 @@ def block_numel(spec: ParamSpec, size: BlockSize) -> int:
 
 
 @dataclass(frozen=True)
-class Run:
+class QuantizedRun:
     """Neighbouring elements of parameter ``index`` in a flat buffer, which are whole blocks of one
     size.
 
@@ -70,7 +71,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Kept:
+class UnquantizedRange:
     """The ``numel`` elements from ``start`` on in a flat buffer, of parameter ``index``, which
     travel in full. In that part of a rank's segment they are the elements from ``at`` on."""
 
@@ -87,16 +88,16 @@ class Kept:
 @dataclass(frozen=True)
 class Segment:
     """What a rank sends: the codes and scales of ``runs``, and what is ``kept`` in its dtype.
-    ``parts``: see :attr:`WirePlan.parts`."""
+    ``parts``: see :attr:`QuantizedPlan.parts`."""
 
-    runs: tuple[Run, ...]
-    kept: tuple[Kept, ...]
+    runs: tuple[QuantizedRun, ...]
+    kept: tuple[UnquantizedRange, ...]
     parts: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class WirePlan:
-    """What each rank sends of a bucket that is laid out by ``plan``.
+class QuantizedPlan:
+    """What each rank sends of a param group that is laid out by ``plan``.
 
     A rank's segment has a code for each element of its shard, the scales of its blocks, and the
     elements of parameters that have no block (``None`` in ``blocks``), in their own dtype. A code
@@ -107,7 +108,7 @@ class WirePlan:
         ValueError: a block lies on two ranks.
     """
 
-    plan: BucketPlan
+    plan: ParamGroupPlan
     blocks: tuple[BlockSize | None, ...]
     code_bytes: int
     scale_bytes: int
@@ -123,7 +124,7 @@ class WirePlan:
         return Segment(tuple(self._runs_in(places)), tuple(self._kept_in(places)), self.parts[rank])
 
     @cached_property
-    def all_runs(self) -> list[Run]:
+    def all_runs(self) -> list[QuantizedRun]:
         """The blocks in the flat buffer. Scales are counted over all ranks."""
         plan = self.plan
         places = zip(plan.specs, plan.offsets, strict=True)
@@ -132,7 +133,7 @@ class WirePlan:
         )
 
     @cached_property
-    def kept_of_ranks(self) -> list[tuple[int, Kept]]:
+    def kept_of_ranks(self) -> list[tuple[int, UnquantizedRange]]:
         """What each rank sends in full: its number, and what. Starts are those in the flat
         buffer."""
         starts = self.plan.shard_starts
@@ -164,9 +165,9 @@ class WirePlan:
         ]
 
     @cached_property
-    def packed(self) -> BucketPlan:
+    def packed(self) -> ParamGroupPlan:
         """The plan of the buffer of bytes in which segments follow each other."""
-        return BucketPlan((), (), tuple(map(sum, self.parts)))
+        return ParamGroupPlan((), (), tuple(map(sum, self.parts)))
 
     @cached_property
     def _places(self) -> list[list[tuple[int, int, int]]]:
@@ -179,23 +180,23 @@ class WirePlan:
                 found[rank].append((index, offset - plan.shard_starts[rank] + start, stop - start))
         return found
 
-    def _kept_in(self, places: Sequence[tuple[int, int, int]]) -> list[Kept]:
+    def _kept_in(self, places: Sequence[tuple[int, int, int]]) -> list[UnquantizedRange]:
         kept = [place for place in places if self.blocks[place[0]] is None]
         before = accumulate((numel for _, _, numel in kept), initial=0)
-        return [Kept(*place, at) for place, at in zip(kept, before, strict=False)]
+        return [UnquantizedRange(*place, at) for place, at in zip(kept, before, strict=False)]
 
-    def _runs_in(self, places: Sequence[tuple[int, int, int]]) -> list[Run]:
-        found: list[Run] = []
+    def _runs_in(self, places: Sequence[tuple[int, int, int]]) -> list[QuantizedRun]:
+        found: list[QuantizedRun] = []
         scale = 0
         for index, start, numel in places:
             size, columns = self.blocks[index], self.plan.specs[index].shape[-1:]
             for shape in _shapes(numel, size, *columns) if size is not None else ():
-                found.append(Run(index, start, shape, scale))
+                found.append(QuantizedRun(index, start, shape, scale))
                 start, scale = start + found[-1].numel, scale + found[-1].scales
         return found
 
 
-def one_rank(plan: RowsPlan, blocks: Sequence[BlockSize | None]) -> BucketPlan:
+def one_rank(plan: RowsPlan, blocks: Sequence[BlockSize | None]) -> ParamGroupPlan:
     """Return where the chunks of any one rank lie in its shard.
 
     Raises:
@@ -218,10 +219,10 @@ def one_rank(plan: RowsPlan, blocks: Sequence[BlockSize | None]) -> BucketPlan:
                 f"along dimension 0, and {height} of its rows share a scale: use block=(1, None), "
                 "another layout than PerTensor(), or name the parameter in keep=(...)"
             )
-    return BucketPlan(tuple(specs), plan.starts, plan.shard_numels[:1])
+    return ParamGroupPlan(tuple(specs), plan.starts, plan.shard_numels[:1])
 
 
-def check_cuts(plan: BucketPlan, spec: ParamSpec, size: BlockSize | None) -> None:
+def check_cuts(plan: ParamGroupPlan, spec: ParamSpec, size: BlockSize | None) -> None:
     """Check that ``plan`` cuts a parameter between its blocks.
 
     Raises:

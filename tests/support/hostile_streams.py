@@ -1,4 +1,4 @@
-"""Lanes of a GPU that show who does not wait: they are late, and put NaN into memory."""
+"""Comm streams of a GPU that show who does not wait: they are late, and put NaN into memory."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from fsdp_overlap.comm.collectives import Issued
-from fsdp_overlap.comm.lanes import Mark, StreamLane, Ticket
+from fsdp_overlap.comm.collectives import PendingCollective
+from fsdp_overlap.comm.comm_streams import ComputeEvent, DeviceCommStream, WorkHandle
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 
 RANKS = int(os.environ.get("FSDP_OVERLAP_RANKS_ON_GPUS", 0)) or max(
@@ -21,32 +21,31 @@ CYCLES = 2_000_000
 
 
 def late() -> None:
-    """Makes what is enqueued next on the current stream late."""
+    """Make what is enqueued next on the current stream late."""
     if torch.cuda.is_available():  # else a device stands in, on which only orders count
         torch.cuda._sleep(CYCLES)
 
 
-class LateTicket:
-    """Compute that waited for it is late, though the host and the lanes go on."""
+class LateWorkHandle:
+    """Compute that waited for it is late, though the host and the comm streams go on."""
 
-    def __init__(self, ticket: Ticket) -> None:
-        self._ticket = ticket
+    def __init__(self, work: WorkHandle) -> None:
+        self._work = work
 
     def wait(self) -> None:
-        self._ticket.wait()
+        self._work.wait()
         late()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._ticket, name)
+        return getattr(self._work, name)
 
 
-class HostileLane(StreamLane):
-    """A lane that is late with all it does, and whose buffers hold NaN before and after.
+class HostileCommStream(DeviceCommStream):
+    """A comm stream that is late with all it does, and whose buffers hold NaN before and after.
 
-    So compute that does not wait for a gather is seen. With `late_compute` the lane is in time, and
-    what computes after a wait for it is late. That shows a free that does not wait for compute, and
-    a lane that reads gradients too early.
-    """
+    So compute that does not wait for a gather is seen. With `late_compute` the comm stream is in
+    time, and what computes after a wait for it is late. That shows a free that does not wait for
+    compute, and a comm stream that reads gradients too early."""
 
     def __init__(self, device: torch.device, late_compute: bool = False) -> None:
         super().__init__(device)
@@ -61,17 +60,17 @@ class HostileLane(StreamLane):
         self,
         kind: str,
         label: str,
-        issue: Callable[[], Issued],
+        issue: Callable[[], PendingCollective],
         accept: Callable[[torch.Tensor], None] | None = None,
         nbytes: int = 0,
-    ) -> Ticket:
+    ) -> WorkHandle:
         if self.late_compute:
-            return LateTicket(super().enqueue(kind, label, issue, accept, nbytes))
+            return LateWorkHandle(super().enqueue(kind, label, issue, accept, nbytes))
         with self._streams.stream(self.stream):
             late()
         return super().enqueue(kind, label, issue, accept, nbytes)
 
-    def free(self, label: str, buffer: FlatBuffer, after: Mark, waits: bool = True) -> None:
+    def free(self, label: str, buffer: FlatBuffer, after: ComputeEvent, waits: bool = True) -> None:
         if after is not None:
             self.stream.wait_event(after)
         with self._streams.stream(self.stream):

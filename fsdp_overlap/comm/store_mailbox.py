@@ -24,24 +24,24 @@ ANSWER_SECONDS = 5.0
 _unanswered: WeakKeyDictionary[dist.Store, Thread] = WeakKeyDictionary()
 
 # The notes for which this process waits. Meanwhile its store may answer nobody else.
-_meeting: set[StoreNotes] = set()
+_meeting: set[StoreMailbox] = set()
 
 
 def is_meeting() -> bool:
-    """Whether this process waits for other ranks in a store."""
+    """Return whether this process waits for other ranks in a store."""
     return bool(_meeting)
 
 
 def has_peers(group: dist.ProcessGroup) -> bool:
-    """Whether the other ranks of ``group`` exist. In a fake group, or one with a store of a single
-    process, they are made up, to try things out."""
+    """Return whether the other ranks of ``group`` exist. In a fake group, or one with a store of a
+    single process, they are made up, to try things out."""
     store = default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return dist.get_backend(group) != "fake" and not isinstance(store, dist.HashStore)
 
 
-class StoreNotes:
+class StoreMailbox:
     """One note from each rank of ``group``, which the others read. Two objects of the same ``name``
     show the same notes.
 
@@ -56,12 +56,12 @@ class StoreNotes:
         self._store = dist.PrefixStore(f"fsdp_overlap/{name}", self._whole)
 
     def post(self, note: str) -> None:
-        """Replaces this rank's note by ``note``. Does nothing while the store does not answer."""
+        """Replace this rank's note by ``note``. Do nothing while the store does not answer."""
         if not self._is_silent():
             self._ask(lambda: self._store.set(str(self._me), note), None, ANSWER_SECONDS)
 
     def meet(self, timeout: timedelta | None, note: str = "") -> dict[int, str]:
-        """Posts ``note`` and waits for all ranks to do so. Returns the notes of the other ranks
+        """Post ``note`` and wait for all ranks to do so. Return the notes of the other ranks
         that did within ``timeout``. Works once for each name."""
         others = [str(rank) for rank in self.others]
 
@@ -82,8 +82,8 @@ class StoreNotes:
             _meeting.remove(self)
 
     def read(self, most: int | None = None) -> dict[int, str]:
-        """The notes that other ranks have posted, by their ranks in the default group: all, or
-        those of the first ``most`` of them. Empty while the store does not answer."""
+        """Return the notes that other ranks have posted, by their ranks in the default group: all,
+        or those of the first ``most`` of them. Empty while the store does not answer."""
         if self._is_silent():
             return {}
         return self._ask(lambda: self._read_of(self.others[:most]), {}, ANSWER_SECONDS)
@@ -93,12 +93,13 @@ class StoreNotes:
         return {rank: self._store.get(str(rank)).decode() for rank in there}
 
     def _is_silent(self) -> bool:
-        """Whether the store still owes an answer that did not come in time."""
+        """Return whether the store still owes an answer that did not come in time."""
         asking = _unanswered.get(self._whole)
         return asking is not None and asking.is_alive()
 
     def _ask(self, question: Callable[[], T], otherwise: T, seconds: float | None) -> T:
-        """What the store answers to ``question`` within ``seconds``, and else ``otherwise``."""
+        """Return what the store answers to ``question`` within ``seconds``, and else
+        ``otherwise``."""
         answers: list[T] = []
 
         def ask() -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_overlap.comm.process_groups import GroupCache, group_timeout
-from fsdp_overlap.comm.store_notes import StoreNotes
+from fsdp_overlap.comm.store_mailbox import StoreMailbox
 from fsdp_overlap.desync.order_check import (
     Interval,
     OrderCheck,
@@ -29,7 +29,7 @@ GRACE_SECONDS = 2.0
 
 # Those of all contexts, because a rank that waits in the reset of one context does not come to the
 # collectives of another.
-_all: WeakSet[Faults] = WeakSet()
+_all: WeakSet[ErrorMonitor] = WeakSet()
 
 
 class Fault(RuntimeError):
@@ -37,7 +37,7 @@ class Fault(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Note:
+class RankStatus:
     """What a rank tells the others of one mesh."""
 
     event: str = ""
@@ -52,7 +52,7 @@ class Note:
     """How many exchanges beside units it began on each group, by the group's name."""
     has_reset: bool = False
     units: tuple[str, ...] = ()
-    """The labels of the mesh's buckets, in the order in which they were made."""
+    """The labels of the mesh's param groups, in the order in which they were made."""
     history: tuple[Interval, ...] = ()
     where: str = ""
     """Where the rank stands still, as its :class:`~fsdp_overlap.desync.monitor.DesyncMonitor` says.
@@ -61,7 +61,7 @@ class Note:
     """Where all ranks stand, as this one has found."""
 
     @classmethod
-    def parse(cls, text: str) -> Note:
+    def parse(cls, text: str) -> RankStatus:
         fields = json.loads(text)
         fields["progress"] = tuple(fields["progress"])
         fields["units"] = tuple(fields["units"])
@@ -69,7 +69,7 @@ class Note:
         return cls(**fields)
 
 
-class Party(Protocol):
+class RankGroup(Protocol):
     """Some ranks, such as those of one mesh, and what this one knows of them."""
 
     @property
@@ -83,7 +83,7 @@ class Party(Protocol):
     def order_check(self) -> OrderCheck: ...
     @property
     def labels(self) -> Sequence[str]:
-        """The labels of the buckets that this rank has sharded over the mesh, in order."""
+        """The labels of the param groups that this rank has sharded over the mesh, in order."""
         ...
 
 
@@ -101,7 +101,7 @@ class OptimizerRanks:
     labels: Sequence[str] = ()
 
 
-class Faults:
+class ErrorMonitor:
     """What one context knows of faults. It is asked while a collective lasts, and when one failed.
 
     A rank that waits long posts what it issued, and reads what the others issued. It waits in vain
@@ -110,7 +110,7 @@ class Faults:
     many collectives each has issued when they meet to reset.
     """
 
-    def __init__(self, parties: Callable[[], Iterable[Party]], groups: GroupCache) -> None:
+    def __init__(self, parties: Callable[[], Iterable[RankGroup]], groups: GroupCache) -> None:
         self._parties = parties
         self._groups = groups
         self.where = self.told = ""
@@ -131,7 +131,7 @@ class Faults:
         """Is held while a note is written and posted, so that none replaces a later one."""
         _all.add(self)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Look for a reason why a collective lasts. Do not wait for the others.
 
         Raises:
@@ -156,9 +156,9 @@ class Faults:
         """Tell the others what this rank has issued, and where it stands."""
         with self._posting:
             for party, group, name in self._stores():
-                self._notes_in(name, group).post(self._note_of(party))
+                self._notes_in(name, group).post(self._record_of(party))
 
-    def notes(self, most: int | None = None) -> list[dict[int, Note]]:
+    def notes(self, most: int | None = None) -> list[dict[int, RankStatus]]:
         """Return what the others have told, by their ranks, for each set of ranks of the context:
         all of them, or the first ``most``."""
         return [notes for _, notes in self._notes(most)]
@@ -238,14 +238,14 @@ class Faults:
         self._event = "called ctx.reset()" + (f" after {error!r}" if error is not None else "")
         for other in [*self._others(), self]:  # this one last, because it is read first
             other.post()
-        notes: list[tuple[Party, dict[int, Note]]] = []
+        notes: list[tuple[RankGroup, dict[int, RankStatus]]] = []
         for party, group, name in stores:
             timeout = group_timeout(group, party.device_type)
             # A name for this reset alone: a rank that has met the others goes on, and may post
             # other notes at once.
             number = self._resets - self._resets_before[name]
-            store = StoreNotes(f"{name}/reset/{number}", group)
-            met = store.meet(timeout, self._note_of(party))
+            store = StoreMailbox(f"{name}/reset/{number}", group)
+            met = store.meet(timeout, self._record_of(party))
             if late := [rank for rank in store.others if rank not in met]:
                 raise RuntimeError(
                     f"ranks {late} did not call ctx.reset() in time, or died: this rank "
@@ -266,7 +266,9 @@ class Faults:
                 )
             self._groups.abort(name)
 
-    def _apart(self, told: Iterable[tuple[Party, dict[int, Note]]]) -> dict[str, list[int]]:
+    def _apart(
+        self, told: Iterable[tuple[RankGroup, dict[int, RankStatus]]]
+    ) -> dict[str, list[int]]:
         """Return the groups on which others issued more or fewer collectives than this rank, by
         name, and which ranks did. ``told`` is what ranks posted when they met. All ranks of a group
         agree on whether it is among them."""
@@ -297,7 +299,7 @@ class Faults:
         self._groups.close()
         return text
 
-    def _stores(self) -> Iterator[tuple[Party, dist.ProcessGroup, str]]:
+    def _stores(self) -> Iterator[tuple[RankGroup, dist.ProcessGroup, str]]:
         """Yield the groups in which ranks compare themselves, with a name for the notes of each.
         Two meshes over the same ranks share a group, so the name also counts the group's uses."""
         seen: Counter[str] = Counter()
@@ -309,16 +311,16 @@ class Faults:
                 yield party, group, f"{label}/{seen[label]}"
                 seen[label] += 1
 
-    def _notes_in(self, name: str, group: dist.ProcessGroup) -> StoreNotes:
+    def _notes_in(self, name: str, group: dist.ProcessGroup) -> StoreMailbox:
         """Return the notes since the last reset. What ranks posted before no longer holds, and
         groups that cannot be closed, whose names these are, are the same after it."""
         number = self._cleared - self._resets_before.get(name, self._cleared)
-        return StoreNotes(f"{name}/after/{number}", group)
+        return StoreMailbox(f"{name}/after/{number}", group)
 
-    def _note_of(self, party: Party) -> str:
+    def _record_of(self, party: RankGroup) -> str:
         """Return what this rank tells the others of ``party`` now."""
         check = party.order_check
-        note = Note(
+        note = RankStatus(
             self._event,
             self._failure,
             check.progress,
@@ -332,7 +334,7 @@ class Faults:
         )
         return json.dumps(asdict(note), default=list)
 
-    def _notes(self, most: int | None = None) -> Iterator[tuple[Party, dict[int, Note]]]:
+    def _notes(self, most: int | None = None) -> Iterator[tuple[RankGroup, dict[int, RankStatus]]]:
         for party, group, name in self._stores():
             yield party, _parsed(self._notes_in(name, group).read(most))
 
@@ -361,7 +363,7 @@ class Faults:
                     )
         return reason
 
-    def _skipped(self, rank: int, note: Note) -> str:
+    def _skipped(self, rank: int, note: RankStatus) -> str:
         """Return what this rank has begun together with ``rank``, which wrote ``note``, more often
         than that. Empty if nothing."""
         for name, (ranks, begun, what) in self._begun.copy().items():
@@ -370,8 +372,8 @@ class Faults:
         return ""
 
     def _read_resets(self) -> str:
-        """Like :meth:`_read`, for ranks that issued less than this one and wait for it in the reset
-        of another context."""
+        """Return like :meth:`_read`, for ranks that issued less than this one and wait for it in
+        the reset of another context."""
         for other in self._others():
             late = {rank: n for _, notes in other._notes() for rank, n in notes.items()}
             for party, notes in self._notes():
@@ -384,7 +386,7 @@ class Faults:
                         )
         return ""
 
-    def _is_ahead(self, check: OrderCheck, note: Note) -> bool:
+    def _is_ahead(self, check: OrderCheck, note: RankStatus) -> bool:
         """Return whether this rank has issued more than the one that wrote ``note``. What nobody
         checks, such as an optimizer's step, counts too."""
         issued = self._groups.issued()
@@ -394,7 +396,7 @@ class Faults:
             if self._groups.owns(name)
         )
 
-    def _others(self) -> list[Faults]:
+    def _others(self) -> list[ErrorMonitor]:
         return [other for other in _all if other is not self and other._groups.can_close]
 
     def _events(self) -> str:
@@ -407,5 +409,5 @@ class Faults:
         return f" ({'; '.join(sorted(events))})" if events else ""
 
 
-def _parsed(notes: Mapping[int, str]) -> dict[int, Note]:
-    return {rank: Note.parse(text) for rank, text in notes.items()}
+def _parsed(notes: Mapping[int, str]) -> dict[int, RankStatus]:
+    return {rank: RankStatus.parse(text) for rank, text in notes.items()}
