@@ -91,8 +91,10 @@ def run_rank(args: argparse.Namespace) -> None:
     noise = torch.randint(256, (1000,), dtype=torch.uint8)
     text = Text(noise, noise, "noise")
     folder = Path(args.folder)
-    # Once in vain, for all that is loaded, connected and allocated at first use.
-    weigh(run_config(folder / "first", 2, args.layers, args.width), text)
+    # Twice in vain, for all that is loaded, connected and allocated at first use, also beside the
+    # process groups of the first, which are destroyed when the second makes its own.
+    for number in range(2):
+        weigh(run_config(folder / f"first-{number}", 2, args.layers, args.width), text)
     heaviest = {}
     for stage in STAGES:
         config = run_config(folder / f"stage-{stage}", stage, args.layers, args.width)

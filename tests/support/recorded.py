@@ -36,7 +36,7 @@ class RecordingWorkHandle(HostWorkHandle):
     comm_stream: str
 
     def wait(self) -> None:
-        if self._issued is not None:
+        if self._pending is not None:
             self.log.append(Entry(self.comm_stream, "wait", self.kind, self.label))
         super().wait()
 
