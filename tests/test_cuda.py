@@ -421,10 +421,7 @@ def test_collectives_run_under_compute_on_streams_of_their_own(tmp_path: Path) -
         assert rank.gemm_time > rank.compute_time / 2
         comm_streams = {
             kind: {
-                comm_stream
-                for c in rank.collectives
-                if c.kind == kind
-                for comm_stream in c.lanes
+                comm_stream for c in rank.collectives if c.kind == kind for comm_stream in c.lanes
             }
             for kind in ("all_gather", "reduce_scatter")
         }
