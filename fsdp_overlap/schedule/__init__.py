@@ -1,2 +1,2 @@
 """When units are gathered, released and reduced. Runs without torch: it decides, and
-:class:`~fsdp_overlap.schedule.interface.CommContext` does."""
+:class:`~fsdp_overlap.schedule.interface.CommOps` does."""

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from fsdp_overlap.schedule.interface import (
     AutogradEngine,
-    CommContext,
+    CommOps,
     ScheduledUnit,
     UnitIndex,
     UnitRefs,
@@ -31,7 +31,7 @@ class Backward:
         serial: int,
         prefetcher: Prefetcher,
         reducer: GradReducer,
-        comm: CommContext,
+        comm: CommOps,
         engine: AutogradEngine,
         refs: UnitRefs,
         states: UnitStates,

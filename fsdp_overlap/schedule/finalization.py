@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from fsdp_overlap.schedule.interface import AutogradEngine, CommContext, ScheduledUnit
+from fsdp_overlap.schedule.interface import AutogradEngine, CommOps, ScheduledUnit
 from fsdp_overlap.schedule.prefetch import Prefetcher
 from fsdp_overlap.schedule.reducer import GradReducer
 
@@ -37,7 +37,7 @@ class Finalization:
         self,
         prefetcher: Prefetcher,
         reducer: GradReducer,
-        comm: CommContext,
+        comm: CommOps,
         engine: AutogradEngine,
         units: Callable[[], Sequence[ScheduledUnit]],
     ) -> None:

@@ -221,7 +221,7 @@ class ReductionWork(Protocol):
     def abandon(self) -> None: ...
 
 
-class CommContext(Protocol):
+class CommOps(Protocol):
     """Does on comm streams what was decided. Only work handles and marks come back to the
     schedule."""
 

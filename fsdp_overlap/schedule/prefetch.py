@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from fsdp_overlap.schedule.interface import (
-    CommContext,
+    CommOps,
     ComputeEvent,
     ScheduledUnit,
     UnitIndex,
@@ -27,7 +27,7 @@ class Prefetcher:
 
     def __init__(
         self,
-        comm: CommContext,
+        comm: CommOps,
         prefetch: int,
         stats: Stats,
         refs: UnitRefs,

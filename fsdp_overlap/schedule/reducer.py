@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from fsdp_overlap.schedule.interface import (
-    CommContext,
+    CommOps,
     Gradients,
     ReductionWork,
     ScheduledUnit,
@@ -41,7 +41,7 @@ class GradReducer:
     with zeros in its turn. See Note [reduce order].
     """
 
-    def __init__(self, comm: CommContext, max_inputs: int, states: UnitStates) -> None:
+    def __init__(self, comm: CommOps, max_inputs: int, states: UnitStates) -> None:
         self._comm = comm
         self._states = states
         self.max_inputs = max_inputs

@@ -21,7 +21,7 @@ from fsdp_overlap.schedule.backward import Backward
 from fsdp_overlap.schedule.finalization import Finalization
 from fsdp_overlap.schedule.interface import (
     AutogradEngine,
-    CommContext,
+    CommOps,
     Gradients,
     ScheduledUnit,
     UnitIndex,
@@ -61,7 +61,7 @@ class Schedule:
 
     def __init__(
         self,
-        comm: CommContext,
+        comm: CommOps,
         engine: AutogradEngine,
         stats: Stats,
         refs: UnitRefs,
