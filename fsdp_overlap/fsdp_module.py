@@ -657,8 +657,7 @@ def _check_shards_are_equal(unit: Unit, method: str) -> None:
             raise ValueError(
                 f"{method}() on unit {unit.name!r}, of which ranks hold "
                 f"{param_group.plan.shard_numels} elements: use FsdpContext(layout=Flat()), which "
-                "makes "
-                "equal shards"
+                "makes equal shards"
             )
 
 
@@ -728,8 +727,7 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
         ):
             raise RuntimeError(
                 "a context that has run has comm streams of its own: call share_comm_ctx() before "
-                "the "
-                "first forward"
+                "the first forward"
             )
     for context in contexts[1:]:
         context.comm_context.share_comm_streams_of(contexts[0].comm_context)

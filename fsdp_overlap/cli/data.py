@@ -47,8 +47,8 @@ def load_text(data: Path | None, seq_len: int) -> Text:
     # Each part must hold a sequence and the byte after it.
     if len(validation) <= seq_len:
         raise BadInput(
-            f"--seq-len {seq_len} is too long for {len(text):,} bytes of text; "
-            "a tenth of them, for validation, must hold a sequence and a byte"
+            f"--seq-len {seq_len} is too long for {len(text):,} bytes of text; a tenth of them, "
+            "for validation, must hold a sequence and a byte"
         )
     return Text(train, validation, origin)
 

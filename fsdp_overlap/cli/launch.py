@@ -150,6 +150,6 @@ def _check_fits(ranks: int, device_type: str, devices: int) -> None:
             )
     elif ranks > (most := _RANKS_PER_CORE * cores()):
         raise BadInput(
-            f"--ranks {ranks}: at most {most} on this machine, "
-            f"{_RANKS_PER_CORE} for each of its {cores()} cores"
+            f"--ranks {ranks}: at most {most} on this machine, {_RANKS_PER_CORE} for each of its "
+            f"{cores()} cores"
         )

@@ -52,8 +52,8 @@ def alive(reference: ref[dist.ProcessGroup]) -> dist.ProcessGroup:
     group = reference()
     if group is None:
         raise RuntimeError(
-            "the process groups of this model were destroyed by destroy_process_group(): "
-            "build and shard the model again after the next init_process_group()"
+            "the process groups of this model were destroyed by destroy_process_group(): build and "
+            "shard the model again after the next init_process_group()"
         )
     return group
 
@@ -261,9 +261,9 @@ def own_group(
         connect(device_type, group)
     except RuntimeError as error:
         raise RuntimeError(
-            f"ranks {ranks} did not all come within {timeout} to make the process group "
-            f"of their {purpose}s: a rank died or runs something else, or ctx.reset() was not "
-            f"called on every rank: {error}"
+            f"ranks {ranks} did not all come within {timeout} to make the process group of their "
+            f"{purpose}s: a rank died or runs something else, or ctx.reset() was not called on "
+            f"every rank: {error}"
         ) from error
     own = OwnGroup(ref(group), device_type, can_close(device_type, group))
     if not own.is_closable:
@@ -368,8 +368,7 @@ def _check(group: object, name: str, mesh: DeviceMesh) -> None:
     if is_across and mesh.ndim == 1:
         raise ValueError(
             f"groups: {name} connects ranks that hold replicas, and {mesh} has no replicas; leave "
-            "it "
-            "out, or use a mesh (replicate, shard)"
+            "it out, or use a mesh (replicate, shard)"
         )
     wanted = mesh.get_group(0 if is_across else mesh.ndim - 1)
     ranks, expected = map(dist.get_process_group_ranks, (group, wanted))
@@ -497,8 +496,7 @@ class GroupCache:
         if groups.reduce not in (None, groups.gather) and not self.separate:
             raise ValueError(
                 "groups: reduce is another group than gather, and "
-                "separate_reduce_scatter_group=False makes "
-                "both use one; leave one of the two out"
+                "separate_reduce_scatter_group=False makes both use one; leave one of the two out"
             )
         for purpose, ranks, group in groups.checked(mesh):
             known = self._groups.setdefault((purpose, tuple(ranks)), ref(group))
@@ -534,8 +532,7 @@ class GroupCache:
             if suitable is not None and not isinstance(options, type(suitable)):
                 raise TypeError(
                     f"pg_options: those of {comm_stream} are a {type(options).__name__}; "
-                    f"{backend}, which "
-                    f"{mesh} has, takes a {type(suitable).__qualname__}"
+                    f"{backend}, which {mesh} has, takes a {type(suitable).__qualname__}"
                 )
 
     def get(self, mesh: DeviceMesh, separate: bool = True) -> CommGroups:

@@ -344,9 +344,9 @@ def describe_difference(
         )
     return (
         f"ranks ran different units: collective {position} since the last backward was "
-        f"{issued}{harm}"
-        ": every rank must run the same units in the same order. Look for a forward or backward "
-        "that only some ranks run, such as an evaluation under `if rank == 0`, or a branch on data"
+        f"{issued}{harm}: every rank must run the same units in the same order. Look for a forward "
+        "or backward that only some ranks run, such as an evaluation under `if rank == 0`, or a "
+        "branch on data"
     )
 
 

@@ -488,6 +488,5 @@ def check_mesh(mesh: DeviceMesh, shards_replicas: bool) -> None:
     if shards_replicas and mesh.ndim == 2 and not mesh.mesh_dim_names:
         raise ValueError(
             "shard_optimizer_over_replicas needs a mesh with names, as init_device_mesh('cuda', "
-            "(2, 4), "
-            "mesh_dim_names=('replicate', 'shard'))"
+            "(2, 4), mesh_dim_names=('replicate', 'shard'))"
         )

@@ -148,10 +148,9 @@ def _check_grad_dtypes(
             unit.to_sharded()
             raise RuntimeError(
                 "load_state_dict(assign=True) gives parameter "
-                f"{param_group.plan.specs[index].fqn!r} of "
-                f"{unit.module_class_name} the grad_dtype {given}, and gradients of the sharded "
-                "one are "
-                f"{its._grad_dtype}: set the grad_dtype of sharded parameters before that"
+                f"{param_group.plan.specs[index].fqn!r} of {unit.module_class_name} the grad_dtype "
+                f"{given}, and gradients of the sharded one are {its._grad_dtype}: set the "
+                "grad_dtype of sharded parameters before that"
             )
 
 

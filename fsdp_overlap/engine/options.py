@@ -172,8 +172,8 @@ class QuantizedCommPolicy:
             if dtype is not None and dtype not in allowed:
                 raise ValueError(
                     f"QuantizedCommPolicy({name}={dtype}): use one of "
-                    f"{', '.join(map(str, allowed))}; for "
-                    "other floating-point numbers, use MixedPrecisionPolicy"
+                    f"{', '.join(map(str, allowed))}; for other floating-point numbers, use "
+                    "MixedPrecisionPolicy"
                 )
         if not any(dtypes.values()):
             raise ValueError(
@@ -183,8 +183,8 @@ class QuantizedCommPolicy:
         if any(size is not None and (type(size) is not int or size < 1) for size in sizes):
             raise ValueError(
                 f"QuantizedCommPolicy(block={self.block!r}): name the rows and the columns that "
-                "share a "
-                "scale, each a number of at least 1 or None for all, such as (1, None) or (1, 32)"
+                "share a scale, each a number of at least 1 or None for all, such as (1, None) or "
+                "(1, 32)"
             )
         if type(self.keep) is not tuple or any(type(each) is not str for each in self.keep):
             raise TypeError(

@@ -275,8 +275,7 @@ def choose_collectives(
     if policy is not None and policy.reduce_dtype is not None and settings.comms.reduce_scatter:
         raise ValueError(
             "set_custom_reduce_scatter() and QuantizedCommPolicy(reduce_dtype=...): gradients in "
-            "few bits "
-            "are sent by an all-to-all and summed after; leave one of the two out"
+            "few bits are sent by an all-to-all and summed after; leave one of the two out"
         )
     if is_custom and not is_alone:
         ranges = CustomCollectives(settings.comms, ranges)
@@ -662,8 +661,7 @@ class ParamGroup:
         if self.state is ParamGroupState.SHARDED:
             raise RuntimeError(
                 f"param group of unit {self.label!r} is freed and not gathered; after an error "
-                "call "
-                "ctx.reset() on every rank"
+                "call ctx.reset() on every rank"
             )
         if self._work is not None:
             self._work.abandon()

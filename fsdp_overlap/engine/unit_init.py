@@ -317,9 +317,9 @@ def _by_mesh(
             _check_rows(item, mesh_info)
         if type(wanted) not in (Shard, NoneType) or (item.cut_dim and not is_in_rows):
             raise ValueError(
-                f"shard_placement_fn wants {item.where} placed as {wanted}: "
-                "return None, Shard(0) or a ShardPlacementResult of these; other dimensions are "
-                "cut under FsdpContext(layout=PerTensor()) alone"
+                f"shard_placement_fn wants {item.where} placed as {wanted}: return None, Shard(0) "
+                "or a ShardPlacementResult of these; other dimensions are cut under "
+                "FsdpContext(layout=PerTensor()) alone"
             )
         found.setdefault(mesh_info, []).append(item)
     return {mesh_info: items for mesh_info, items in found.items() if items or len(found) == 1}
@@ -331,8 +331,8 @@ def _cut_dim(item: ParamInfo, placement: Shard) -> int:
     ndim = item.parameter.ndim
     if not -ndim <= placement.dim < max(1, ndim):
         raise ValueError(
-            f"shard_placement_fn wants {item.where} placed as {placement}, and it has "
-            f"{ndim} dimensions, {tuple(item.parameter.shape)}: choose one of these"
+            f"shard_placement_fn wants {item.where} placed as {placement}, and it has {ndim} "
+            f"dimensions, {tuple(item.parameter.shape)}: choose one of these"
         )
     return placement.dim % max(1, ndim)
 

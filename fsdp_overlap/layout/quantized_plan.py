@@ -235,8 +235,7 @@ def check_cuts(plan: ParamGroupPlan, spec: ParamSpec, size: BlockSize | None) ->
                 f"parameter {spec.fqn!r} of shape {tuple(spec.shape)} is cut at element {stop}, "
                 f"inside of the {step} elements that share scales: choose a layout that cuts at "
                 "multiples of them, such as BlockAtomic(rows=...), or TensorAtomic(), which cuts "
-                "no matrix but "
-                "embeddings; or name the parameter in keep=(...)"
+                "no matrix but embeddings; or name the parameter in keep=(...)"
             )
 
 

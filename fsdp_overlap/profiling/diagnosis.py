@@ -99,8 +99,7 @@ def _exposed(rank: RankReport) -> Iterator[Diagnosis]:
             f"all-gathers and reduce-scatters share {shared}, where they run one after the other; "
             f"in backward {_ms(_cost(waiting, rank))} a step are exposed beside compute; give each "
             "kind a group of its own (separate_reduce_scatter_group=True, the default of "
-            "FsdpContext; FSDP2 has "
-            "set_separate_reduce_scatter_group() from torch 2.13 on)",
+            "FsdpContext; FSDP2 has set_separate_reduce_scatter_group() from torch 2.13 on)",
         )
         inner = [c for c in inner if c.pass_ == "forward" or _is_late(c)]
     for pass_ in ("forward", "backward"):

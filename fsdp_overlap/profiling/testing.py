@@ -92,6 +92,6 @@ def _missing(
         )
         for c in exposed:
             yield (
-                f"  {c.name}: in flight {c.duration / 1e3:.2f} ms, exposed "
-                f"{c.exposed / 1e3:.2f}, compute until the wait {c.room / 1e3:.2f}"
+                f"  {c.name}: in flight {c.duration / 1e3:.2f} ms, exposed {c.exposed / 1e3:.2f}, "
+                f"compute until the wait {c.room / 1e3:.2f}"
             )

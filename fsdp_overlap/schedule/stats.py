@@ -60,9 +60,9 @@ class Stats:
         return (
             f"all-gathers {self.all_gathers} ({self.all_gather_bytes / mib:.1f} MiB), "
             f"reduce-scatters {self.reduce_scatters} ({self.reduce_scatter_bytes / mib:.1f} MiB), "
-            f"order checks {self.order_checks}, confirmations {self.confirmations}; "
-            f"prefetch hits {self.prefetch_hits}, misses {self.prefetch_misses}, "
-            f"unused {self.prefetches_unused}; "
-            f"full buffers {self.current_full_buffers} (peak {self.peak_full_buffers}), "
-            f"reduce inputs {self.current_reduce_inputs} (peak {self.peak_reduce_inputs})"
+            f"order checks {self.order_checks}, confirmations {self.confirmations}; prefetch hits "
+            f"{self.prefetch_hits}, misses {self.prefetch_misses}, unused "
+            f"{self.prefetches_unused}; full buffers {self.current_full_buffers} (peak "
+            f"{self.peak_full_buffers}), reduce inputs {self.current_reduce_inputs} (peak "
+            f"{self.peak_reduce_inputs})"
         )

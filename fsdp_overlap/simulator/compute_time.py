@@ -99,8 +99,8 @@ def rate_of(device: Device, name: str, args: Sequence[Any]) -> float:
     products = device.products.get(key)
     if products is None:
         raise HardwareError(
-            f"{device.name} has no rate for products of {dtype}, as {name} is; "
-            f"write a table [products.{key}], or use one of {', '.join(device.products)}"
+            f"{device.name} has no rate for products of {dtype}, as {name} is; write a table "
+            f"[products.{key}], or use one of {', '.join(device.products)}"
         )
     if "attention" not in name:
         return products.peak * products.efficiency

@@ -108,8 +108,8 @@ def spread_experts(model: nn.Module, group: dist.ProcessGroup | None) -> list[Ex
                 ranks = 1 if group is None else group.size()
                 if total % ranks:
                     raise ValueError(
-                        f"{total} experts cannot be spread over {ranks} ranks: "
-                        f"{total} is no multiple of {ranks}"
+                        f"{total} experts cannot be spread over {ranks} ranks: {total} is no "
+                        f"multiple of {ranks}"
                     )
                 shared = getattr(inside, "shared_experts", None)
                 mixture = Mixture(total, chosen, width, inner, shared, group)

@@ -105,8 +105,8 @@ def link_bandwidth(fabric: Fabric, group: Group) -> float:
         return within_bandwidth(fabric, group)
     if fabric.between is None:
         raise ValueError(
-            f"{fabric.name}: a group of {group.ranks} ranks spans {group.nodes} nodes; "
-            "write a table [between], or more ranks_a_node"
+            f"{fabric.name}: a group of {group.ranks} ranks spans {group.nodes} nodes; write a "
+            "table [between], or more ranks_a_node"
         )
     return fabric.between.bandwidth * fabric.between.efficiency.at(group.ranks) * group.a_node
 

@@ -61,8 +61,8 @@ class TomlTable:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not lowest <= value <= highest:
             raise HardwareError(
-                f"{self._where}: {key} = {value!r} is none; write {what}, "
-                "in the unit that its name ends with"
+                f"{self._where}: {key} = {value!r} is none; write {what}, in the unit that its "
+                "name ends with"
             )
         return float(value)
 

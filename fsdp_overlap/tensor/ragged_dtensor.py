@@ -208,10 +208,10 @@ class RaggedDTensor(ShardedParamMixin, DTensor):
         tile = tile_of(self._spec)
         of = f" of its tile {tile.shape} at {tile.offsets}" if has_tiles(self._spec) else ""
         return (
-            f"RaggedDTensor(shape={shape}, dtype={dtype}, device={str(local.device)!r}, "
-            f"rank {self.range_rank} of {self._spec.mesh.size(range_dim(self._spec))} holds "
-            f"{start}:{stop} of {tile.numel}{of}: {_summary(local)}"
-            f"{', requires_grad=True' if requires_grad else ''})"
+            f"RaggedDTensor(shape={shape}, dtype={dtype}, device={str(local.device)!r}, rank "
+            f"{self.range_rank} of {self._spec.mesh.size(range_dim(self._spec))} holds "
+            f"{start}:{stop} of {tile.numel}{of}: "
+            f"{_summary(local)}{', requires_grad=True' if requires_grad else ''})"
         )
 
     def __format__(self, format_spec: str) -> str:
