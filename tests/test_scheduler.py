@@ -18,7 +18,7 @@ from fsdp_overlap.schedule.reducer import GradReducer
 from fsdp_overlap.schedule.scheduler import Schedule
 from support.schedule_model import (
     Action,
-    NoGradForward,
+    Forward,
     Options,
     Rank,
     Seen,
@@ -29,18 +29,18 @@ from support.schedule_model import (
 )
 
 TREES = {
-    1: [NoGradForward(0)],
+    1: [Forward(0)],
     2: [
-        NoGradForward(0, (NoGradForward(1),)),
-        NoGradForward(0, (NoGradForward(1), NoGradForward(1))),
-        NoGradForward(0),
+        Forward(0, (Forward(1),)),
+        Forward(0, (Forward(1), Forward(1))),
+        Forward(0),
     ],
     3: [
-        NoGradForward(0, (NoGradForward(1), NoGradForward(2))),
-        NoGradForward(0, (NoGradForward(2), NoGradForward(1))),
-        NoGradForward(0, (NoGradForward(1), NoGradForward(2), NoGradForward(1))),
-        NoGradForward(0, (NoGradForward(1, (NoGradForward(2),)),)),
-        NoGradForward(0, (NoGradForward(1),)),
+        Forward(0, (Forward(1), Forward(2))),
+        Forward(0, (Forward(2), Forward(1))),
+        Forward(0, (Forward(1), Forward(2), Forward(1))),
+        Forward(0, (Forward(1, (Forward(2),)),)),
+        Forward(0, (Forward(1),)),
     ],
 }
 """By the number of units: the forwards that a pass may make."""
@@ -52,7 +52,7 @@ OPTIONS = [
 ]
 
 
-def checkpointed(run: NoGradForward) -> Iterator[NoGradForward]:
+def checkpointed(run: Forward) -> Iterator[Forward]:
     """As it is, and with the forwards of one unit within it run again in backward."""
     yield run
     for unit in dict.fromkeys(inner.unit for inner in run.inner if not inner.inner):
@@ -110,7 +110,7 @@ IN_A_CHECKPOINT = ("reentrant", "same", "twice", "within")
 KINDS = ("", *IN_A_CHECKPOINT, "recomputed", "without gradients")
 
 
-def of_kinds(count: int) -> Iterator[NoGradForward]:
+def of_kinds(count: int) -> Iterator[Forward]:
     """So many units beside each other, with checkpoints of all kinds."""
     for kinds in product(KINDS, repeat=count):
         if all(
@@ -118,11 +118,9 @@ def of_kinds(count: int) -> Iterator[NoGradForward]:
             for before, kind in zip(("", *kinds), kinds, strict=False)
             if kind in ("same", "within")
         ):
-            yield NoGradForward(
+            yield Forward(
                 0,
-                tuple(
-                    NoGradForward(index + 1, checkpoint=kind) for index, kind in enumerate(kinds)
-                ),
+                tuple(Forward(index + 1, checkpoint=kind) for index, kind in enumerate(kinds)),
             )
 
 
@@ -137,9 +135,9 @@ def test_checkpoints_of_all_kinds_beside_each_other_are_right() -> None:
 def explore_a_unit_in_a_checkpoint() -> None:
     """With others before and after it, and with checkpoints of all kinds within."""
     for run, options in product(of_kinds(2), OPTIONS):
-        unit = NoGradForward(3, run.inner, "same")
-        around = NoGradForward(
-            0, (NoGradForward(4, checkpoint="reentrant"), unit, NoGradForward(5, checkpoint="same"))
+        unit = Forward(3, run.inner, "same")
+        around = Forward(
+            0, (Forward(4, checkpoint="reentrant"), unit, Forward(5, checkpoint="same"))
         )
         explore(6, options, [Action("train", around)] * 2)
 
@@ -205,7 +203,7 @@ def test_units_in_pieces_are_right() -> None:
 
 def test_the_last_unit_is_reduced_piece_by_piece_as_gradients_arrive() -> None:
     alone = Rank(3, Options(pieces=2))
-    alone.act(Action("train", NoGradForward(0, (NoGradForward(1), NoGradForward(2)))), frozenset())
+    alone.act(Action("train", Forward(0, (Forward(1), Forward(2)))), frozenset())
     reduced = [each[1:] for each in alone.collectives if each[0] == "reduce"]
     assert reduced == [(2, 1), (2, 0), (1, 1), (1, 0), (0, 1), (0, 0)]
     assert alone.reduced_in_backward == reduced[:4]  # what the root has waits for the end
@@ -223,15 +221,15 @@ def test_checkpoints_around_units_within_each_other_are_right() -> None:
     groups = product(("reentrant",), *[("reentrant", "same")] * 2)
     for kinds in (*groups, ("recomputed",) * 3, ("recomputed", "", "reentrant")):
         outer = [
-            NoGradForward(
+            Forward(
                 3 * at + 1,
-                (NoGradForward(3 * at + 2), NoGradForward(3 * at + 3), NoGradForward(3 * at + 2)),
+                (Forward(3 * at + 2), Forward(3 * at + 3), Forward(3 * at + 2)),
                 kind,
             )
             for at, kind in enumerate(kinds)
         ]
         for options in OPTIONS:
-            explore(10, options, [Action("train", NoGradForward(0, tuple(outer)))] * 2)
+            explore(10, options, [Action("train", Forward(0, tuple(outer)))] * 2)
 
 
 @pytest.mark.parametrize("prefetch", [1, 2])
@@ -242,9 +240,7 @@ def test_a_backward_learns_from_the_first_checkpoint_around_how_many_units_other
     """It expects one, as most are."""
     kinds = ["reentrant", *["same"] * (size - 1)] * 3
     rank = Rank(len(kinds) + 1, Options(prefetch))
-    run = NoGradForward(
-        0, tuple(NoGradForward(index + 1, checkpoint=kind) for index, kind in enumerate(kinds))
-    )
+    run = Forward(0, tuple(Forward(index + 1, checkpoint=kind) for index, kind in enumerate(kinds)))
     for _ in range(2):
         rank.act(Action("train", run), frozenset())
         rank.act(Action("step"), frozenset())
@@ -257,11 +253,9 @@ def test_a_backward_learns_from_the_first_checkpoint_around_how_many_units_other
 @pytest.mark.parametrize("prefetch", [1, 2, 3])
 def test_units_within_checkpointed_ones_are_gathered_ahead_and_once(prefetch: int) -> None:
     """As experts within a block, of which both run again before the experts go back."""
-    blocks = [
-        NoGradForward(unit, (NoGradForward(unit + 1),), "recomputed") for unit in (1, 3, 5, 7)
-    ]
+    blocks = [Forward(unit, (Forward(unit + 1),), "recomputed") for unit in (1, 3, 5, 7)]
     rank = Rank(9, Options(prefetch))
-    rank.act(Action("train", NoGradForward(0, tuple(blocks))), frozenset())
+    rank.act(Action("train", Forward(0, tuple(blocks))), frozenset())
     assert rank.backwards == [(0, 0)]
 
 
@@ -272,9 +266,7 @@ def test_what_runs_without_gradients_and_never_again_is_gathered_in_vain_once(
     """And never if it is frozen."""
     rank = Rank(4, Options())
     kinds = ("", "without gradients", "")
-    run = NoGradForward(
-        0, tuple(NoGradForward(index + 1, checkpoint=kind) for index, kind in enumerate(kinds))
-    )
+    run = Forward(0, tuple(Forward(index + 1, checkpoint=kind) for index, kind in enumerate(kinds)))
     if is_frozen:
         rank.units[2].gradients = []
     for _ in range(2):

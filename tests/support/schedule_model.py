@@ -39,11 +39,11 @@ class Options(NamedTuple):
         return self.reshard_after_forward is not False and self.reshard_after_backward
 
 
-class NoGradForward(NamedTuple):
+class Forward(NamedTuple):
     """One forward of a unit, and of those within it."""
 
     unit: int
-    inner: tuple[NoGradForward, ...] = ()
+    inner: tuple[Forward, ...] = ()
     checkpoint: str = ""
     """How its forward runs again in backward: "reentrant", "recomputed", in the "same" reentrant
     checkpoint as the run before it, in one of its own "within" that, in one of its own in a
@@ -54,7 +54,7 @@ class Action(NamedTuple):
     """What a program does at once: a forward by a ``kind`` of its own, or a step."""
 
     kind: str
-    run: NoGradForward | None = None
+    run: Forward | None = None
     skips: tuple[frozenset[int], ...] = ()
     """For each rank, which calls its backward does not reach, counted in forward's order."""
     starts_sync: bool = False
@@ -196,12 +196,12 @@ class AutogradEngine:
 class Done:
     """A forward of a unit that backward comes back to."""
 
-    run: NoGradForward
+    run: Forward
     start: int
     end: int
     call: ForwardRecord | None
     """``None`` of a reentrant checkpoint, which runs it again."""
-    same: tuple[NoGradForward, ...] = ()
+    same: tuple[Forward, ...] = ()
     """What runs again after it, in the same checkpoint."""
 
 
@@ -341,7 +341,7 @@ class Rank:
             self._check_rest(done)
             self.held = self.inputs
 
-    def _forward(self, run: NoGradForward) -> list[Done]:
+    def _forward(self, run: Forward) -> list[Done]:
         unit, start = self.units[run.unit], self.clock
         grad = self.engine.grad
         if run.checkpoint in WITHOUT_GRADIENTS:
@@ -405,7 +405,7 @@ class Rank:
         while under_way:
             self._leave(under_way.pop(), last)
 
-    def _recompute(self, run: NoGradForward) -> None:
+    def _recompute(self, run: Forward) -> None:
         """A forward within the backward of the same call, or of one around it."""
         unit = self.units[run.unit]
         self.schedule.before_forward(unit)
@@ -420,7 +420,7 @@ class Rank:
         if call is not None:  # what this makes, backward does not come to
             self.schedule.add_call(call)
 
-    def _run_again(self, *runs: NoGradForward) -> None:
+    def _run_again(self, *runs: Forward) -> None:
         """A reentrant checkpoint: forwards, and a backward of their own, within a backward."""
         self.engine.grad = True
         done = []
@@ -505,7 +505,7 @@ def subsets(count: int) -> Iterator[frozenset[int]]:
     return map(frozenset, every)
 
 
-def count_calls(run: NoGradForward) -> int:
+def count_calls(run: Forward) -> int:
     """Return how many calls backward comes back to."""
     if run.checkpoint in WITHOUT_GRADIENTS:
         return 0
