@@ -5,6 +5,7 @@ On real ranks and the emulated device, by the group that behaves as NCCL's.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -106,11 +107,18 @@ def split_beside_a_collective(is_drained: bool) -> None:
     connects = connect if is_drained else nothing
     with running(EmulatedDevice()), patch.object(process_groups, "connect", connects):
         twins = Trained.of("layers")
-        dist.barrier(group=twins.ctx.mesh.get_group())
-        values = torch.ones(1 << 20, device="emulated")
-        works = [dist.all_reduce(values, async_op=True) for _ in range(8)]
-        twins.ctx.lazy_init()
-        for work in works:
+        group = twins.ctx.mesh.get_group()
+        dist.barrier(group=group)
+        may_finish = threading.Event()
+        if is_drained:
+            may_finish.set()
+        assert isinstance(group, NcclLikeGroup)
+        group._thread.submit(may_finish.wait, 30)
+        work = dist.all_reduce(torch.ones(8, device="emulated"), async_op=True)
+        try:
+            twins.ctx.lazy_init()
+        finally:
+            may_finish.set()
             assert work is not None
             work.wait()
 
