@@ -205,7 +205,6 @@ class Context(Protocol):
 
     def register(self, unit: Unit) -> int:
         """Take ``unit`` in and return its index."""
-        ...
 
     @property
     def schedule(self) -> Schedule: ...
