@@ -429,7 +429,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
             RuntimeError: this unit lies within another, or a backward is not finalized yet.
         """
         self._check_outermost("set_manual_backward_finalization")
-        context_of(self._fsdp_unit).schedule.finalization.set_manual(enabled)
+        context_of(self._fsdp_unit).schedule.finalizer.set_manual(enabled)
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Complete the gradients of all backwards since the last call. Collective over the mesh.
@@ -450,7 +450,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         context = context_of(self._fsdp_unit)
         if not context.has_schedule:
             return GradientReductionHandle(None) if async_op else None
-        handle = context.schedule.finalization.finalize()
+        handle = context.schedule.finalizer.finalize()
         if async_op:
             return handle
         handle.wait()
@@ -841,7 +841,7 @@ class FSDPState:
         ``finalize_backward()``."""
         context = context_of(self._unit)
         if context.has_schedule:
-            context.schedule.finalization.complete()
+            context.schedule.finalizer.complete()
 
     def __getattr__(self, name: str) -> NoReturn:
         self._refuse(name)

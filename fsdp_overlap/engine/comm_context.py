@@ -455,7 +455,7 @@ class CapturedSteps:
 
     def _reason_against(self, unit: interface.ScheduledUnit) -> str | None:
         parts = self._parts()
-        if parts is None or not parts[0].has_learned(unit, torch.is_grad_enabled()):
+        if parts is None or not parts[0].has_recorded(unit, torch.is_grad_enabled()):
             return (
                 "steps are not alike yet: run two whole ones, with the optimizer's, before the "
                 "capture"

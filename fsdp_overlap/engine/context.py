@@ -284,8 +284,8 @@ class FsdpContext:
             hang_timeout=self.hang_timeout,
         )
         duplicate.is_implicit = self.is_implicit
-        if self.has_schedule and self.schedule.finalization.is_manual:
-            duplicate.schedule.finalization.set_manual(True)
+        if self.has_schedule and self.schedule.finalizer.is_manual:
+            duplicate.schedule.finalizer.set_manual(True)
         return duplicate
 
     def __repr__(self) -> str:

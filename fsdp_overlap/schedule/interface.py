@@ -205,7 +205,7 @@ class CommOps(Protocol):
     def record_compute_event(self) -> ComputeEvent: ...
 
     def gather(self, unit: ScheduledUnit) -> None:
-        """Enqueue the all-gathers of the param groups that are not whole."""
+        """Enqueue the all-gathers of the param groups that are not unsharded."""
 
     def gather_outer_shards(self, unit: ScheduledUnit) -> None:
         """Enqueue the all-gathers of outer shards over replicas."""
@@ -250,7 +250,7 @@ class CommOps(Protocol):
 
 
 class AutogradEngine(Protocol):
-    """What the autograd engine tells."""
+    """What the schedule asks of the autograd engine."""
 
     def is_in_backward(self) -> bool: ...
     def is_grad_enabled(self) -> bool: ...
