@@ -183,7 +183,7 @@ DEFECTS = [
         new="self.free(comm_stream, None)",
     ),
     Defect(ParamGroup, "_gathered_shard", "self.outer_shard.wait()", DIVIDED),
-    Defect(ParamGroup, "is_filled_by", "self.mesh_info.reading = work", OFFLOADED),
+    Defect(ParamGroup, "record_gather", "self.mesh_info.reading = work", OFFLOADED),
     Defect(
         comm_context,
         "_issue",

@@ -8,14 +8,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import chain
-from typing import NoReturn
 from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
 
 from fsdp_overlap.comm.collectives import PendingCollective, gather_pieces
-from fsdp_overlap.comm.comm_streams import CollectiveOp, CommStream, ComputeEvent, WorkHandle, span
+from fsdp_overlap.comm.comm_streams import CommStream, ComputeEvent, WorkHandle, span
 from fsdp_overlap.comm.graphs import before_capture_or_replay, capture_under_way
 from fsdp_overlap.desync.order_check import N_KINDS
 from fsdp_overlap.engine.grads import ParamGroupGradients
@@ -32,9 +31,9 @@ from fsdp_overlap.torch_internals import profiler_enabled
 
 
 def gathers_of(unit: Unit) -> list[tuple[str, list[ParamGroup]]]:
-    """Return what is to be gathered of a unit that is not whole: the name of each collective, and
-    its param groups. A param group that is asked to keep a part goes alone, because it may travel
-    among other ranks than the rest."""
+    """Return what is to be gathered of a unit that is not unsharded: the name of each collective,
+    and its param groups. A param group that is asked to keep a part goes alone, because it may
+    travel among other ranks than the rest."""
     waiting = [param_group for param_group in unit.param_groups if not param_group.is_unsharded]
     together: dict[dist.ProcessGroup | ParamGroup, list[ParamGroup]] = {}
     for param_group in waiting:
@@ -56,38 +55,34 @@ def gather(param_groups: Sequence[ParamGroup], comm_stream: CommStream, label: s
     try:
         for param_group in param_groups:
             param_group.begin_gather(comm_stream)
-        issue, accept, nbytes = (
-            param_groups[0].collective_op() if len(param_groups) == 1 else _together(param_groups)
-        )
+        if len(param_groups) == 1:
+            issue, accept, nbytes = param_groups[0].collective_op()
+        else:
+            issue, accept = partial(_issue, param_groups), None
+            nbytes = sum(param_group.comm_nbytes for param_group in param_groups)
         work = comm_stream.enqueue("all_gather", label, issue, accept, nbytes)
     except BaseException:
         for param_group in param_groups:
             param_group.cancel_gather()
         raise
     for param_group in param_groups:
-        param_group.is_filled_by(work)
-
-
-def _together(param_groups: Sequence[ParamGroup]) -> CollectiveOp:
-    return (
-        partial(_issue, param_groups),
-        None,
-        sum(param_group.comm_nbytes for param_group in param_groups),
-    )
+        param_group.record_gather(work)
 
 
 def _issue(param_groups: Sequence[ParamGroup]) -> PendingCollective:
     """Gather param groups of one group: in one launch those that can, and each of the others."""
-    found = [(param_group, param_group.make_pieces()) for param_group in param_groups]
+    of_groups = [(param_group, param_group.make_pieces()) for param_group in param_groups]
     group = param_groups[0].groups.gather
-    if pieces := [each for _, each in found if each is not None]:
-        received, sent = (list(chain.from_iterable(each)) for each in zip(*pieces, strict=True))
+    if in_place := [pieces for _, pieces in of_groups if pieces is not None]:
+        received, sent = (list(chain.from_iterable(side)) for side in zip(*in_place, strict=True))
         if len({piece.dtype for piece in sent}) > 1:
-            received, sent = ([p.view(torch.uint8) for p in each] for each in (received, sent))
+            sides = received, sent
+            received, sent = ([piece.view(torch.uint8) for piece in side] for side in sides)
         gather_pieces((received, sent), group)
     # Users' extensions may raise. So they come before what gloo writes into full buffers, which
     # ctx.reset() frees.
-    rest = sorted((b for b, each in found if each is None), key=lambda b: not b.is_extension)
+    rest = [param_group for param_group, pieces in of_groups if pieces is None]
+    rest.sort(key=lambda param_group: not param_group.is_extension)
     others = [param_group.collective_op()[0]() for param_group in rest]
 
     def finish() -> torch.Tensor:
@@ -138,12 +133,8 @@ class CommContext:
     @property
     def comm_streams(self) -> list[CommStream]:
         """The comm streams that were made."""
-        comm_streams = [self.all_gather_stream, self.reduce_scatter_stream]
-        return (
-            comm_streams
-            if self._all_reduce_stream is None
-            else [*comm_streams, self._all_reduce_stream]
-        )
+        own = self.all_gather_stream, self.reduce_scatter_stream, self._all_reduce_stream
+        return [comm_stream for comm_stream in own if comm_stream is not None]
 
     def share_comm_streams_of(self, other: CommContext) -> None:
         """Communicate on the comm streams of ``other``."""
@@ -164,7 +155,7 @@ class CommContext:
     def gather(self, unit: interface.ScheduledUnit) -> None:
         assert isinstance(unit, Unit)
         stats = self._stats
-        for label, param_groups in unit.as_one or gathers_of(unit):
+        for label, param_groups in unit.single_all_gather or gathers_of(unit):
             for param_group in param_groups:
                 order_check = param_group.mesh_info.order_check
                 order_check.record(
@@ -374,7 +365,7 @@ class CapturedSteps:
         self._left: str | None = None
         self._replays: WeakSet[ReplayedSteps] = WeakSet()
 
-    # What graphs tell
+    # What ``comm/graphs`` calls, as of a ``Watcher``
 
     def capture_begins(self) -> None:
         self._versions = {unit: unit.version for unit in self._units()}
@@ -422,7 +413,7 @@ class CapturedSteps:
         for replays in self._replays:
             replays.lost_groups = True
 
-    # What hooks tell
+    # What hooks call
 
     def join(self, unit: interface.ScheduledUnit) -> None:
         """Join the graph that is captured while ``unit`` is about to run.
@@ -431,8 +422,11 @@ class CapturedSteps:
             RuntimeError: it cannot be captured. Nothing was changed.
         """
         if not self.is_under_way:
-            if (reason := self._reason_against(unit)) is not None:
-                _refuse(unit, reason)
+            if (reason := self._why_refused(unit)) is not None:
+                raise RuntimeError(
+                    f"unit {unit.name!r} runs while a CUDA graph is captured, which cannot be "
+                    f"right: {reason}. Nothing was changed"
+                )
             parts = self._parts()
             assert parts is not None
             for each in self._units():
@@ -453,7 +447,7 @@ class CapturedSteps:
                 "so it cannot be used on units"
             )
 
-    def _reason_against(self, unit: interface.ScheduledUnit) -> str | None:
+    def _why_refused(self, unit: interface.ScheduledUnit) -> str | None:
         parts = self._parts()
         if parts is None or not parts[0].has_recorded(unit, torch.is_grad_enabled()):
             return (
@@ -467,12 +461,12 @@ class CapturedSteps:
         if any(mesh_info.order_check.confirms for mesh_info in self._mesh_infos()):
             return "its ranks communicate by gloo, which makes the host wait: use NCCL"
         for each in self._units():
-            if (reason := _reason_against(each)) is not None:
+            if (reason := _why_unit_is_refused(each)) is not None:
                 return f"unit {each.name!r} {reason}"
         return None
 
 
-def _reason_against(unit: Unit) -> str | None:
+def _why_unit_is_refused(unit: Unit) -> str | None:
     settings = unit.settings
     if unit.is_offloaded:
         return "is offloaded, so that the host waits for copies: shard without CPUOffloadPolicy"
@@ -489,13 +483,6 @@ def _reason_against(unit: Unit) -> str | None:
                 "leave set_keep_unsharded_storage() off"
             )
     return None
-
-
-def _refuse(unit: interface.ScheduledUnit, reason: str) -> NoReturn:
-    raise RuntimeError(
-        f"unit {unit.name!r} runs while a CUDA graph is captured, which cannot be right: {reason}. "
-        "Nothing was changed"
-    )
 
 
 class ReplayedSteps:

@@ -35,7 +35,8 @@ _grad = attrgetter("grad")
 
 
 class ParamGroupGradients:
-    """Collects the gradients of one trainable param group and reduces them.
+    """Collects the gradients of one trainable param group and reduces them: the
+    :class:`~fsdp_overlap.schedule.interface.Gradients` of the schedule.
 
     ``filled`` says for which parameters the reduce input holds a gradient. It may come from a
     backward without synchronization.
@@ -105,7 +106,6 @@ class ParamGroupGradients:
 
     @property
     def has_input(self) -> bool:
-        """Whether the reduce input has memory."""
         return self.reduce_scatter_input.allocated
 
     def may_copy_in_early(self, index: int) -> bool:
@@ -123,7 +123,6 @@ class ParamGroupGradients:
         return gradient is None or is_placed_like(parameter, gradient, spmd)
 
     def copy_in_all(self) -> None:
-        """Move every gradient that autograd holds into the reduce input."""
         parameters = self.param_group.parameters
         gradients = list(map(_grad, parameters))
         # With create_graph=True gradients may require grad.
@@ -147,7 +146,6 @@ class ParamGroupGradients:
             self.filled = [True] * len(parameters)
 
     def copy_in(self, indices: Sequence[int]) -> None:
-        """Move the gradients that autograd holds for these parameters into the reduce input."""
         targets, sources = [], []
         for index in indices:
             parameter = self.param_group.parameters[index]

@@ -127,40 +127,26 @@ def make_sharded_tensors(
 ) -> list[Sharded]:
     """Return what ``shard``, this rank's of a param group, has of each parameter."""
     dtype = plan.specs[0].dtype
-    if isinstance(plan, RowsPlan):
-        rows = [
-            RowTensor.wrap(chunk, mesh_info.spec(item, row_shard(item, spec.cut_dim), dtype), edits)
-            for chunk, item, spec in zip(
-                _chunks(plan, shard, mesh_info.plan_rank), owned, plan.specs, strict=True
-            )
-        ]
-        for each in rows:
-            read_numbers_of_wholes(each.device_mesh)
-        return [*rows]
-    return [
-        RaggedDTensor.wrap(
-            local, mesh_info.spec(item, mesh_info.range_shard(plan, spec.fqn), dtype), edits
-        )
-        for local, item, spec in zip(
-            _ranges(plan, shard, mesh_info.plan_rank), owned, plan.specs, strict=True
-        )
-    ]
-
-
-def _ranges(plan: ParamGroupPlan, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
-    return [shard[first : first + size] for first, size in places_in_shard(plan, rank)]
+    tensors: list[Sharded] = []
+    places = places_in_shard(plan, mesh_info.plan_rank)
+    for item, spec, (first, size) in zip(owned, plan.specs, places, strict=True):
+        local = shard[first : first + size]
+        if isinstance(plan, RowsPlan):
+            local = local.view(plan.chunk_shape(spec, mesh_info.plan_rank))
+            placement = row_shard(item, spec.cut_dim)
+            rows = RowTensor.wrap(local, mesh_info.spec(item, placement, dtype), edits)
+            read_numbers_of_wholes(rows.device_mesh)
+            tensors.append(rows)
+        else:
+            placement = mesh_info.range_shard(plan, spec.fqn)
+            layout = mesh_info.spec(item, placement, dtype)
+            tensors.append(RaggedDTensor.wrap(local, layout, edits))
+    return tensors
 
 
 def _range(plan: ParamGroupPlan, fqn: str, rank: int) -> tuple[int, int]:
     held = ((start, stop) for owner, start, stop in plan.ranges(fqn) if owner == rank)
     return next(held, (0, 0))
-
-
-def _chunks(plan: RowsPlan, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
-    return [
-        shard[first : first + size].view(plan.chunk_shape(spec, rank))
-        for spec, (first, size) in zip(plan.specs, places_in_shard(plan, rank), strict=True)
-    ]
 
 
 def row_shard(item: ParamInfo, dim: int) -> Placement:
@@ -381,8 +367,8 @@ class ParamGroup:
         values than the shards."""
 
     def allocate(self, device: torch.device, like: Sequence[torch.Tensor]) -> None:
-        """Make the buffers and the sharded parameters, and register these parameters in the
-        modules. They take their attributes from ``like``."""
+        """Make the buffers, and the sharded parameters, which take their attributes from ``like``.
+        Register them in the modules."""
         plan, mesh_info = self.plan, self.mesh_info
         self.is_meta = device.type == "meta"
         # The plan among the ranks that gather. The ranks that hold parts of one shard put it
@@ -573,7 +559,8 @@ class ParamGroup:
         return self.gathered_version == self.version
 
     def begin_gather(self, comm_stream: CommStream) -> None:
-        """Give the full buffer memory. :meth:`is_filled_by` or :meth:`cancel_gather` comes next.
+        """Give the full buffer memory. :meth:`record_gather` or :meth:`cancel_gather` comes
+        next.
 
         Raises:
             RuntimeError: the param group is on the meta device.
@@ -600,8 +587,8 @@ class ParamGroup:
         if self.state is ParamGroupState.UNSHARDED:
             self.counters.allow_reads()
 
-    def is_filled_by(self, work: WorkHandle) -> None:
-        """Note what fills the full buffer."""
+    def record_gather(self, work: WorkHandle) -> None:
+        """Note that ``work`` fills the full buffer."""
         self._work = work
         self._before = None
         self.gathered_version = self.version
@@ -643,7 +630,7 @@ class ParamGroup:
         if self.outer_shard is None:
             return self.shard
         self.outer_shard.wait()
-        return self.outer_shard.whole.flat
+        return self.outer_shard.full_shard.flat
 
     def wait(self) -> None:
         """Make compute wait for the all-gather, if one is under way."""

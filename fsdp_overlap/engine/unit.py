@@ -100,7 +100,7 @@ class UnshardedEdits:
         self._placed = [parameter for *_, parameter, _ in places]
 
     def begin_comparison(self) -> None:
-        """Take digests of the parameters, which are whole, before a forward runs."""
+        """Take digests of the parameters, which are unsharded, before a forward runs."""
         self._digest = self._param_group.full.digests()
         self._forwards = 0  # so that changed() looks for everything
 
@@ -214,6 +214,9 @@ class Unit:
     """What :func:`fully_shard` makes of modules: their param groups, and what the user asked for
     them.
 
+    It is the :class:`~fsdp_overlap.schedule.interface.ScheduledUnit` of the schedule, which says
+    what those of its members are that have no docstring here.
+
     The modules' hooks own the unit. The unit refers to the modules weakly, and the context refers
     to the unit weakly. ``gradients`` has one entry for each param group that is trainable now.
     """
@@ -230,7 +233,7 @@ class Unit:
         self._modules = [weakref.ref(module) for module in modules]
         self.mesh = mesh
         self.is_list = len(modules) > 1
-        """Whether it has several modules. It is whole from the first that runs to the last."""
+        """It is unsharded from the first of its modules that runs to the last."""
         self.param_groups = param_groups
         self.has_parameters = bool(param_groups)
         self.mp_policy = mp_policy
@@ -255,7 +258,7 @@ class Unit:
         )
         self.is_root = False
         self.name = module_class_name(modules)
-        self.as_one: list[tuple[str, list[ParamGroup]]] = []
+        self.single_all_gather: list[tuple[str, list[ParamGroup]]] = []
         """The name of its all-gather, and the param group. Empty if it has several, or no name
         yet."""
         self._look_for_edits()
@@ -271,7 +274,7 @@ class Unit:
         """Name the unit and its param groups by the name in the root module, by which users know
         it."""
         self.name = name
-        self.as_one = [(name, self.param_groups)] if len(self.param_groups) == 1 else []
+        self.single_all_gather = [(name, self.param_groups)] if len(self.param_groups) == 1 else []
         for param_group in self.param_groups:
             number = param_group.plan.specs[0].piece
             contents = f"{param_group.dtypes}, piece {number}" if number else param_group.dtypes
@@ -331,7 +334,7 @@ class Unit:
 
     @property
     def is_unsharded(self) -> bool:
-        # as Param group.version, without a call for each: asked often
+        # as ParamGroup.version, without a call for each: asked often
         for param_group in self.param_groups:
             if (
                 param_group.gathered_version
@@ -341,11 +344,10 @@ class Unit:
         return True
 
     @property
-    def version(self) -> int:
-        """Grows with every edit of the unit's sharded parameters. See Note [stale]."""
+    def version(self) -> int:  # see Note [stale]
         version = 0
         for param_group in self.param_groups:
-            # Param group.version, asked often
+            # as is_unsharded
             version += param_group.edits.values + param_group.shard._version
         return version
 
@@ -391,8 +393,6 @@ class Unit:
         return False
 
     def edited(self) -> str | None:
-        """Return what was done to unsharded parameters in place and would be lost, in words.
-        ``None`` if nothing was."""
         for edits in self.edits:
             if (found := edits.edited()) is not None:
                 return found
@@ -414,7 +414,6 @@ class Unit:
                 param_group.outer_shard.reset()
 
     def wait(self) -> None:
-        """Make compute wait for the unit's all-gathers."""
         for param_group in self.param_groups:
             param_group.wait()
 
@@ -483,8 +482,6 @@ class Unit:
             param_group.module_info.to_sharded()
 
     def reshards_after_forward(self) -> bool:
-        """Return whether forward frees the full buffers. If the user did not say, all units do but
-        the root, which backward needs first."""
         if self.reshard_after_forward is not None:
             return self.reshard_after_forward is not False
         return not (self.is_root and self.settings.unshard_in_backward and torch.is_grad_enabled())
@@ -554,8 +551,6 @@ class Unit:
         self._look_for_edits()
 
     def hook_gradients(self) -> None:
-        """Make every gradient be noticed when it arrives. Call it before the parameters are used
-        outside the unit's forward."""
         for gradients in self.gradients:
             self._hook(gradients, only_large=False)
 

@@ -115,7 +115,9 @@ class ScheduledUnit(Protocol):
         """Whether it stays gathered for backward if it ran last in a forward: the user did not say
         otherwise. See Note [kept for backward]."""
 
-    def reshards_after_forward(self) -> bool: ...
+    def reshards_after_forward(self) -> bool:
+        """Return whether forward frees the full buffers. If the user did not say, all units do but
+        the root, which backward needs first."""
 
     @property
     def is_waiting(self) -> bool:
