@@ -61,12 +61,12 @@ def default_mesh() -> DeviceMesh:
 def _device_type() -> str:
     """Return the device type of the default process group: the accelerator's, if there is one and
     the group has a backend other than gloo for it, and otherwise the CPU."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None:
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
         return "cpu"
     # The text is like "cpu:gloo,cuda:nccl".
     backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
-    return "cpu" if backends.get(found.type, "gloo") == "gloo" else found.type
+    return "cpu" if backends.get(device.type, "gloo") == "gloo" else device.type
 
 
 # ---- The layouts of a context's units, planned together or one by one ----
@@ -297,10 +297,6 @@ class MeshInfo:
         groups = self.groups
         return groups.to_confirm if self.order_check.confirms else groups.of_all
 
-    def make_groups(self) -> None:
-        """Make :attr:`groups` if they were not made yet. Collective over the mesh."""
-        self.groups  # noqa: B018
-
     @cached_property
     def order_check(self) -> OrderCheck:
         shard = self.mesh.get_group(self.mesh.ndim - 1)
@@ -358,10 +354,10 @@ class MeshInfo:
         mesh, parameter = self.tensor_mesh, item.parameter
         if (spmd := item.spmd) is not None:
             placements = spmd.sharded_placements(mesh, placement)
-            whole = spmd.full.mesh
-            if whole not in self._with_other:
-                self._with_other[whole] = spmd.full.sharded_mesh(mesh)
-            return contiguous_spec(self._with_other[whole], placements, spmd.shape, dtype)
+            full = spmd.full.mesh
+            if full not in self._with_other:
+                self._with_other[full] = spmd.full.sharded_mesh(mesh)
+            return contiguous_spec(self._with_other[full], placements, spmd.shape, dtype)
         replicas = (Replicate(),) if mesh.ndim == 2 else ()
         placements = (*replicas, placement)
         if isinstance(parameter, DTensor):
@@ -407,11 +403,8 @@ class MeshInfo:
     @property
     def labels(self) -> list[str]:
         """The names of all param groups in order, also of those that are gone."""
-        param_groups = (ref() for ref in self._members)
-        return [
-            param_group.label if param_group is not None else "(deleted)"
-            for param_group in param_groups
-        ]
+        members = (ref() for ref in self._members)
+        return ["(deleted)" if member is None else member.label for member in members]
 
     @property
     def signature(self) -> tuple[int, int]:

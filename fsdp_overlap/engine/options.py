@@ -87,7 +87,7 @@ class ReduceOptions:
 
 @dataclass
 class UnitSettings:
-    """What the verbs of a module ask of its unit. A copy of a model has the same settings.
+    """What the methods of a module ask of its unit. A copy of a model has the same settings.
 
     The unit's gradients share the object ``reduce_options``.
     """
@@ -186,7 +186,7 @@ class QuantizedCommPolicy:
                 "share a scale, each a number of at least 1 or None for all, such as (1, None) or "
                 "(1, 32)"
             )
-        if type(self.keep) is not tuple or any(type(each) is not str for each in self.keep):
+        if type(self.keep) is not tuple or any(type(name) is not str for name in self.keep):
             raise TypeError(
                 f"QuantizedCommPolicy(keep={self.keep!r}): use a tuple of names or patterns"
             )

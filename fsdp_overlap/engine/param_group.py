@@ -105,7 +105,7 @@ def sharded_parameters(
 ) -> list[Sharded]:
     """Return the sharded parameters of a param group, of which ``forms`` are the tensors. They take
     their attributes from ``like``."""
-    found: list[Sharded] = []
+    made: list[Sharded] = []
     for form, model, spec, item in zip(forms, like, plan.specs, owned, strict=True):
         parameter = nn.Parameter(form, requires_grad=model.requires_grad)
         vars(parameter).update(users_attributes(model, form._local_tensor))
@@ -114,8 +114,8 @@ def sharded_parameters(
         # isinstance() takes it for a Parameter, and its type is that of the form.
         sharded = cast(Sharded, parameter)
         sharded.keep_gradients_in(getattr(model, "_given_grad_dtype", spec.grad_dtype))
-        found.append(sharded)
-    return found
+        made.append(sharded)
+    return made
 
 
 def make_sharded_tensors(
@@ -162,34 +162,18 @@ def row_shard(item: ParamInfo, dim: int) -> Placement:
     return Shard(dim) if factor == 1 else StridedShard(dim, split_factor=factor)
 
 
-def local_shards(plan: Plan, wholes: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
-    """Return what ``rank`` has of each of ``wholes``, in the shape that its sharded form has."""
-    if isinstance(plan, ParamGroupPlan):
-        ranges = [_range(plan, spec.fqn, rank) for spec in plan.specs]
-        return [
-            whole.reshape(-1)[start:stop]
-            for whole, (start, stop) in zip(wholes, ranges, strict=True)
-        ]
-    held = [plan.held(spec, rank) for spec in plan.specs]
-    return [
-        whole.narrow(spec.cut_dim, first, last - first)
-        for whole, spec, (first, last) in zip(wholes, plan.specs, held, strict=True)
-    ]
-
-
 def places_in_shard(plan: Plan, rank: int) -> list[tuple[int, int]]:
     """Return where in a shard of ``rank`` each parameter begins, and how many elements it has
     there."""
     if isinstance(plan, RowsPlan):
         sizes = [prod(plan.chunk_shape(spec, rank)) for spec in plan.specs]
         return list(zip(plan.starts, sizes, strict=True))
-    found = []
+    places = []
     for spec, offset in zip(plan.specs, plan.offsets, strict=True):
         start, stop = _range(plan, spec.fqn, rank)
-        found.append(
-            (offset + start - plan.shard_starts[rank] if stop > start else 0, stop - start)
-        )
-    return found
+        first = offset + start - plan.shard_starts[rank] if stop > start else 0
+        places.append((first, stop - start))
+    return places
 
 
 def validate_methods(label: str, parameters: Sequence[Sharded]) -> None:
@@ -268,19 +252,20 @@ def choose_collectives(
     elif settings.uses_symmetric_memory and not is_alone:
         mesh_info.symmetric_memory.reserve(plan, compute_dtype, reduce_dtype)
         ranges = SymmetricCollectives(mesh_info.symmetric_memory)
-    found: Any = ranges
-    if isinstance(plan, RowsPlan) and is_alone:
-        found = LocalCollectives()
-    elif isinstance(plan, RowsPlan):
-        is_free = not is_custom and not settings.uses_symmetric_memory
-        fastest = choose_for_rows(mesh_info.device_type, group, plan)
-        found = fastest if is_free else PackedRows(ranges)
+    chosen: Any = ranges
+    if isinstance(plan, RowsPlan):
+        if is_alone:
+            chosen = LocalCollectives()
+        elif is_custom or settings.uses_symmetric_memory:
+            chosen = PackedRows(ranges)
+        else:
+            chosen = choose_for_rows(mesh_info.device_type, group, plan)
     if extensions is not None:
         extensions.others = ranges
-        return CollectivePair(extensions.all_gather, found.reduce_scatter)
+        return CollectivePair(extensions.all_gather, chosen.reduce_scatter)
     if policy is None:
-        return found
-    gather, reduce = found.all_gather, found.reduce_scatter
+        return chosen
+    gather, reduce = chosen.all_gather, chosen.reduce_scatter
     in_rows = isinstance(plan, RowsPlan)
 
     def wire(dtype: torch.dtype, codes: torch.dtype) -> QuantizedFormat:
@@ -349,7 +334,7 @@ class ParamGroup:
         values = [unwrap(tp_local_tensor(parameter)) for parameter in self.parameters]
         self.sharded_parameters: list[Sharded] = []
         self.allocate(device, self.parameters)
-        self.take(values)
+        self.init_shard(values)
         self.give_memory()
         self.init_hashes = ParamHashes(values, self.version) if mesh_info.communicates else None
         """Hashes of what this rank sharded, until ranks have compared them."""
@@ -412,10 +397,16 @@ class ParamGroup:
         """Note where modules have the parameters registered now."""
         self.module_info = ParamModuleInfo(self.owned, self.parameters, self.sharded_parameters)
 
-    def take(self, wholes: Sequence[torch.Tensor]) -> None:
-        """Copy this rank's part of the whole parameters into the shard."""
-        parts = local_shards(self.plan, wholes, self.mesh_info.plan_rank)
-        for sharded, part in zip(self.sharded_parameters, parts, strict=True):
+    def init_shard(self, values: Sequence[torch.Tensor]) -> None:
+        """Copy this rank's part of the unsharded ``values`` of the parameters into the shard."""
+        plan, rank = self.plan, self.mesh_info.plan_rank
+        for sharded, value, spec in zip(self.sharded_parameters, values, plan.specs, strict=True):
+            if isinstance(plan, RowsPlan):
+                first, last = plan.held(spec, rank)
+                part = value.narrow(spec.cut_dim, first, last - first)
+            else:
+                first, last = _range(plan, spec.fqn, rank)
+                part = value.reshape(-1)[first:last]
             sharded._local_tensor.copy_(part)
 
     def _at_rest(self, device: torch.device, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -687,18 +678,18 @@ def sync_grad_dtypes(param_groups: Sequence[ParamGroup]) -> None:
         RuntimeError: the parameters of a param group have several. No param group was changed then.
     """
     for param_group in param_groups:
-        found = {each._grad_dtype for each in param_group.sharded_parameters}
-        if len(found) > 1:
+        dtypes = {parameter._grad_dtype for parameter in param_group.sharded_parameters}
+        if len(dtypes) > 1:
             raise RuntimeError(
                 f"unit {param_group.label!r} has parameters whose grad_dtype is "
-                f"{' and '.join(sorted(map(str, found)))}, and their gradients travel together: "
+                f"{' and '.join(sorted(map(str, dtypes)))}, and their gradients travel together: "
                 "set the same for all of them, or set it before fully_shard()"
             )
     for param_group in param_groups:
         # Also the parameters' own dtype if somebody set it: compute may have another, in which
         # autograd would sum.
-        given = (each._given_grad_dtype for each in param_group.sharded_parameters)
-        dtype = next((each for each in given if each is not None), None)
+        given = [parameter._given_grad_dtype for parameter in param_group.sharded_parameters]
+        dtype = next((dtype for dtype in given if dtype is not None), None)
         if dtype is not None and dtype != param_group.plan.specs[0].grad_dtype:
             param_group.grad_dtype = dtype
             specs = tuple(replace(spec, grad_dtype=dtype) for spec in param_group.plan.specs)

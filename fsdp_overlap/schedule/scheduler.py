@@ -406,12 +406,6 @@ class Schedule:
         predicted = [self._refs[index]() for index in self.order.predicted()]
         return [unit for unit in dict.fromkeys([*predicted, *self._units()]) if unit is not None]
 
-    def finish_param_sync(self) -> None:
-        """Do what :meth:`start_param_sync` does, and make compute wait for all units."""
-        self.start_param_sync()
-        for unit in self._units():
-            unit.wait()
-
     def release_unsharded(self) -> None:
         """Free every full buffer that is not in use."""
         for unit in self._units():
