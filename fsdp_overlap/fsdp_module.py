@@ -503,7 +503,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
             param_group for param_group in unit.param_groups if not param_group.is_opaque
         ]
         mine = {id(module._parameters) for _, module in modules_outside_units([self])}
-        flat = [] if unit.is_list else [each for each in param_groups if not each.is_extension]
+        flat = [group for group in param_groups if not (unit.is_list or group.is_extension)]
         return [(param_group, param_group.shard) for param_group in flat] + [
             (param_group, sharded._local_tensor)
             for param_group in param_groups
@@ -609,8 +609,8 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
 
     def _units(self, recurse: bool) -> Iterable[Unit]:
         modules = self.modules() if recurse else [self]
-        found = (unit for unit in map(unit_of, modules) if unit is not None)
-        return dict.fromkeys(found)  # the modules of a list share one unit
+        units = (unit for unit in map(unit_of, modules) if unit is not None)
+        return dict.fromkeys(units)  # the modules of a list share one unit
 
     def _check_outermost(self, method: str) -> None:
         unit = self._fsdp_unit

@@ -119,7 +119,7 @@ def fully_shard(
         TypeError, ValueError: the module or a parameter cannot be sharded. Nothing was changed.
     """
     modules = _modules_of(module)
-    classes = [_fsdp_class(type(each)) for each in modules]
+    classes = [_fsdp_class(type(member)) for member in modules]
     _check_context(ctx)
     spmd = spmd_mesh(mesh, dp_mesh_dims)
     if spmd is not None:
@@ -139,9 +139,9 @@ def fully_shard(
         ignored=frozenset(ignored_params or ()),
         spmd=spmd,
     )
-    for each, fsdp_class in zip(modules, classes, strict=True):
-        object.__setattr__(each, "__class__", fsdp_class)  # modules may guard their attributes
-        record_fully_sharded(each)
+    for member, fsdp_class in zip(modules, classes, strict=True):
+        object.__setattr__(member, "__class__", fsdp_class)  # modules may guard their attributes
+        record_fully_sharded(member)
     return cast(FSDPModule | Sequence[FSDPModule], module)
 
 
@@ -213,8 +213,8 @@ def _modules_of(module: Any) -> list[nn.Module]:
     modules = [item for item in module if id(item) not in inner]
     if not modules or len(set(modules)) != len(modules):
         raise ValueError("fully_shard takes a list of at least one module, each named once")
-    for each in modules:
-        _check_module(each)
+    for item in modules:
+        _check_module(item)
     return modules
 
 
@@ -345,8 +345,8 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _registered(module: nn.Module) -> list[object]:
-    found = (*module._modules.values(), *module._parameters.values())
-    return [each for each in found if each is not None]
+    registered = (*module._modules.values(), *module._parameters.values())
+    return [value for value in registered if value is not None]
 
 
 def _outermost(
@@ -378,7 +378,7 @@ def _is_listed(module: nn.Module, users: Users) -> bool:
 def _shares(module: nn.Module, users: Users) -> bool:
     """Return whether a module outside of ``module`` uses a module or parameter within it too."""
     inner = set(module.modules())
-    return any(not users[used] <= inner for each in inner for used in _registered(each))
+    return any(not users[used] <= inner for child in inner for used in _registered(child))
 
 
 def _why_none(model: nn.Module, users: Users, classes: set[str]) -> str:
@@ -389,12 +389,12 @@ def _why_none(model: nn.Module, users: Users, classes: set[str]) -> str:
         if name and _is_listed(module, users) and _shares(module, users)
     ]
     if shared:
-        found = f"{', '.join(shared)} share parameters or modules with what is outside of them"
+        instead = f"{', '.join(shared)} share parameters or modules with what is outside of them"
     else:
         children = {name: type(child).__name__ for name, child in model.named_children()}
-        found = f"its children are {children}"
+        instead = f"its children are {children}"
     return (
         f"{type(model).__name__} has no blocks: {named}no members of an nn.ModuleList that have "
-        f"parameters of their own; {found}. Call fully_shard on modules that you choose, on a list "
-        "of those that share parameters, or on the model alone"
+        f"parameters of their own; {instead}. Call fully_shard on modules that you choose, on a "
+        "list of those that share parameters, or on the model alone"
     )

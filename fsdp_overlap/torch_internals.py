@@ -281,8 +281,8 @@ def teach_fully_shard(state_of: Callable[[Any], Any]) -> None:
 
     @wraps(torchs_state_of)
     def state(module: Any) -> Any:
-        found = state_of(module)
-        return torchs_state_of(module) if found is None else found
+        ours = state_of(module)
+        return torchs_state_of(module) if ours is None else ours
 
     torchs_fully_shard.state = state
 

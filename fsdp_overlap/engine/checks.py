@@ -6,6 +6,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -121,11 +122,11 @@ def _difference(mesh_info: MeshInfo, param_groups: Sequence[ParamGroup], failure
         return ""
 
     def over_ranks(numbers: Sequence[int]) -> list[int]:
-        found: list[int] = greatest(torch.tensor(numbers, device=mesh_info.device), groups).tolist()
-        return found
+        here = torch.tensor(numbers, device=mesh_info.device)
+        return cast(list[int], greatest(here, groups).tolist())
 
     # The greatest of a number and the greatest of its complement tell whether all ranks agree.
-    complements = [UNKNOWN if each == UNKNOWN else ~each for each in hashes]
+    complements = [UNKNOWN if number == UNKNOWN else ~number for number in hashes]
     has_failed, *of_all = over_ranks([bool(failure), *hashes, *complements])
     high, low = of_all[: len(hashes)], of_all[len(hashes) :]
     different = [

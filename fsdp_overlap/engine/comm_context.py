@@ -192,7 +192,7 @@ class CommContext:
 
     def forbid_old_graphs(self, unit: interface.ScheduledUnit, modules: Collection[int]) -> None:
         assert isinstance(unit, Unit)
-        inner = (m for each in unit.modules if id(each) in modules for m in each.modules())
+        inner = (m for module in unit.modules if id(module) in modules for m in module.modules())
         tables = {id(module._parameters) for module in inner}
         for edits in unit.edits:
             edits.forbid_old_graphs(tables)
@@ -429,8 +429,8 @@ class CapturedSteps:
                 )
             parts = self._parts()
             assert parts is not None
-            for each in self._units():
-                each.mark_stale()  # outer shards are gathered in every replay
+            for other in self._units():
+                other.mark_stale()  # outer shards are gathered in every replay
             parts[1].begin_capture()
             self.is_under_way = True
 
@@ -460,9 +460,9 @@ class CapturedSteps:
             return f"there is {left}: capture all of a step"
         if any(mesh_info.order_check.confirms for mesh_info in self._mesh_infos()):
             return "its ranks communicate by gloo, which makes the host wait: use NCCL"
-        for each in self._units():
-            if (reason := _why_unit_is_refused(each)) is not None:
-                return f"unit {each.name!r} {reason}"
+        for other in self._units():
+            if (reason := _why_unit_is_refused(other)) is not None:
+                return f"unit {other.name!r} {reason}"
         return None
 
 

@@ -491,12 +491,12 @@ class FsdpContext:
             existing = comm()
             return () if existing is None else existing.comm_streams
 
-        def found() -> None:
+        def on_hang() -> None:
             if (self := context()) is not None:
                 self.require_lazy_init()  # so that the next forward asks
 
         self._monitor = DesyncMonitor(
-            self.device, comm_streams, self.error_monitor, self.hang_timeout, found
+            self.device, comm_streams, self.error_monitor, self.hang_timeout, on_hang
         )
 
     def require_lazy_init(self) -> None:

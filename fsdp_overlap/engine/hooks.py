@@ -112,11 +112,8 @@ def _begin_forward(unit: Unit, module: nn.Module, context: FsdpContext) -> None:
 
 
 def _check_all_are_owned(unit: Unit) -> None:
-    own = (
-        each
-        for param_group in unit.param_groups
-        for each in param_group.parameters + param_group.sharded_parameters
-    )
+    unsharded = (p for param_group in unit.param_groups for p in param_group.parameters)
+    own = [*unsharded, *unit.sharded_parameters]
     if (name := unit.unowned.find(unit.modules, own)) is not None:
         raise RuntimeError(
             f"parameter {name!r} of unit {unit.name!r} was added after fully_shard(), so no unit "

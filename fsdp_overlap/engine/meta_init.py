@@ -159,11 +159,11 @@ def _dtype_for(
 ) -> torch.dtype:
     """Return the dtype that a param group rests in when it has taken ``values``, by the index of
     the parameter. Raise RuntimeError if it cannot take them."""
-    dtype, found = param_group.shard.dtype, {value.dtype for value in values.values()}
-    if found <= {dtype}:
+    dtype, dtypes = param_group.shard.dtype, {value.dtype for value in values.values()}
+    if dtypes <= {dtype}:
         return dtype
-    if len(values) == _count(param_group) and len(found) == 1:
-        other = found.pop()
+    if len(values) == _count(param_group) and len(dtypes) == 1:
+        other = dtypes.pop()
         example = param_group.shard.new_empty(0, dtype=other)
         if validate_cast(unit, param_group, example, has_run) is None:
             return other

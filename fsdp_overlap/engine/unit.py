@@ -37,6 +37,7 @@ from fsdp_overlap.engine.param_group import ParamGroup, ParamGroupState
 from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.tensor.pytree import UnderWay
 from fsdp_overlap.tensor.ragged_dtensor import ShardEdits
+from fsdp_overlap.tensor.row_tensor import Sharded
 
 # ---- Edits of unsharded parameters, which would be lost ----
 
@@ -59,8 +60,8 @@ def compare(uncompared: Uncompared) -> str | None:
     The host waits for them. Empty the list."""
     changes = [(edits, changed.tolist()) for edits, changed in uncompared]
     uncompared.clear()
-    found = [edits.describe(changed.index(True)) for edits, changed in changes if any(changed)]
-    return found[0] if found else None
+    edited = [edits.describe(changed.index(True)) for edits, changed in changes if any(changed)]
+    return edited[0] if edited else None
 
 
 class UnshardedEdits:
@@ -122,8 +123,8 @@ class UnshardedEdits:
         if self._counters.has_edits():
             return self.edited()
         are_in_place = all(map(is_, map(dict.get, *self._places), self._placed))
-        if not are_in_place and (found := self._replaced()) is not None:
-            return found
+        if not are_in_place and (replaced := self._replaced()) is not None:
+            return replaced
         # What the checks below find lasts, so forwards 1, 2, 4, 8 ... of a mode are enough.
         self._forwards += 1
         if self._forwards & (self._forwards - 1):
@@ -305,6 +306,10 @@ class Unit:
         return [module for module in (ref() for ref in self._modules) if module is not None]
 
     @property
+    def sharded_parameters(self) -> list[Sharded]:
+        return [p for param_group in self.param_groups for p in param_group.sharded_parameters]
+
+    @property
     def module_ids(self) -> Iterable[int]:
         return map(id, self.modules)
 
@@ -394,16 +399,16 @@ class Unit:
 
     def edited(self) -> str | None:
         for edits in self.edits:
-            if (found := edits.edited()) is not None:
-                return found
+            if (edit := edits.edited()) is not None:
+                return edit
         return None
 
     def changed(self) -> str | None:
         """Return what :meth:`edited` does, and also find what was done otherwise, such as an
         assignment of other memory. The full buffers must exist."""
         for edits in self.edits:
-            if (found := edits.changed()) is not None:
-                return found
+            if (change := edits.changed()) is not None:
+                return change
         return None
 
     def mark_stale(self) -> None:
@@ -458,18 +463,15 @@ class Unit:
         """Use one parameter of the unit where modules registered it in place of another. The other
         keeps its memory and travels, as in FSDP2, but nothing computes with it."""
         items = [item for param_group in self.param_groups for item in param_group.owned]
-        sharded = [
-            each for param_group in self.param_groups for each in param_group.sharded_parameters
-        ]
-        by_parameter = dict(zip(map(id, sharded), items, strict=True))
+        by_parameter = dict(zip(map(id, self.sharded_parameters), items, strict=True))
         has_ties = False
         for item in items:
-            for place in [*item.registrations]:
-                registered, name = place
-                found = by_parameter.get(id(registered.get(name)), item)
-                if found is not item:
-                    item.registrations.remove(place)
-                    found.registrations.append(place)
+            for registration in [*item.registrations]:
+                table, name = registration
+                tied = by_parameter.get(id(table.get(name)), item)
+                if tied is not item:
+                    item.registrations.remove(registration)
+                    tied.registrations.append(registration)
                     has_ties = True
         if has_ties:
             for param_group in self.param_groups:
@@ -513,10 +515,7 @@ class Unit:
                     param_group.label, param_group.parameters, param_group.sharded_parameters
                 )
         self._trainability = edits
-        parameters = (
-            each for param_group in self.param_groups for each in param_group.sharded_parameters
-        )
-        trainable = tuple(parameter.requires_grad for parameter in parameters)
+        trainable = tuple(parameter.requires_grad for parameter in self.sharded_parameters)
         if trainable not in self._were_trainable:
             self._were_trainable.add(trainable)
             self.saved_tensors.look_again()
@@ -592,13 +591,13 @@ def unit_names(units: Sequence[Unit]) -> dict[Unit, str]:
     for outer in units:
         if outer in names:
             continue
-        found: dict[Unit, list[str]] = {}
+        names_within: dict[Unit, list[str]] = {}
         for module in outer.modules:
             for name, child in module.named_modules():
                 unit = unit_of(child)
                 if unit is not None and unit is not outer:
-                    found.setdefault(unit, []).append(name)
-        names.update((unit, ", ".join(found[unit])) for unit in found)
+                    names_within.setdefault(unit, []).append(name)
+        names.update((unit, ", ".join(names_within[unit])) for unit in names_within)
     return names
 
 

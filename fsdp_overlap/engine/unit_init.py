@@ -113,9 +113,9 @@ def make_unit(
     unit.comm_policy = comm_policy
     _mark_owners(unit, originals)
     move_buffers(modules, ctx.device)
-    for each in modules:
-        each.__dict__["_fsdp_unit"] = unit
-        hooks.install(each, unit)
+    for module in modules:
+        module.__dict__["_fsdp_unit"] = unit
+        hooks.install(module, unit)
     return unit
 
 
@@ -300,7 +300,7 @@ def _by_mesh(
     shard_placement_fn: Callable[[nn.Parameter], Any] | None,
 ) -> dict[MeshInfo, list[ParamInfo]]:
     """Sort the unit's parameters by the mesh that they are sharded over."""
-    found: dict[MeshInfo, list[ParamInfo]] = {ctx.mesh_info_of(mesh): []}
+    by_mesh: dict[MeshInfo, list[ParamInfo]] = {ctx.mesh_info_of(mesh): []}
     for item in owned:
         wanted: Any = None if shard_placement_fn is None else shard_placement_fn(item.parameter)
         own_mesh, own_spmd = mesh, spmd
@@ -321,8 +321,8 @@ def _by_mesh(
                 "or a ShardPlacementResult of these; other dimensions are cut under "
                 "FsdpContext(layout=PerTensor()) alone"
             )
-        found.setdefault(mesh_info, []).append(item)
-    return {mesh_info: items for mesh_info, items in found.items() if items or len(found) == 1}
+        by_mesh.setdefault(mesh_info, []).append(item)
+    return {mesh_info: items for mesh_info, items in by_mesh.items() if items or len(by_mesh) == 1}
 
 
 def _cut_dim(item: ParamInfo, placement: Shard) -> int:
