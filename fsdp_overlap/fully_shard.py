@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast, overload
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -35,33 +35,26 @@ if TYPE_CHECKING:
         def __setattr__(self, name: str, value: Any) -> None: ...
 
 
+class ShardOptions(TypedDict, total=False):
+    """The keyword arguments of :func:`fully_shard`."""
+
+    mesh: DeviceMesh | None
+    reshard_after_forward: bool | int | None
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    comm_policy: QuantizedCommPolicy | None
+    ignored_params: set[nn.Parameter] | None
+    dp_mesh_dims: DataParallelMeshDims | None
+
+
 @overload
 def fully_shard(
-    module: nn.Module,
-    ctx: FsdpContext | None = None,
-    *,
-    mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
-    comm_policy: QuantizedCommPolicy | None = None,
-    ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: DataParallelMeshDims | None = None,
+    module: nn.Module, ctx: FsdpContext | None = None, **options: Unpack[ShardOptions]
 ) -> Sharded: ...
 @overload
 def fully_shard(
-    module: Sequence[nn.Module],
-    ctx: FsdpContext | None = None,
-    *,
-    mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
-    comm_policy: QuantizedCommPolicy | None = None,
-    ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: DataParallelMeshDims | None = None,
+    module: Sequence[nn.Module], ctx: FsdpContext | None = None, **options: Unpack[ShardOptions]
 ) -> Sequence[Sharded]: ...
 def fully_shard(
     module: nn.Module | Sequence[nn.Module],
@@ -150,7 +143,7 @@ def fully_shard_model(
     ctx: FsdpContext | None = None,
     *,
     units: Sequence[nn.Module | Sequence[nn.Module]] | None = None,
-    **options: Any,
+    **options: Unpack[ShardOptions],
 ) -> Sharded:
     """Shard a whole model: one unit for each of its blocks, and the root for the rest.
 
