@@ -24,8 +24,12 @@ from fsdp_overlap.comm.symmetric_memory import use_symmetric_memory
 from fsdp_overlap.engine import hooks
 from fsdp_overlap.engine.context import context_of
 from fsdp_overlap.engine.hooks import ForwardMethod
-from fsdp_overlap.engine.meta_init import cast as cast_param_group
-from fsdp_overlap.engine.meta_init import materialize, register_unsharded_once, validate_cast
+from fsdp_overlap.engine.meta_init import (
+    cast_param_group,
+    materialize,
+    register_unsharded_once,
+    validate_cast,
+)
 from fsdp_overlap.engine.param import (
     modules_outside_units,
     move_buffers,

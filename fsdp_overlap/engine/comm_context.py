@@ -11,7 +11,7 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.comm.collectives import PendingCollective, gather_pieces
+from fsdp_overlap.comm.collectives import PendingCollective, all_gather_coalesced
 from fsdp_overlap.comm.comm_streams import CommStream, ComputeEvent, WorkHandle, span
 from fsdp_overlap.desync.order_check import N_KINDS
 from fsdp_overlap.engine.grads import ParamGroupGradients
@@ -67,17 +67,17 @@ def gather(param_groups: Sequence[ParamGroup], comm_stream: CommStream, label: s
 
 def _issue(param_groups: Sequence[ParamGroup]) -> PendingCollective:
     """Gather param groups of one group: in one launch those that can, and each of the others."""
-    of_groups = [(param_group, param_group.make_pieces()) for param_group in param_groups]
+    of_groups = [(param_group, param_group.prepare_coalesced()) for param_group in param_groups]
     group = param_groups[0].groups.gather
-    if in_place := [pieces for _, pieces in of_groups if pieces is not None]:
-        received, sent = (list(chain.from_iterable(side)) for side in zip(*in_place, strict=True))
-        if len({piece.dtype for piece in sent}) > 1:
+    if coalesced := [tensors for _, tensors in of_groups if tensors is not None]:
+        received, sent = (list(chain.from_iterable(side)) for side in zip(*coalesced, strict=True))
+        if len({tensor.dtype for tensor in sent}) > 1:
             sides = received, sent
-            received, sent = ([piece.view(torch.uint8) for piece in side] for side in sides)
-        gather_pieces((received, sent), group)
+            received, sent = ([tensor.view(torch.uint8) for tensor in side] for side in sides)
+        all_gather_coalesced((received, sent), group)
     # Users' extensions may raise. So they come before what gloo writes into full buffers, which
     # ctx.reset() frees.
-    rest = [param_group for param_group, pieces in of_groups if pieces is None]
+    rest = [param_group for param_group, tensors in of_groups if tensors is None]
     rest.sort(key=lambda param_group: not param_group.is_extension)
     others = [param_group.collective_op()[0]() for param_group in rest]
 
@@ -92,7 +92,8 @@ def _issue(param_groups: Sequence[ParamGroup]) -> PendingCollective:
 # ---- What the schedule decided ----
 
 # If the host runs ahead: how many reductions over replicas may be under way, beside those of reduce
-# inputs that still travel.
+# inputs that still travel. Such a host may see none of them end, and would keep what each of them
+# reads until the end of backward.
 MAX_ALL_REDUCES = 2
 
 
@@ -214,8 +215,8 @@ class CommContext:
 
     def reduce(self, gradients: interface.Gradients) -> WorkHandle:
         assert isinstance(gradients, ParamGroupGradients)
-        if self._all_reduces:
-            self._bound_all_reduces()
+        while len(self._all_reduces) > MAX_ALL_REDUCES and self.reduce_scatter_stream.runs_ahead:
+            self._all_reduces.popleft().finish_before(self.reduce_scatter_stream)
         self._stats.reduce_scatters += 1
         self._stats.reduce_scatter_bytes += gradients.reduced_nbytes
         param_group, across = gradients.param_group, gradients.all_reduces
@@ -302,11 +303,6 @@ class CommContext:
         for comm_stream in self.comm_streams:
             comm_stream.after_compute()
 
-    def record_replay(self) -> None:
-        """Make all comm streams wait for the graph that was just enqueued, and count it."""
-        for comm_stream in self.comm_streams:
-            comm_stream.after_replay()
-
     def begin_capture(self) -> None:
         """Take all comm streams into the capture of a graph that compute is in. Their memory then
         comes from the graph's pool."""
@@ -330,10 +326,3 @@ class CommContext:
             for param_group in unit.param_groups
         )
         self._stats.current_reduce_inputs = 0
-
-    def _bound_all_reduces(self) -> None:
-        """Limit the reductions over replicas that are under way, before one more is issued. A host
-        that runs ahead may see none of them end. What each of them reads would then be kept until
-        the end of backward."""
-        while self.reduce_scatter_stream.runs_ahead and len(self._all_reduces) > MAX_ALL_REDUCES:
-            self._all_reduces.popleft().finish_before(self.reduce_scatter_stream)

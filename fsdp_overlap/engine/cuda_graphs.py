@@ -185,4 +185,5 @@ class ReplayedSteps:
                 for param_group in unit.param_groups:
                     param_group.edits.record_values()
         if (comm := self._comm()) is not None:
-            comm.record_replay()
+            for comm_stream in comm.comm_streams:
+                comm_stream.after_replay()

@@ -245,7 +245,7 @@ class ParamGroupGradients:
 
     def _accept(self, mean: torch.Tensor, unused: Sequence[bool] | None) -> None:
         if self._options.hook is not None:
-            self._options.call_hook(self._options.hook, mean)
+            self._options.call_hook(mean)
         if mean.dtype != self.param_group.grad_dtype:
             mean = mean.to(self.param_group.grad_dtype)
         if self.param_group.offload is not None:

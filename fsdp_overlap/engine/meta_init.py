@@ -54,7 +54,7 @@ def validate_cast(
 
 
 @torch.no_grad()
-def cast(unit: Unit, param_group: ParamGroup, values: torch.Tensor) -> None:
+def cast_param_group(unit: Unit, param_group: ParamGroup, values: torch.Tensor) -> None:
     """Make ``values`` the shard of ``param_group``, and their dtype its own. Sharded and unsharded
     parameters stay the same objects, so optimizers may have been made."""
     old = param_group.sharded_parameters
@@ -120,7 +120,7 @@ def take_assigned(unit: Unit, device: torch.device, has_run: bool) -> bool:
     ]
     for param_group, dtype in zip(unit.param_groups, dtypes, strict=True):
         if dtype != param_group.shard.dtype:
-            cast(unit, param_group, param_group.shard.to(dtype))
+            cast_param_group(unit, param_group, param_group.shard.to(dtype))
     if is_meta:
         materialize(unit, device)
     with torch.no_grad():

@@ -69,8 +69,10 @@ class ReduceOptions:
         divisor = float(shards) if sums or self.sums_only else None
         return divisor, float(replicas) if self.sums_only else None
 
-    def call_hook(self, hook: Callable[[torch.Tensor], None], reduced: torch.Tensor) -> None:
-        """Let the user's ``hook`` see, and edit, ``reduced``."""
+    def call_hook(self, reduced: torch.Tensor) -> None:
+        """Let the user's ``hook``, which is set, see and edit ``reduced``."""
+        hook = self.hook
+        assert hook is not None
         if self.hook_stream is None:
             hook(reduced)
             return

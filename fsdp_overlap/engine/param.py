@@ -675,17 +675,14 @@ def hash_tensor(values: torch.Tensor) -> torch.Tensor:
     # Width and height are odd, because a sum of an odd number of equal elements tells which element
     # that is, whatever the width of integers.
     width = isqrt(bits.numel()) | 1
-    height = _odd_up_to(bits.numel() // width) if bits.numel() > FEW else 0
+    height = bits.numel() // width if bits.numel() > FEW else 0
+    height = max(0, height - 1 + height % 2)
     matrix = bits[: height * width].view(height, width)
     sums = [matrix.sum(0, dtype=integers), matrix.sum(1, dtype=integers), bits[matrix.numel() :]]
     mixed = torch.cat(sums).long()
     mixed = mixed * FACTORS[0] + torch.arange(len(mixed), device=mixed.device) * FACTORS[1]
     mixed = (mixed ^ (mixed >> 31)) * FACTORS[2]
     return (mixed ^ (mixed >> 29)).sum()
-
-
-def _odd_up_to(number: int) -> int:
-    return number if number % 2 else max(0, number - 1)
 
 
 def hash_of(content: bytes) -> int:

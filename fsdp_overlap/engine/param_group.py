@@ -19,14 +19,14 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_overlap.comm.collectives import (
+    Coalesced,
+    CoalescedAllGather,
     Collectives,
     CustomCollectives,
     CustomComms,
-    GathersInPlace,
     LocalCollectives,
     PackedRows,
     PendingCollective,
-    Pieces,
     choose,
     choose_for_rows,
 )
@@ -602,12 +602,13 @@ class ParamGroup:
             part.nbytes_of_others(self.full.flat) if is_kept else self.comm_nbytes,
         )
 
-    def make_pieces(self) -> Pieces | None:
-        """Do what :meth:`collective_op` does before its all-gather, if that is in place: param
-        groups of one group can share it. Else ``None``. Call it in the comm stream's order."""
-        if self.post_forward_shard is not None or not isinstance(self.collectives, GathersInPlace):
+    def prepare_coalesced(self) -> Coalesced | None:
+        """Do what :meth:`collective_op` does before its all-gather, if that can be coalesced with
+        those of other param groups. Else return ``None``. Call it in the comm stream's order."""
+        own = self.collectives
+        if self.post_forward_shard is not None or not isinstance(own, CoalescedAllGather):
             return None
-        return self.collectives.make_pieces(
+        return own.prepare_coalesced(
             self.full.flat, self._gathered_shard(), self.gather_plan, self.groups.gather
         )
 

@@ -229,7 +229,10 @@ class Unit:
         mesh: DeviceMesh,
         param_groups: list[ParamGroup],
         mp_policy: MixedPrecisionPolicy,
+        offload_policy: OffloadPolicy,
+        comm_policy: QuantizedCommPolicy | None,
         reshard_after_forward: bool | int | None,
+        unowned: UnownedParameters,
     ) -> None:
         self._modules = [weakref.ref(module) for module in modules]
         self.mesh = mesh
@@ -238,6 +241,8 @@ class Unit:
         self.param_groups = param_groups
         self.has_parameters = bool(param_groups)
         self.mp_policy = mp_policy
+        self.offload_policy = offload_policy
+        self.comm_policy = comm_policy
         self.reshard_after_forward = reshard_after_forward
         self.settings = UnitSettings()
         self.under_way: list[UnderWay] = []
@@ -246,17 +251,13 @@ class Unit:
         self.forward_prefetch: Sequence[weakref.ref[Unit]] = ()
         self.backward_prefetch: Sequence[weakref.ref[Unit]] = ()
         """The units that the user wants gathered when this one runs, instead of those predicted."""
-        self.unowned = UnownedParameters()
-        self.offload_policy = OffloadPolicy()
-        self.comm_policy: QuantizedCommPolicy | None = None
+        self.unowned = unowned
         self.is_offloaded = any(param_group.offload is not None for param_group in param_groups)
         # Tensor parallelism may take a collective before a reduction, at a point of its own.
-        self.is_in_pieces = any(
-            param_group.plan.specs[0].piece for param_group in param_groups
-        ) and not any(param_group.is_tensor_parallel for param_group in param_groups)
-        self.has_replicas = any(
-            param_group.mesh_info.num_replicas > 1 for param_group in param_groups
+        self.is_in_pieces = any(group.plan.specs[0].piece for group in param_groups) and not any(
+            group.is_tensor_parallel for group in param_groups
         )
+        self.has_replicas = any(group.mesh_info.num_replicas > 1 for group in param_groups)
         self.is_root = False
         self.name = module_class_name(modules)
         self.single_all_gather: list[tuple[str, list[ParamGroup]]] = []

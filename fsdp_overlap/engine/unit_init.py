@@ -107,10 +107,17 @@ def make_unit(
             planned[mesh_info], items, mesh_info, mp_policy, offload, comm_policy
         )
     ]
-    unit = Unit(modules, ctx, mesh, param_groups, mp_policy, reshard_after_forward)
-    unit.unowned = UnownedParameters(modules, ignored)
-    unit.offload_policy = offload_policy
-    unit.comm_policy = comm_policy
+    unit = Unit(
+        modules,
+        ctx,
+        mesh,
+        param_groups,
+        mp_policy,
+        offload_policy,
+        comm_policy,
+        reshard_after_forward,
+        UnownedParameters(modules, ignored),
+    )
     _mark_owners(unit, originals)
     move_buffers(modules, ctx.device)
     for module in modules:
@@ -366,8 +373,7 @@ def _plan(
     if not mesh_info.plans.has(first) and any(other.plans.has(first) for other in ctx.mesh_infos):
         raise ValueError(
             f"{module_class_name(modules)} was planned for another mesh than {mesh_info.mesh}: "
-            "name its "
-            "mesh in ctx.plan_layout(..., meshes={module: mesh})"
+            "name its mesh in ctx.plan_layout(..., meshes={module: mesh})"
         )
     # A unit that was given no context has one of its own, so nothing tells which unit is first.
     return mesh_info.plans.take(modules, [item.spec for item in owned], not ctx.is_implicit)
