@@ -537,7 +537,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         """Make a copy that is sharded in the same way, with memory and a context of its own.
 
         A unit is copied as a whole, with all its modules if they are several. The copy does not
-        take over what the unit was told to prefetch; it learns its own order.
+        take over what the unit was told to prefetch; it records an order of its own.
 
         Raises:
             RuntimeError: the unit is a list of modules, and one of them was deleted.
@@ -575,7 +575,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         for param_group in unit.param_groups:
             mesh_info = context.mesh_info_of(param_group.mesh_info.mesh)
             mesh_info.plans.place(duplicates, [param_group.plan])
-            for item in param_group.owned:
+            for item, spec in zip(param_group.owned, param_group.plan.specs, strict=True):
                 full = item.spmd.full if item.spmd is not None else None
                 # As FSDP2's ShardPlacementResult.
                 meshes[memo[id(item.parameter)]] = SimpleNamespace(
@@ -584,7 +584,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
                         spmd_mesh=full and full.mesh,
                         dp_mesh_dims=full,
                     ),
-                    placement=Shard(item.cut_dim),
+                    placement=Shard(spec.cut_dim),
                 )
         copied_unit = make_unit(
             duplicates,
@@ -684,7 +684,7 @@ def _check_exclusive(unit: Unit, method: str, *others: str) -> None:
 
 def _set_reshard_after_forward(unit: Unit, reshard_after_forward: bool | None) -> None:
     """Replace the argument of :func:`fully_shard`. If that was a number of ranks, the context
-    settles its groups again."""
+    chooses groups again."""
     if unit.post_forward_size is not None:
         context_of(unit).require_lazy_init()
     unit.reshard_after_forward = reshard_after_forward

@@ -234,7 +234,7 @@ class CommContext:
         if gradients.replica_reduction is not None:
             self._all_reduces.append(gradients.replica_reduction)
             while self._all_reduces and self._all_reduces[0].is_done():
-                self._all_reduces.popleft().finish()  # lets go of what was sent
+                self._all_reduces.popleft().finish()  # frees what was sent
         self._stats.current_reduce_inputs -= 1
         gradients.reduce_scatter_input.free()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -147,15 +147,6 @@ class LayoutRegistry:
                 return [*units[:index], in_pieces(specs, self._world_size), *units[index + 1 :]]
         return units
 
-    def snapshot(self) -> Callable[[], None]:
-        """Return a function that takes back what is planned between now and its call."""
-        before = self._planner.copy(), self._ahead.copy(), self._is_first
-
-        def rollback() -> None:
-            self._planner, self._ahead, self._is_first = before
-
-        return rollback
-
 
 def _unquantized(specs: Iterable[ParamSpec]) -> set[ParamSpec]:
     """Return ``specs`` without what travels how, because ahead of a unit nobody knows that."""
@@ -163,14 +154,16 @@ def _unquantized(specs: Iterable[ParamSpec]) -> set[ParamSpec]:
 
 
 @contextmanager
-def rollback_on_error(several: Iterable[LayoutRegistry]) -> Iterator[None]:
+def rollback_on_error(registries: Iterable[LayoutRegistry]) -> Iterator[None]:
     """Take back what is planned in the ``with`` block if the block raises."""
-    rollbacks = [plans.snapshot() for plans in several]
+    before = [
+        (plans, plans._planner.copy(), plans._ahead.copy(), plans._is_first) for plans in registries
+    ]
     try:
         yield
     except BaseException:
-        for rollback in rollbacks:
-            rollback()
+        for plans, planner, ahead, is_first in before:
+            plans._planner, plans._ahead, plans._is_first = planner, ahead, is_first
         raise
 
 

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import cache, reduce
+from functools import cache, cached_property, reduce
 from hashlib import sha256
 from math import isqrt
 from operator import add
@@ -322,10 +322,6 @@ class ParamInfo:
     registrations: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     """``(module._parameters, name)``; more than one for a tied parameter."""
     is_embedding: bool = False
-    keeps_dtype: bool = False
-    cut_dim: int = 0
-    block: int = 1
-    is_kept: bool = False
     is_opaque: bool = False
     aliases: dict[int, torch.Tensor] = field(default_factory=dict)
     """Other tensors that are the elements of an opaque parameter, by their ids."""
@@ -343,28 +339,20 @@ class ParamInfo:
         is_part = self.spmd is not None and self.spmd.sums_plain
         return is_part or isinstance(self.parameter, DTensor)
 
-    @property
-    def is_extension(self) -> bool:
-        """Whether its tensor is of a class that says itself how it is gathered."""
-        return not self.is_opaque and is_subclass(tp_local_tensor(self.parameter))
-
-    @property
+    @cached_property
     def spec(self) -> ParamSpec:
-        """Describe what this rank has of the parameter."""
+        """What planning knows of the parameter. What the user asked for it is added while its unit
+        is made."""
         parameter = self.parameter
         return ParamSpec(
             self.fqn,
             tuple(tp_local_tensor(parameter).shape),
             parameter.dtype,
             parameter.requires_grad,
-            self.is_embedding,
-            self.keeps_dtype,
-            self.cut_dim,
-            self.block,
-            self.is_kept,
-            given_grad_dtype(parameter),
-            self.is_opaque,
-            self.is_extension,
+            is_embedding=self.is_embedding,
+            grad_dtype=given_grad_dtype(parameter),
+            is_opaque=self.is_opaque,
+            is_extension=not self.is_opaque and is_subclass(tp_local_tensor(parameter)),
         )
 
 

@@ -242,7 +242,7 @@ class CommOps(Protocol):
         gradients and its work handle."""
 
     def finish_backward(self) -> None:
-        """Compare what the ranks issued, and settle which parameters have a gradient."""
+        """Compare what the ranks issued, and find out which parameters have a gradient."""
 
     def is_profiled(self) -> bool:
         """Return whether a profiler runs. Without one, :meth:`span` marks nothing."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from fsdp_overlap.schedule.interface import (
     CommOps,
@@ -59,7 +59,7 @@ class Prefetcher:
         self,
         unit: ScheduledUnit,
         upcoming: Sequence[UnitIndex] = (),
-        asked: Sequence[Callable[[], ScheduledUnit | None]] = (),
+        asked: UnitRefs = (),
     ) -> bool:
         """Enqueue the all-gathers that are missing: compute needs ``unit`` now, and is expected to
         need ``upcoming`` next. Free delayed buffers after this unit's all-gather, so that it does
@@ -90,7 +90,7 @@ class Prefetcher:
                 if index in delayed:
                     ahead[index] = delayed.pop(index)
         if asked:
-            self._ask(unit, asked)
+            self._ask(asked)
             return self._issued != issued
         if delayed:
             self.flush()
@@ -257,11 +257,9 @@ class Prefetcher:
                 self._ahead[index] = None
         self._for_next_pass.clear()
 
-    def _ask(
-        self, unit: ScheduledUnit, asked: Sequence[Callable[[], ScheduledUnit | None]]
-    ) -> None:
-        """Gather the units that the user listed for ``unit``, and that are not unsharded. See Note
-        [asked for]."""
+    def _ask(self, asked: UnitRefs) -> None:
+        """Gather the units that the user ``asked`` for and that are not unsharded. See Note [asked
+        for]."""
         others = [
             other
             for find in asked
