@@ -421,9 +421,7 @@ class UnownedParameters:
     their places later is left alone too.
     """
 
-    def __init__(
-        self, modules: Sequence[nn.Module] = (), ignored: frozenset[nn.Parameter] = frozenset()
-    ) -> None:
+    def __init__(self, modules: Sequence[nn.Module], ignored: frozenset[nn.Parameter]) -> None:
         self._ignored = ignored
         outside = parameters_outside_units(modules if ignored else ())
         self._ignored_names = {fqn for fqn, parameter, *_ in outside if parameter in ignored}

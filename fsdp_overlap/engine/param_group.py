@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, cast
 from weakref import ref
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
@@ -59,17 +58,8 @@ from fsdp_overlap.engine.param import (
 from fsdp_overlap.layout import ParamGroupPlan, Plan, RowsPlan
 from fsdp_overlap.tensor.extension import GatheredTensors, is_subclass, missing_methods
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
-from fsdp_overlap.tensor.ragged_dtensor import (
-    RaggedDTensor,
-    ShardEdits,
-    attributes_of,
-    users_attributes,
-)
-from fsdp_overlap.tensor.row_tensor import (
-    RowTensor,
-    Sharded,
-    read_numbers_of_wholes,
-)
+from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor, attributes_of, users_attributes
+from fsdp_overlap.tensor.row_tensor import RowTensor, Sharded, read_numbers_of_wholes
 from fsdp_overlap.torch_internals import StridedShard
 
 # ---- States ----
@@ -94,54 +84,7 @@ class ParamGroupState(StrEnum):
     UNSHARDED = "unsharded"
 
 
-# ---- Sharded parameters, as the plan has them: ranges, or rows ----
-
-
-def sharded_parameters(
-    forms: Sequence[Sharded],
-    like: Sequence[torch.Tensor],
-    plan: Plan,
-    owned: Sequence[ParamInfo],
-) -> list[Sharded]:
-    """Return the sharded parameters of a param group, of which ``forms`` are the tensors. They take
-    their attributes from ``like``."""
-    made: list[Sharded] = []
-    for form, model, spec, item in zip(forms, like, plan.specs, owned, strict=True):
-        parameter = nn.Parameter(form, requires_grad=model.requires_grad)
-        vars(parameter).update(users_attributes(model, form._local_tensor))
-        if item.is_opaque:
-            share_attributes(parameter, item.parameter, item.aliases)
-        # isinstance() takes it for a Parameter, and its type is that of the form.
-        sharded = cast(Sharded, parameter)
-        sharded.keep_gradients_in(getattr(model, "_given_grad_dtype", spec.grad_dtype))
-        made.append(sharded)
-    return made
-
-
-def make_sharded_tensors(
-    plan: Plan,
-    shard: torch.Tensor,
-    owned: Sequence[ParamInfo],
-    mesh_info: MeshInfo,
-    edits: ShardEdits,
-) -> list[Sharded]:
-    """Return what ``shard``, this rank's of a param group, has of each parameter."""
-    dtype = plan.specs[0].dtype
-    tensors: list[Sharded] = []
-    places = places_in_shard(plan, mesh_info.plan_rank)
-    for item, spec, (first, size) in zip(owned, plan.specs, places, strict=True):
-        local = shard[first : first + size]
-        if isinstance(plan, RowsPlan):
-            local = local.view(plan.chunk_shape(spec, mesh_info.plan_rank))
-            placement = row_shard(item, spec.cut_dim)
-            rows = RowTensor.wrap(local, mesh_info.spec(item, placement, dtype), edits)
-            read_numbers_of_wholes(rows.device_mesh)
-            tensors.append(rows)
-        else:
-            placement = mesh_info.range_shard(plan, spec.fqn)
-            layout = mesh_info.spec(item, placement, dtype)
-            tensors.append(RaggedDTensor.wrap(local, layout, edits))
-    return tensors
+# ---- Where a plan puts parameters: ranges, or rows ----
 
 
 def _range(plan: ParamGroupPlan, fqn: str, rank: int) -> tuple[int, int]:
@@ -176,19 +119,6 @@ def places_in_shard(plan: Plan, rank: int) -> list[tuple[int, int]]:
     return places
 
 
-def validate_methods(label: str, parameters: Sequence[Sharded]) -> None:
-    """Raise TypeError if plain parameters were given the methods of a tensor extension, which would
-    not be called. ``label`` names their unit."""
-    for parameter in parameters:
-        local = parameter._local_tensor
-        if not is_subclass(local) and len(missing_methods(local)) < 2:
-            raise TypeError(
-                f"a parameter of unit {label!r}, of shape {tuple(parameter.shape)}, was given the "
-                "methods of a tensor extension after fully_shard(), and is a plain tensor: make it "
-                "one of a class that has them, before fully_shard()"
-            )
-
-
 # ---- Gradients on their way to the host ----
 
 
@@ -211,9 +141,6 @@ def copy_to_host(source: torch.Tensor, host: torch.Tensor) -> D2HCopy:
     return D2HCopy(host, mark_enqueued(source.device))
 
 
-# ---- Collectives: the user's, or the fastest, quantized or not ----
-
-
 @dataclass(frozen=True)
 class CollectivePair:
     """Gathers and reduces a param group, each of the two in its own way. See
@@ -221,69 +148,6 @@ class CollectivePair:
 
     all_gather: Callable[..., PendingCollective]
     reduce_scatter: Callable[..., PendingCollective]
-
-
-def choose_collectives(
-    mesh_info: MeshInfo,
-    plan: Plan,
-    group: dist.ProcessGroup,
-    settings: UnitSettings,
-    policy: QuantizedCommPolicy | None,
-    compute_dtype: torch.dtype,
-    reduce_dtype: torch.dtype,
-    extensions: ExtensionGather | None = None,
-) -> Collectives[Any]:
-    """Return how a param group of ``plan`` travels among the ranks of ``group``: in
-    ``compute_dtype`` when it is gathered and in ``reduce_dtype`` when it is reduced, or else as
-    ``policy`` says, or as the parameters themselves do by ``extensions``."""
-    flat = plan.packed if isinstance(plan, RowsPlan) else plan
-    ranges: Collectives[ParamGroupPlan] = choose(mesh_info.device_type, group, flat)
-    is_alone = not communicates(group)
-    is_custom = settings.comms != CustomComms()
-    if policy is not None and not policy.applies_to(plan):
-        policy = None
-    if policy is not None and policy.reduce_dtype is not None and settings.comms.reduce_scatter:
-        raise ValueError(
-            "set_custom_reduce_scatter() and QuantizedCommPolicy(reduce_dtype=...): gradients in "
-            "few bits are sent by an all-to-all and summed after; leave one of the two out"
-        )
-    if is_custom and not is_alone:
-        ranges = CustomCollectives(settings.comms, ranges)
-    elif settings.uses_symmetric_memory and not is_alone:
-        mesh_info.symmetric_memory.reserve(plan, compute_dtype, reduce_dtype)
-        ranges = SymmetricCollectives(mesh_info.symmetric_memory)
-    chosen: Any = ranges
-    if isinstance(plan, RowsPlan):
-        if is_alone:
-            chosen = LocalCollectives()
-        elif is_custom or settings.uses_symmetric_memory:
-            chosen = PackedRows(ranges)
-        else:
-            chosen = choose_for_rows(mesh_info.device_type, group, plan)
-    if extensions is not None:
-        extensions.others = ranges
-        return CollectivePair(extensions.all_gather, chosen.reduce_scatter)
-    if policy is None:
-        return chosen
-    gather, reduce = chosen.all_gather, chosen.reduce_scatter
-    in_rows = isinstance(plan, RowsPlan)
-
-    def wire(dtype: torch.dtype, codes: torch.dtype) -> QuantizedFormat:
-        travels = policy.wire(plan, dtype, codes)
-        own = travels.segment(0 if in_rows else group.rank())
-        return QuantizedFormat(travels, own, codes, policy.scale_dtype(dtype, codes))
-
-    if policy.gather_dtype is not None:
-        sent = wire(compute_dtype, policy.gather_dtype)
-        gather = (
-            QuantizedRowsGather(sent, ranges, group.size())
-            if in_rows
-            else QuantizedGather(sent, ranges)
-        ).all_gather
-    if policy.reduce_dtype is not None and not is_alone:
-        sent = wire(reduce_dtype, policy.reduce_dtype)
-        reduce = (QuantizedRowsReduction if in_rows else QuantizedReduction)(sent).reduce_scatter
-    return CollectivePair(gather, reduce)
 
 
 # ---- Param groups ----
@@ -368,7 +232,7 @@ class ParamGroup:
         self.grad_dtype = plan.specs[0].grad_dtype or plan.specs[0].dtype
         """The dtype of sharded gradients."""
         before = vars(self).get("full")
-        made = sharded_parameters(self._make_buffers(device), like, plan, self.owned)
+        made = self._make_parameters(self._make_buffers(device), like)
         if before is not None:
             self.full.memory, self.full.keeps_storage = before.memory, before.keeps_storage
         self.edits.trainability = 0
@@ -376,10 +240,40 @@ class ParamGroup:
 
     def _make_buffers(self, device: torch.device) -> Sequence[Sharded]:
         """Make the full buffer and the shard, and return what the shard has of each parameter."""
-        plan, rank = self.plan, self.mesh_info.plan_rank
+        plan, mesh_info, edits = self.plan, self.mesh_info, self.edits
+        rank, dtype = mesh_info.plan_rank, plan.specs[0].dtype
         self.full: FlatBuffer | GatheredTensors = FlatBuffer(plan, self.compute_dtype, device)
-        self.shard = self._at_rest(device, plan.shard_numels[rank], plan.specs[0].dtype).zero_()
-        return make_sharded_tensors(plan, self.shard, self.owned, self.mesh_info, self.edits)
+        self.shard = self._at_rest(device, plan.shard_numels[rank], dtype).zero_()
+        tensors: list[Sharded] = []
+        places = places_in_shard(plan, rank)
+        for item, spec, (first, size) in zip(self.owned, plan.specs, places, strict=True):
+            local = self.shard[first : first + size]
+            if isinstance(plan, RowsPlan):
+                local = local.view(plan.chunk_shape(spec, rank))
+                layout = mesh_info.spec(item, row_shard(item, spec.cut_dim), dtype)
+                tensors.append(RowTensor.wrap(local, layout, edits))
+                read_numbers_of_wholes(layout.mesh)
+            else:
+                layout = mesh_info.spec(item, mesh_info.range_shard(plan, spec.fqn), dtype)
+                tensors.append(RaggedDTensor.wrap(local, layout, edits))
+        return tensors
+
+    def _make_parameters(
+        self, forms: Sequence[Sharded], like: Sequence[torch.Tensor]
+    ) -> list[Sharded]:
+        """Return the sharded parameters, of which ``forms`` are the tensors. They take their
+        attributes from ``like``."""
+        made: list[Sharded] = []
+        for form, model, spec, item in zip(forms, like, self.plan.specs, self.owned, strict=True):
+            parameter = nn.Parameter(form, requires_grad=model.requires_grad)
+            vars(parameter).update(users_attributes(model, form._local_tensor))
+            if item.is_opaque:
+                share_attributes(parameter, item.parameter, item.aliases)
+            # isinstance() takes it for a Parameter, and its type is that of the form.
+            sharded = cast(Sharded, parameter)
+            sharded.keep_gradients_in(getattr(model, "_given_grad_dtype", spec.grad_dtype))
+            made.append(sharded)
+        return made
 
     def give_memory(self) -> None:
         """Make the unsharded parameters views of the full buffer."""
@@ -483,25 +377,84 @@ class ParamGroup:
         self.groups = groups = mesh_info.groups_for(settings.separates_reductions)
         self.full.memory = mesh_info.memory_for(groups) if settings.uses_group_memory else None
         self.post_forward_shard = None
-        validate_methods(self.label, self.sharded_parameters)
+        self._validate_methods()
         if post_forward_size is not None:
             group = mesh_info.group_cache.get_part(mesh_info.mesh, post_forward_size)
             assert isinstance(self.full, FlatBuffer)
             self.post_forward_shard = PostForwardShard(
                 self.full, post_forward_size, group, mesh_info.device_type
             )
-        self.collectives = choose_collectives(
-            mesh_info,
-            self.gather_plan,
-            groups.gather,
-            settings,
-            self.comm_policy,
-            self.compute_dtype,
-            reduce_dtype,
-            self.extensions,
-        )
+        self.collectives = self._choose_collectives(settings, reduce_dtype)
         if mesh_info.shards_replicas:
             self.outer_shard = OuterShard(self, mesh_info)
+
+    def _validate_methods(self) -> None:
+        """Raise TypeError if plain parameters were given the methods of a tensor extension, which
+        would not be called."""
+        for parameter in self.sharded_parameters:
+            local = parameter._local_tensor
+            if not is_subclass(local) and len(missing_methods(local)) < 2:
+                raise TypeError(
+                    f"a parameter of unit {self.label!r}, of shape {tuple(parameter.shape)}, was "
+                    "given the methods of a tensor extension after fully_shard(), and is a plain "
+                    "tensor: make it one of a class that has them, before fully_shard()"
+                )
+
+    def _choose_collectives(self, settings: UnitSettings, reduce_dtype: torch.dtype) -> Any:
+        """Return the :class:`~fsdp_overlap.comm.collectives.Collectives` that gather the param
+        group in its dtype of compute and reduce it in ``reduce_dtype``, unless it is quantized, or
+        its parameters say themselves how they are gathered."""
+        mesh_info, plan, group = self.mesh_info, self.gather_plan, self.groups.gather
+        policy = self.comm_policy
+        flat = plan.packed if isinstance(plan, RowsPlan) else plan
+        ranges: Collectives[ParamGroupPlan] = choose(mesh_info.device_type, group, flat)
+        is_alone = not communicates(group)
+        is_custom = settings.comms != CustomComms()
+        if policy is not None and not policy.applies_to(plan):
+            policy = None
+        if policy is not None and policy.reduce_dtype is not None and settings.comms.reduce_scatter:
+            raise ValueError(
+                "set_custom_reduce_scatter() and QuantizedCommPolicy(reduce_dtype=...): gradients "
+                "in few bits are sent by an all-to-all and summed after; leave one of the two out"
+            )
+        if is_custom and not is_alone:
+            ranges = CustomCollectives(settings.comms, ranges)
+        elif settings.uses_symmetric_memory and not is_alone:
+            mesh_info.symmetric_memory.reserve(plan, self.compute_dtype, reduce_dtype)
+            ranges = SymmetricCollectives(mesh_info.symmetric_memory)
+        chosen: Any = ranges
+        if isinstance(plan, RowsPlan):
+            if is_alone:
+                chosen = LocalCollectives()
+            elif is_custom or settings.uses_symmetric_memory:
+                chosen = PackedRows(ranges)
+            else:
+                chosen = choose_for_rows(mesh_info.device_type, group, plan)
+        if self.extensions is not None:
+            self.extensions.others = ranges
+            return CollectivePair(self.extensions.all_gather, chosen.reduce_scatter)
+        if policy is None:
+            return chosen
+        gather, reduce = chosen.all_gather, chosen.reduce_scatter
+        in_rows = isinstance(plan, RowsPlan)
+
+        def wire(dtype: torch.dtype, codes: torch.dtype) -> QuantizedFormat:
+            travels = policy.wire(plan, dtype, codes)
+            own = travels.segment(0 if in_rows else group.rank())
+            return QuantizedFormat(travels, own, codes, policy.scale_dtype(dtype, codes))
+
+        if policy.gather_dtype is not None:
+            sent = wire(self.compute_dtype, policy.gather_dtype)
+            gather = (
+                QuantizedRowsGather(sent, ranges, group.size())
+                if in_rows
+                else QuantizedGather(sent, ranges)
+            ).all_gather
+        if policy.reduce_dtype is not None and not is_alone:
+            sent = wire(reduce_dtype, policy.reduce_dtype)
+            quantized = QuantizedRowsReduction if in_rows else QuantizedReduction
+            reduce = quantized(sent).reduce_scatter
+        return CollectivePair(gather, reduce)
 
     def make_unsharded(self) -> bool:
         """Make the unsharded parameters, if these are what a gather makes, unless it was done
