@@ -477,18 +477,15 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         shards = self._shards()
         with torch.no_grad():
             applied = [fn(shard) for _, shard in shards]
-        context = context_of(self._fsdp_unit)
-        device = context.device
         with _hidden(self._fsdp_unit.param_groups):
             super()._apply(fn, recurse)
         if self._fsdp_unit.is_offloaded:  # shards stay on the host, buffers do not
-            move_buffers([self], device)
+            move_buffers([self], context_of(self._fsdp_unit).device)
         if any(
             param_group.is_meta and not result.is_meta
             for (param_group, _), result in zip(shards, applied, strict=True)
         ):
-            materialize(self._fsdp_unit, device)
-            context.require_lazy_init()
+            materialize(self._fsdp_unit)
         else:
             for (param_group, shard), result in zip(shards, applied, strict=True):
                 if result.dtype != shard.dtype:
@@ -740,13 +737,12 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
 def _check_apply(unit: Unit, fn: Any) -> None:
     """Raise RuntimeError if ``fn``, which ``_apply()`` is to call, would move or cast shards where
     they cannot be."""
-    has_run = context_of(unit).was_initialized
     for param_group in unit.param_groups:
         with torch.no_grad():
             result = fn(param_group.shard.new_empty(0))
         if param_group.is_opaque:  # left alone, whatever fn does to numbers
             result = result.to(param_group.shard.dtype)
-        if (refused := validate_cast(unit, param_group, result, has_run)) is not None:
+        if (refused := validate_cast(unit, param_group, result)) is not None:
             raise RuntimeError(refused)
 
 

@@ -29,11 +29,8 @@ from fsdp_overlap.tensor.extension import inner_tensors
 # ---- Whether ranks planned the same ----
 
 
-def compare_plans(
-    units: Sequence[Unit], mesh_info: MeshInfo, groups: Sequence[dist.ProcessGroup]
-) -> None:
-    """Check that the ranks of ``mesh_info`` planned ``units`` alike. Collective over ``groups``,
-    which together connect these ranks.
+def compare_plans(units: Sequence[Unit], mesh_info: MeshInfo) -> None:
+    """Check that the ranks of ``mesh_info`` planned ``units`` alike. Collective over its mesh.
 
     Raises:
         RuntimeError: ranks planned differently.
@@ -51,7 +48,7 @@ def compare_plans(
     ]
     of_all = {dist.get_rank(): mine}
     # The plans of all ranks are collected first, so that every rank finds the same difference.
-    for group in groups:
+    for group in mesh_info.groups.of_all:  # which together connect all ranks
         known = [of_all] * group.size()
         dist.all_gather_object(known, of_all, group)
         of_all = {rank: theirs for part in known for rank, theirs in part.items()}

@@ -360,7 +360,7 @@ class FsdpContext:
         self.sync_max_reduce_inputs()
         if self.validate_layouts:
             for mesh_info in self.mesh_infos:
-                compare_plans(self.units, mesh_info, mesh_info.groups.of_all)
+                compare_plans(self.units, mesh_info)
         verify_params_across_ranks(
             param_group for item in self.units for param_group in item.param_groups
         )

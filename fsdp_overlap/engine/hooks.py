@@ -217,11 +217,9 @@ def _error_to_raise(
 
 
 def after_load(unit: Unit, module: nn.Module, keys: Any) -> None:
-    """Run when ``load_state_dict()`` has loaded ``module`` and all in it: takes over parameters
-    that it assigned."""
-    context = context_of(unit)
-    if take_assigned(unit, context.device, context.was_initialized):
-        context.require_lazy_init()
+    """Take over the parameters that ``load_state_dict()``, which has loaded ``module`` and all in
+    it, has assigned."""
+    take_assigned(unit)
 
 
 def _check_no_parameter_leaves(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
