@@ -3,8 +3,7 @@ take such modules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
@@ -477,8 +476,12 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         shards = self._shards()
         with torch.no_grad():
             applied = [fn(shard) for _, shard in shards]
-        with _hidden(self._fsdp_unit.param_groups):
+        for param_group in self._fsdp_unit.param_groups:
+            param_group.module_info.to_none()
+        try:
             super()._apply(fn, recurse)
+        finally:
+            self._fsdp_unit.to_sharded()
         if self._fsdp_unit.is_offloaded:  # shards stay on the host, buffers do not
             move_buffers([self], context_of(self._fsdp_unit).device)
         if any(
@@ -786,18 +789,6 @@ def _copy_attributes(unit: Unit, memo: dict[int, Any]) -> None:
             own = vars(tp_local_tensor(copied))  # of its class, if it has one of its own
             given = {name: value for name, value in attributes.items() if name not in own}
             vars(copied).update(deepcopy(given, memo))
-
-
-@contextmanager
-def _hidden(param_groups: Sequence[ParamGroup]) -> Iterator[None]:
-    """Take the parameters of ``param_groups`` out of their modules inside the ``with`` block."""
-    for param_group in param_groups:
-        param_group.module_info.to_none()
-    try:
-        yield
-    finally:
-        for param_group in param_groups:
-            param_group.module_info.to_sharded()
 
 
 def _keeping_dtypes(

@@ -113,7 +113,10 @@ def fully_shard(
     """
     modules = _modules_of(module)
     classes = [_fsdp_class(type(member)) for member in modules]
-    _check_context(ctx)
+    if ctx is not None and not isinstance(ctx, FsdpContext):
+        raise TypeError(
+            f"ctx is a {type(ctx).__name__}, not an FsdpContext; pass a mesh as mesh=..."
+        )
     spmd = spmd_mesh(mesh, dp_mesh_dims)
     if spmd is not None:
         mesh = spmd.data
@@ -226,13 +229,6 @@ def _check_module(module: nn.Module) -> None:
         raise ValueError(
             f"{type(module).__name__} has no forward to hook; call fully_shard on each of its "
             "modules"
-        )
-
-
-def _check_context(ctx: FsdpContext | None) -> None:
-    if ctx is not None and not isinstance(ctx, FsdpContext):
-        raise TypeError(
-            f"ctx is a {type(ctx).__name__}, not an FsdpContext; pass a mesh as mesh=..."
         )
 
 

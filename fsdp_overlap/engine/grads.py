@@ -217,7 +217,11 @@ class ParamGroupGradients:
         else:
             self._filled_partly = [False] * self.count
             mesh_info.record_gradients(param_group.first_flag, filled)
-            unused = None if is_full else self._unused_among(filled)
+            unused: list[bool] | None = None
+            if not is_full:
+                keep = mesh_info.syncs_unused_params
+                pairs = zip(filled, param_group.parameters, strict=True)
+                unused = [not given and (keep or not p.requires_grad) for given, p in pairs]
             accept = partial(self._accept, unused=unused)
             if replicas is not None:
                 assert all_reduce_stream is not None
@@ -235,13 +239,6 @@ class ParamGroupGradients:
             accept,
             nbytes=self._communicates,
         )
-
-    def _unused_among(self, filled: Sequence[bool]) -> list[bool]:
-        keep = self.param_group.mesh_info.syncs_unused_params
-        return [
-            not is_filled and (keep or not parameter.requires_grad)
-            for is_filled, parameter in zip(filled, self.param_group.parameters, strict=True)
-        ]
 
     def _accept(self, mean: torch.Tensor, unused: Sequence[bool] | None) -> None:
         if self._options.hook is not None:
