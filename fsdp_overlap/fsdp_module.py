@@ -195,7 +195,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
 
         Units on one mesh share this memory: the largest full buffer, the largest reduce input and a
         shard of it, kept while the context lives, with a copy there and back on the comm streams.
-        What neighbours keep and collectives among replicas do not use it. Gradients are summed,
+        What neighbors keep and collectives among replicas do not use it. Gradients are summed,
         then divided.
 
         Raises:

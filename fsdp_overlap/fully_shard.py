@@ -90,7 +90,7 @@ def fully_shard(
             mesh of ``ctx``, else all ranks. An inner unit may have its own, as experts have.
         reshard_after_forward: whether to free the full parameters between forward and backward.
             ``None`` frees them in all units but the root, whose parameters backward needs first. A
-            number keeps them sharded among that many neighbouring ranks, usually those of one
+            number keeps them sharded among that many neighboring ranks, usually those of one
             machine.
         shard_placement_fn: gives parameters a mesh of their own, by a ``ShardPlacementResult`` as
             in FSDP2, or under ``PerTensor()`` another dimension, by ``Shard(d)``. ``None`` and

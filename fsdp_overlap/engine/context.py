@@ -157,7 +157,7 @@ class FsdpContext:
     def __repr__(self) -> str:
         """Return the options and a table of the units. Not collective.
 
-        Neighbouring units that are alike share a row, whose figures are those of one unit. Bytes
+        Neighboring units that are alike share a row, whose figures are those of one unit. Bytes
         are those of parameters at rest: ``whole`` counts all of the unit, ``here`` what this rank
         holds."""
         where = "all ranks" if self._mesh is None else _mesh(self._mesh)

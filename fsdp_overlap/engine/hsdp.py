@@ -26,7 +26,7 @@ from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 class PostForwardShard:
     """This rank's part of a param group's full buffer, kept from forward to backward.
 
-    Each of ``size`` neighbours, usually the ranks of one machine, keeps ``1 / size`` of the buffer
+    Each of ``size`` neighbors, usually the ranks of one machine, keeps ``1 / size`` of the buffer
     ``full``. Backward gathers it from them alone. ``plan`` is the param group's plan, merged to
     ``size`` ranks (:meth:`ParamGroupPlan.merged`)."""
 
@@ -52,7 +52,7 @@ class PostForwardShard:
         return self._values is not None and self._version == version
 
     def all_gather(self, full: torch.Tensor) -> PendingCollective:
-        """Fill ``full`` from the neighbours' parts. Collective over the neighbours."""
+        """Fill ``full`` from the neighbors' parts. Collective over the neighbors."""
         assert self._values is not None
         return self._collectives.all_gather(full, self._values, self.plan, alive(self._group))
 

@@ -227,7 +227,7 @@ class MeshInfo:
             self.shard_size * (self.num_replicas if shards_replicas else 1), layout
         )
         """Plans over all ranks that hold different elements at rest. The ranks that divide one
-        shard are neighbours in them."""
+        shard are neighbors in them."""
         self.has_reduced = False
         """Whether a reduce-scatter was issued since the last :meth:`validate_and_sync`."""
         self.reading: WorkHandle | None = None
@@ -324,7 +324,7 @@ class MeshInfo:
     @cached_property
     def _replica_ranks(self) -> list[int]:
         """For each place in plans, the rank in the group of :attr:`tensor_mesh` that has it. The
-        two orders differ: neighbours in plans hold parts of one shard, neighbours in the mesh hold
+        two orders differ: neighbors in plans hold parts of one shard, neighbors in the mesh hold
         shards of one copy."""
         mesh = self.mesh.mesh
         places = mesh.argsort(1).argsort(1) * self.num_replicas + mesh.argsort(0).argsort(0)

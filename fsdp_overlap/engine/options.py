@@ -147,7 +147,7 @@ class QuantizedCommPolicy:
             ``torch.float8_e5m2`` or ``torch.int8``. ``None``: gathers stay as they are.
         reduce_dtype: the same for gradients, or ``torch.bfloat16``, which needs no scales.
         block: how many rows and columns of a matrix share a scale; ``None`` stands for all. ``(1,
-            None)`` is a scale for each row, ``(1, 32)`` for 32 neighbours in a row. Rows lie along
+            None)`` is a scale for each row, ``(1, 32)`` for 32 neighbors in a row. Rows lie along
             the last dimension. No layout cuts a block, and with ``(None, None)`` no matrix.
         powers_of_two: whether scales are powers of two, in a byte each, as in the MX formats. Else
             they have the dtype of compute or of the reduction, if that is float32 or bfloat16, and
@@ -213,7 +213,7 @@ class QuantizedCommPolicy:
         return spec.ndim > 1 and any(fnmatchcase(spec.fqn, pattern) for pattern in self.keep)
 
     def block_numel(self, spec: ParamSpec) -> int:
-        """Return the number of neighbouring elements that no layout may cut."""
+        """Return the number of neighboring elements that no layout may cut."""
         size = self.block_in(spec)
         return 1 if size is None else block_numel(spec, size)
 

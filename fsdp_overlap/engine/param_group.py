@@ -369,7 +369,7 @@ class ParamGroup:
         """Choose the groups, collectives and memory that gather and reduce the param group. Call it
         before the first all-gather. Collective over the mesh at the first call.
 
-        ``post_forward_size``: how many neighbours keep a part each between forward and backward.
+        ``post_forward_size``: how many neighbors keep a part each between forward and backward.
         ``None`` if nobody keeps one. ``reduce_dtype``: what gradients travel in.
         """
         mesh_info = self.mesh_info
@@ -540,7 +540,7 @@ class ParamGroup:
             self.mesh_info.reading = work
 
     def collective_op(self) -> CollectiveOp:
-        """Return how the full buffer is filled: by an all-gather, or from the neighbours' parts if
+        """Return how the full buffer is filled: by an all-gather, or from the neighbors' parts if
         they were kept. Collective over the mesh."""
         part = self.post_forward_shard
         if part is None:

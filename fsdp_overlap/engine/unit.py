@@ -320,7 +320,7 @@ class Unit:
 
     @property
     def post_forward_size(self) -> int | None:
-        """How many neighbours keep a part each of the full buffer between forward and backward.
+        """How many neighbors keep a part each of the full buffer between forward and backward.
         ``None`` if it is freed then, or kept whole."""
         size = self.reshard_after_forward
         return size if type(size) is int else None
