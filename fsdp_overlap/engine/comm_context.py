@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext, suppress
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 
 import torch
@@ -89,7 +89,7 @@ def _issue(param_groups: Sequence[ParamGroup]) -> PendingCollective:
     return PendingCollective([work for other in others for work in other.works], finish, group)
 
 
-# ---- What the schedule decided ----
+# ---- What the schedule decides ----
 
 # If the host runs ahead: how many reductions over replicas may be under way, beside those of reduce
 # inputs that still travel. Such a host may see none of them end, and would keep what each of them
@@ -98,7 +98,8 @@ MAX_ALL_REDUCES = 2
 
 
 class CommContext:
-    """Owns the comm streams of one context and does on them what its schedule decides.
+    """Owns the comm streams of one context and does on them what its schedule decides: the
+    :class:`~fsdp_overlap.schedule.interface.CommOps`, which says what its methods do.
 
     It counts in ``stats``, and notes for the other ranks what it issues. ``make_comm_stream`` makes
     the comm stream of a name. ``mesh_infos`` and ``units`` list those of the context."""
@@ -115,28 +116,25 @@ class CommContext:
         self._mesh_infos = mesh_infos
         self._units = units
         self._use_comm_streams(make_comm_stream("all_gather"), make_comm_stream("reduce_scatter"))
-        self._all_reduce_stream: CommStream | None = None
         self._all_reduces: deque[ReplicaReduction] = deque()
         """The param groups' reductions over replicas that are under way, oldest first."""
 
-    @property
+    @cached_property
     def all_reduce_stream(self) -> CommStream:
         """The comm stream of what travels between ranks with replicas, on a mesh ``(replicate,
-        shard)``."""
-        if self._all_reduce_stream is None:
-            self._all_reduce_stream = self._make_comm_stream("all_reduce")
-        return self._all_reduce_stream
+        shard)``. Made at first use."""
+        return self._make_comm_stream("all_reduce")
 
     @property
     def comm_streams(self) -> list[CommStream]:
         """The comm streams that were made."""
-        own = self.all_gather_stream, self.reduce_scatter_stream, self._all_reduce_stream
-        return [comm_stream for comm_stream in own if comm_stream is not None]
+        made = [self.all_gather_stream, self.reduce_scatter_stream]
+        return [*made, self.all_reduce_stream] if "all_reduce_stream" in vars(self) else made
 
     def share_comm_streams_of(self, other: CommContext) -> None:
         """Communicate on the comm streams of ``other``."""
         self._use_comm_streams(other.all_gather_stream, other.reduce_scatter_stream)
-        self._all_reduce_stream = other.all_reduce_stream
+        self.all_reduce_stream = other.all_reduce_stream
 
     def _use_comm_streams(self, gather: CommStream, reduce: CommStream) -> None:
         self.all_gather_stream = gather
