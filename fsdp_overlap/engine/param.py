@@ -544,6 +544,9 @@ class ParamModuleInfo:
             for item, its_parameter, its_sharded in zip(owned, parameters, sharded, strict=True)
             for table, name in item.registrations
         ]
+        self.places = [table for table, *_ in self._all], [name for _, name, *_ in self._all]
+        """The tables, and the name in each."""
+        self.unsharded = [parameter for *_, parameter, _ in self._all]
 
     def __iter__(self) -> Iterator[Registration]:
         return iter(self._all)

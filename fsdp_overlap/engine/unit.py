@@ -79,26 +79,16 @@ class UnshardedEdits:
         self._param_group = param_group
         self._tiles = list(map(tp_local_tensor, param_group.parameters))
         # Opaque parameters have slow attributes, and share their counters with plain tensors.
-        counted: list[torch.Tensor]
-        counted = (
-            [*map(unwrap, param_group.parameters)]
-            if param_group.is_opaque
-            else [*param_group.parameters]
-        )
+        counted: list[torch.Tensor] = [*param_group.parameters]
+        if param_group.is_opaque:
+            counted = [*map(unwrap, counted)]
         if param_group.is_tensor_parallel:
             counted += self._tiles  # a DTensor does not count what is done to its own
         self._counters = param_group.counters = VersionCounters(counted)
-        self.find_registrations()
         self._tables = tables
         self._registered = sum(map(len, tables))
         self._forwards = 0
         self._digest: torch.Tensor | None = None
-
-    def find_registrations(self) -> None:
-        """Note where modules have the parameters registered now."""
-        places = self._param_group.module_info
-        self._places = [table for table, *_ in places], [name for _, name, *_ in places]
-        self._placed = [parameter for *_, parameter, _ in places]
 
     def begin_comparison(self) -> None:
         """Take digests of the parameters, which are unsharded, before a forward runs."""
@@ -122,7 +112,8 @@ class UnshardedEdits:
         memory or registered again. The full buffer must exist."""
         if self._counters.has_edits():
             return self.edited()
-        are_in_place = all(map(is_, map(dict.get, *self._places), self._placed))
+        info = self._param_group.module_info
+        are_in_place = all(map(is_, map(dict.get, *info.places), info.unsharded))
         if not are_in_place and (replaced := self._replaced()) is not None:
             return replaced
         # What the checks below find lasts, so forwards 1, 2, 4, 8 ... of a mode are enough.
@@ -477,8 +468,6 @@ class Unit:
         if has_ties:
             for param_group in self.param_groups:
                 param_group.find_registrations()
-            for edits in self.edits:
-                edits.find_registrations()
 
     def to_sharded(self) -> None:
         for param_group in self.param_groups:
