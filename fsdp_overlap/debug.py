@@ -48,7 +48,8 @@ class _Checks(TorchDispatchMode):
         kwargs = kwargs or {}
         arguments = func._schema.arguments
         given = [*zip(arguments, args, strict=False)]
-        given += [(each, kwargs[each.name]) for each in arguments if each.name in kwargs]
+        by_name = {argument.name: argument for argument in arguments}
+        given += [(by_name[name], value) for name, value in kwargs.items()]
         for argument, value in given:
             writes = argument.alias_info is not None and argument.alias_info.is_write
             for tensor in _plain_tensors(value):

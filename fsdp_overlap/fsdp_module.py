@@ -3,8 +3,7 @@ take such modules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
@@ -24,8 +23,12 @@ from fsdp_overlap.comm.symmetric_memory import use_symmetric_memory
 from fsdp_overlap.engine import hooks
 from fsdp_overlap.engine.context import context_of
 from fsdp_overlap.engine.hooks import ForwardMethod
-from fsdp_overlap.engine.meta_init import cast as cast_param_group
-from fsdp_overlap.engine.meta_init import materialize, register_unsharded_once, validate_cast
+from fsdp_overlap.engine.meta_init import (
+    cast_param_group,
+    materialize,
+    register_unsharded_once,
+    validate_cast,
+)
 from fsdp_overlap.engine.param import (
     modules_outside_units,
     move_buffers,
@@ -192,7 +195,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
 
         Units on one mesh share this memory: the largest full buffer, the largest reduce input and a
         shard of it, kept while the context lives, with a copy there and back on the comm streams.
-        What neighbours keep and collectives among replicas do not use it. Gradients are summed,
+        What neighbors keep and collectives among replicas do not use it. Gradients are summed,
         then divided.
 
         Raises:
@@ -429,7 +432,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
             RuntimeError: this unit lies within another, or a backward is not finalized yet.
         """
         self._check_outermost("set_manual_backward_finalization")
-        context_of(self._fsdp_unit).schedule.finalization.set_manual(enabled)
+        context_of(self._fsdp_unit).schedule.finalizer.set_manual(enabled)
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Complete the gradients of all backwards since the last call. Collective over the mesh.
@@ -450,7 +453,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         context = context_of(self._fsdp_unit)
         if not context.has_schedule:
             return GradientReductionHandle(None) if async_op else None
-        handle = context.schedule.finalization.finalize()
+        handle = context.schedule.finalizer.finalize()
         if async_op:
             return handle
         handle.wait()
@@ -473,18 +476,19 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         shards = self._shards()
         with torch.no_grad():
             applied = [fn(shard) for _, shard in shards]
-        context = context_of(self._fsdp_unit)
-        device = context.device
-        with _hidden(self._fsdp_unit.param_groups):
+        for param_group in self._fsdp_unit.param_groups:
+            param_group.module_info.to_none()
+        try:
             super()._apply(fn, recurse)
+        finally:
+            self._fsdp_unit.to_sharded()
         if self._fsdp_unit.is_offloaded:  # shards stay on the host, buffers do not
-            move_buffers([self], device)
+            move_buffers([self], context_of(self._fsdp_unit).device)
         if any(
             param_group.is_meta and not result.is_meta
             for (param_group, _), result in zip(shards, applied, strict=True)
         ):
-            materialize(self._fsdp_unit, device)
-            context.require_lazy_init()
+            materialize(self._fsdp_unit)
         else:
             for (param_group, shard), result in zip(shards, applied, strict=True):
                 if result.dtype != shard.dtype:
@@ -503,7 +507,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
             param_group for param_group in unit.param_groups if not param_group.is_opaque
         ]
         mine = {id(module._parameters) for _, module in modules_outside_units([self])}
-        flat = [] if unit.is_list else [each for each in param_groups if not each.is_extension]
+        flat = [group for group in param_groups if not (unit.is_list or group.is_extension)]
         return [(param_group, param_group.shard) for param_group in flat] + [
             (param_group, sharded._local_tensor)
             for param_group in param_groups
@@ -533,7 +537,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         """Make a copy that is sharded in the same way, with memory and a context of its own.
 
         A unit is copied as a whole, with all its modules if they are several. The copy does not
-        take over what the unit was told to prefetch; it learns its own order.
+        take over what the unit was told to prefetch; it records an order of its own.
 
         Raises:
             RuntimeError: the unit is a list of modules, and one of them was deleted.
@@ -571,7 +575,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         for param_group in unit.param_groups:
             mesh_info = context.mesh_info_of(param_group.mesh_info.mesh)
             mesh_info.plans.place(duplicates, [param_group.plan])
-            for item in param_group.owned:
+            for item, spec in zip(param_group.owned, param_group.plan.specs, strict=True):
                 full = item.spmd.full if item.spmd is not None else None
                 # As FSDP2's ShardPlacementResult.
                 meshes[memo[id(item.parameter)]] = SimpleNamespace(
@@ -580,7 +584,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
                         spmd_mesh=full and full.mesh,
                         dp_mesh_dims=full,
                     ),
-                    placement=Shard(item.cut_dim),
+                    placement=Shard(spec.cut_dim),
                 )
         copied_unit = make_unit(
             duplicates,
@@ -609,8 +613,8 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
 
     def _units(self, recurse: bool) -> Iterable[Unit]:
         modules = self.modules() if recurse else [self]
-        found = (unit for unit in map(unit_of, modules) if unit is not None)
-        return dict.fromkeys(found)  # the modules of a list share one unit
+        units = (unit for unit in map(unit_of, modules) if unit is not None)
+        return dict.fromkeys(units)  # the modules of a list share one unit
 
     def _check_outermost(self, method: str) -> None:
         unit = self._fsdp_unit
@@ -680,7 +684,7 @@ def _check_exclusive(unit: Unit, method: str, *others: str) -> None:
 
 def _set_reshard_after_forward(unit: Unit, reshard_after_forward: bool | None) -> None:
     """Replace the argument of :func:`fully_shard`. If that was a number of ranks, the context
-    settles its groups again."""
+    chooses groups again."""
     if unit.post_forward_size is not None:
         context_of(unit).require_lazy_init()
     unit.reshard_after_forward = reshard_after_forward
@@ -736,13 +740,12 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
 def _check_apply(unit: Unit, fn: Any) -> None:
     """Raise RuntimeError if ``fn``, which ``_apply()`` is to call, would move or cast shards where
     they cannot be."""
-    has_run = context_of(unit).was_initialized
     for param_group in unit.param_groups:
         with torch.no_grad():
             result = fn(param_group.shard.new_empty(0))
         if param_group.is_opaque:  # left alone, whatever fn does to numbers
             result = result.to(param_group.shard.dtype)
-        if (refused := validate_cast(unit, param_group, result, has_run)) is not None:
+        if (refused := validate_cast(unit, param_group, result)) is not None:
             raise RuntimeError(refused)
 
 
@@ -788,18 +791,6 @@ def _copy_attributes(unit: Unit, memo: dict[int, Any]) -> None:
             vars(copied).update(deepcopy(given, memo))
 
 
-@contextmanager
-def _hidden(param_groups: Sequence[ParamGroup]) -> Iterator[None]:
-    """Take the parameters of ``param_groups`` out of their modules inside the ``with`` block."""
-    for param_group in param_groups:
-        param_group.module_info.to_none()
-    try:
-        yield
-    finally:
-        for param_group in param_groups:
-            param_group.module_info.to_sharded()
-
-
 def _keeping_dtypes(
     policy: MixedPrecisionPolicy, parameters: set[nn.Parameter]
 ) -> MixedPrecisionPolicy:
@@ -841,7 +832,7 @@ class FSDPState:
         ``finalize_backward()``."""
         context = context_of(self._unit)
         if context.has_schedule:
-            context.schedule.finalization.complete()
+            context.schedule.finalizer.complete()
 
     def __getattr__(self, name: str) -> NoReturn:
         self._refuse(name)

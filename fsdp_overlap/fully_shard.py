@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast, overload
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -35,33 +35,26 @@ if TYPE_CHECKING:
         def __setattr__(self, name: str, value: Any) -> None: ...
 
 
+class ShardOptions(TypedDict, total=False):
+    """The keyword arguments of :func:`fully_shard`."""
+
+    mesh: DeviceMesh | None
+    reshard_after_forward: bool | int | None
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    comm_policy: QuantizedCommPolicy | None
+    ignored_params: set[nn.Parameter] | None
+    dp_mesh_dims: DataParallelMeshDims | None
+
+
 @overload
 def fully_shard(
-    module: nn.Module,
-    ctx: FsdpContext | None = None,
-    *,
-    mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
-    comm_policy: QuantizedCommPolicy | None = None,
-    ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: DataParallelMeshDims | None = None,
+    module: nn.Module, ctx: FsdpContext | None = None, **options: Unpack[ShardOptions]
 ) -> Sharded: ...
 @overload
 def fully_shard(
-    module: Sequence[nn.Module],
-    ctx: FsdpContext | None = None,
-    *,
-    mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
-    comm_policy: QuantizedCommPolicy | None = None,
-    ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: DataParallelMeshDims | None = None,
+    module: Sequence[nn.Module], ctx: FsdpContext | None = None, **options: Unpack[ShardOptions]
 ) -> Sequence[Sharded]: ...
 def fully_shard(
     module: nn.Module | Sequence[nn.Module],
@@ -97,7 +90,7 @@ def fully_shard(
             mesh of ``ctx``, else all ranks. An inner unit may have its own, as experts have.
         reshard_after_forward: whether to free the full parameters between forward and backward.
             ``None`` frees them in all units but the root, whose parameters backward needs first. A
-            number keeps them sharded among that many neighbouring ranks, usually those of one
+            number keeps them sharded among that many neighboring ranks, usually those of one
             machine.
         shard_placement_fn: gives parameters a mesh of their own, by a ``ShardPlacementResult`` as
             in FSDP2, or under ``PerTensor()`` another dimension, by ``Shard(d)``. ``None`` and
@@ -119,8 +112,11 @@ def fully_shard(
         TypeError, ValueError: the module or a parameter cannot be sharded. Nothing was changed.
     """
     modules = _modules_of(module)
-    classes = [_fsdp_class(type(each)) for each in modules]
-    _check_context(ctx)
+    classes = [_fsdp_class(type(member)) for member in modules]
+    if ctx is not None and not isinstance(ctx, FsdpContext):
+        raise TypeError(
+            f"ctx is a {type(ctx).__name__}, not an FsdpContext; pass a mesh as mesh=..."
+        )
     spmd = spmd_mesh(mesh, dp_mesh_dims)
     if spmd is not None:
         mesh = spmd.data
@@ -139,9 +135,9 @@ def fully_shard(
         ignored=frozenset(ignored_params or ()),
         spmd=spmd,
     )
-    for each, fsdp_class in zip(modules, classes, strict=True):
-        object.__setattr__(each, "__class__", fsdp_class)  # modules may guard their attributes
-        record_fully_sharded(each)
+    for member, fsdp_class in zip(modules, classes, strict=True):
+        object.__setattr__(member, "__class__", fsdp_class)  # modules may guard their attributes
+        record_fully_sharded(member)
     return cast(FSDPModule | Sequence[FSDPModule], module)
 
 
@@ -150,7 +146,7 @@ def fully_shard_model(
     ctx: FsdpContext | None = None,
     *,
     units: Sequence[nn.Module | Sequence[nn.Module]] | None = None,
-    **options: Any,
+    **options: Unpack[ShardOptions],
 ) -> Sharded:
     """Shard a whole model: one unit for each of its blocks, and the root for the rest.
 
@@ -213,8 +209,8 @@ def _modules_of(module: Any) -> list[nn.Module]:
     modules = [item for item in module if id(item) not in inner]
     if not modules or len(set(modules)) != len(modules):
         raise ValueError("fully_shard takes a list of at least one module, each named once")
-    for each in modules:
-        _check_module(each)
+    for item in modules:
+        _check_module(item)
     return modules
 
 
@@ -233,13 +229,6 @@ def _check_module(module: nn.Module) -> None:
         raise ValueError(
             f"{type(module).__name__} has no forward to hook; call fully_shard on each of its "
             "modules"
-        )
-
-
-def _check_context(ctx: FsdpContext | None) -> None:
-    if ctx is not None and not isinstance(ctx, FsdpContext):
-        raise TypeError(
-            f"ctx is a {type(ctx).__name__}, not an FsdpContext; pass a mesh as mesh=..."
         )
 
 
@@ -345,8 +334,8 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _registered(module: nn.Module) -> list[object]:
-    found = (*module._modules.values(), *module._parameters.values())
-    return [each for each in found if each is not None]
+    registered = (*module._modules.values(), *module._parameters.values())
+    return [value for value in registered if value is not None]
 
 
 def _outermost(
@@ -378,7 +367,7 @@ def _is_listed(module: nn.Module, users: Users) -> bool:
 def _shares(module: nn.Module, users: Users) -> bool:
     """Return whether a module outside of ``module`` uses a module or parameter within it too."""
     inner = set(module.modules())
-    return any(not users[used] <= inner for each in inner for used in _registered(each))
+    return any(not users[used] <= inner for child in inner for used in _registered(child))
 
 
 def _why_none(model: nn.Module, users: Users, classes: set[str]) -> str:
@@ -389,12 +378,12 @@ def _why_none(model: nn.Module, users: Users, classes: set[str]) -> str:
         if name and _is_listed(module, users) and _shares(module, users)
     ]
     if shared:
-        found = f"{', '.join(shared)} share parameters or modules with what is outside of them"
+        instead = f"{', '.join(shared)} share parameters or modules with what is outside of them"
     else:
         children = {name: type(child).__name__ for name, child in model.named_children()}
-        found = f"its children are {children}"
+        instead = f"its children are {children}"
     return (
         f"{type(model).__name__} has no blocks: {named}no members of an nn.ModuleList that have "
-        f"parameters of their own; {found}. Call fully_shard on modules that you choose, on a list "
-        "of those that share parameters, or on the model alone"
+        f"parameters of their own; {instead}. Call fully_shard on modules that you choose, on a "
+        "list of those that share parameters, or on the model alone"
     )

@@ -79,19 +79,19 @@ def patch_fsdp2(ctx: FsdpContext | None = None) -> Iterator[None]:
         "register_fsdp_forward_method": register_fsdp_forward_method,
         "share_comm_ctx": share_comm_ctx,
     }
-    found: list[tuple[Any, str, Any]] = [
+    replaced: list[tuple[Any, str, Any]] = [
         (module, name, vars(module)[name])
         for module in (fsdp, *older_fsdp2)
         for name in ours
         if name in vars(module)
     ]
     torchs_distribute = tensor.distribute_tensor
-    for module, name, _ in found:
+    for module, name, _ in replaced:
         setattr(module, name, ours[name])
     tensor.distribute_tensor = with_range_shards(torchs_distribute)
     try:
         yield
     finally:
-        for module, name, torchs in found:
+        for module, name, torchs in replaced:
             setattr(module, name, torchs)
         tensor.distribute_tensor = torchs_distribute

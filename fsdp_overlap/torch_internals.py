@@ -167,10 +167,9 @@ DisableTorchFunction = torch._C.DisableTorchFunction
 """Within it modes do not see a call either, so that the emulated device does not see itself."""
 
 is_torch_function_enabled = torch._C._is_torch_function_enabled
-"""Whether a subclass is asked about a call, so that the emulated device asks it too."""
-
 is_torch_function_all_disabled = torch._C._is_torch_function_all_disabled
-"""Whether modes see no calls either."""
+"""Whether a subclass is asked about a call, so that the emulated device asks it too; and whether
+modes see no calls either."""
 
 disabled_torch_function = torch._C._disabled_torch_function_impl
 """The ``__torch_function__`` of classes that are asked nothing, as parameters are."""
@@ -188,26 +187,21 @@ get_current_function_mode_stack = overrides._get_current_function_mode_stack
 """The modes that see calls now. torch leaves a mode while it runs what the mode has seen."""
 
 push_function_mode = overrides._push_mode
-"""Has a mode see calls of this thread, without entering it: it was entered on another thread, whose
-backward this thread runs. ``pop_function_mode`` ends that."""
-
 pop_function_mode = overrides._pop_mode
-"""As above."""
+"""Have a mode see calls of this thread, without entering it, and end that: it was entered on
+another thread, whose backward this thread runs."""
 
 get_current_dispatch_mode_stack = _python_dispatch._get_current_dispatch_mode_stack
 """The modes that see operations now."""
 
 push_dispatch_mode = _python_dispatch._push_mode
-"""As ``push_function_mode``."""
-
 pop_dispatch_mode = _python_dispatch._pop_mode
-"""As ``pop_function_mode``."""
+"""Do the same for operations."""
 
 FakeTensor = fake_tensor.FakeTensor
-"""A tensor without memory, which torch makes to ask for a shape."""
-
 FakeTensorMode = fake_tensor.FakeTensorMode
-"""Makes them, and remembers for all devices what shapes it found."""
+"""A tensor without memory, which torch makes to ask for a shape; and what makes them, and remembers
+for all devices what shapes it found."""
 
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
 """Attention as a GPU computes it, which is not chosen for an emulated device without values."""
@@ -281,8 +275,8 @@ def teach_fully_shard(state_of: Callable[[Any], Any]) -> None:
 
     @wraps(torchs_state_of)
     def state(module: Any) -> Any:
-        found = state_of(module)
-        return torchs_state_of(module) if found is None else found
+        ours = state_of(module)
+        return torchs_state_of(module) if ours is None else ours
 
     torchs_fully_shard.state = state
 
@@ -333,10 +327,9 @@ AsyncCollectiveTensor = _functional_collectives.AsyncCollectiveTensor
 # Process groups
 
 AllGather = _fsdp_api.AllGather
-"""The interface of a user's own all-gather, as FSDP2's ``set_custom_all_gather()`` takes it."""
-
 ReduceScatter = _fsdp_api.ReduceScatter
-"""The interface of a user's own reduce-scatter."""
+"""The interfaces of a user's own collectives, as FSDP2's ``set_custom_all_gather()`` and
+``set_custom_reduce_scatter()`` take them."""
 
 symmetric_memory = _symmetric_memory
 """The pool of symmetric memory of a device, and its registration with all ranks of a group."""

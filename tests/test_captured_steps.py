@@ -32,7 +32,8 @@ from fsdp_overlap.emulator import (
     running,
     stream,
 )
-from fsdp_overlap.engine.comm_context import CapturedSteps, CommContext, ReplayedSteps
+from fsdp_overlap.engine.comm_context import CommContext
+from fsdp_overlap.engine.cuda_graphs import CapturedSteps, ReplayedSteps
 from fsdp_overlap.engine.mesh import MeshInfo
 from fsdp_overlap.layout import PerTensor, TensorAtomic
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_

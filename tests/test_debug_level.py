@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 
-from fsdp_overlap.comm.collectives import InPlaceRows, coalesces, gather_pieces
+from fsdp_overlap.comm.collectives import InPlaceRows, all_gather_coalesced, coalesces
 from fsdp_overlap.comm.process_groups import OwnGroup, backend_name, backend_of, options_of
 from fsdp_overlap.layout import ParamSpec, PerTensor, RowsPlan
 from fsdp_overlap.torch_internals import unwrapped
@@ -44,7 +44,7 @@ def pieces() -> None:
         rank = group.rank()
         own = [torch.full((size,), float(rank)) for size in (2, 3)]
         full = [torch.zeros(4), torch.zeros(6)]
-        gather_pieces((full, own), group)
+        all_gather_coalesced((full, own), group)
         assert [each.tolist() for each in full] == [[0.0] * 2 + [1.0] * 2, [0.0] * 3 + [1.0] * 3]
         specs = tuple(ParamSpec(name, shape, torch.float32) for name, shape in SHAPES.items())
         plan = RowsPlan(specs, 2)

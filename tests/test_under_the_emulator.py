@@ -71,7 +71,7 @@ EXCHANGED = "muon in rounds"
 ROWS = "prefetch 1, rows"
 COPIED = "torch._foreach_copy_(targets, sources)"
 IN_ONE = "one launch, odd parameters"
-TOGETHER = "gather_pieces((received, sent), group)"
+TOGETHER = "all_gather_coalesced((received, sent), group)"
 BITS = "gathered in 8 bits, flat"
 DECODED = "decode(gathered, full)"
 ENCODED = "wire.encode_own(shard.to(full.device, non_blocking=True), own, full.dtype)"
@@ -183,7 +183,7 @@ DEFECTS = [
         new="self.free(comm_stream, None)",
     ),
     Defect(ParamGroup, "_gathered_shard", "self.outer_shard.wait()", DIVIDED),
-    Defect(ParamGroup, "is_filled_by", "self.mesh_info.reading = work", OFFLOADED),
+    Defect(ParamGroup, "record_gather", "self.mesh_info.reading = work", OFFLOADED),
     Defect(
         comm_context,
         "_issue",

@@ -6,6 +6,7 @@ measurements behind the choices.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -105,19 +106,19 @@ class Collectives(Protocol[P]):
         ...
 
 
-Pieces = tuple[list[torch.Tensor], list[torch.Tensor]]
-"""What gathers in place fill, and what this rank sends for each. Flat."""
+Coalesced = tuple[list[torch.Tensor], list[torch.Tensor]]
+"""What a coalesced all-gather fills, and what this rank sends for each. Flat."""
 
 
-class GathersInPlace:
-    """Collectives for NCCL, which runs many as one: a gather is one of each of its pieces."""
+class CoalescedAllGather(ABC):
+    """Collectives whose all-gather NCCL can run as one with those of other param groups."""
 
-    def make_pieces(
+    @abstractmethod
+    def prepare_coalesced(
         self, full: torch.Tensor, shard: torch.Tensor, plan: Any, group: dist.ProcessGroup
-    ) -> Pieces:
+    ) -> Coalesced:
         """Put this rank's shard where it is sent from, and return what is to be gathered. The
         arguments are those of :meth:`Collectives.all_gather`."""
-        raise NotImplementedError
 
 
 class LocalCollectives:
@@ -156,14 +157,14 @@ class TensorCollectives:
             end(group._allgather_base(as_comm_dtype(full), as_comm_dtype(sent), GATHER))
         return PendingCollective((), lambda: full)
 
-    def make_pieces(
+    def prepare_coalesced(
         self,
         full: torch.Tensor,
         shard: torch.Tensor,
         plan: ParamGroupPlan,
         group: dist.ProcessGroup,
-    ) -> Pieces:
-        """Do as :meth:`GathersInPlace.make_pieces`."""
+    ) -> Coalesced:
+        """Do as :meth:`CoalescedAllGather.prepare_coalesced`."""
         return [as_comm_dtype(full)], [as_comm_dtype(self._sent(full, shard, plan, group))]
 
     def _sent(
@@ -190,7 +191,7 @@ class TensorCollectives:
         return PendingCollective((), lambda: divided(own, left))
 
 
-class NcclCollectives(TensorCollectives, GathersInPlace):
+class NcclCollectives(TensorCollectives, CoalescedAllGather):
     """For equal shards on NCCL."""
 
 
@@ -384,9 +385,9 @@ def coalesces() -> bool:
     return dist.get_debug_level() != dist.DebugLevel.DETAIL
 
 
-def gather_pieces(pieces: Pieces, group: dist.ProcessGroup) -> None:
-    """Fill what ``pieces`` say, in one launch. Collective over ``group``."""
-    received, sent = pieces
+def all_gather_coalesced(tensors: Coalesced, group: dist.ProcessGroup) -> None:
+    """Fill the first of ``tensors`` from the second, in one launch. Collective over ``group``."""
+    received, sent = tensors
     if coalesces():
         end(group.allgather_into_tensor_coalesced(received, sent, GATHER))
         return
@@ -442,7 +443,7 @@ def own_range(full: torch.Tensor, plan: ParamGroupPlan, group: dist.ProcessGroup
 # other, and in a flat buffer the chunks of one parameter. ----
 
 
-class InPlaceRows(GathersInPlace):
+class InPlaceRows(CoalescedAllGather):
     """For NCCL, which runs many collectives as one: a collective for each parameter, in place in
     the flat buffer."""
 
@@ -452,12 +453,12 @@ class InPlaceRows(GathersInPlace):
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, plan: RowsPlan, group: dist.ProcessGroup
     ) -> PendingCollective:
-        gather_pieces(self.make_pieces(full, shard, plan, group), group)
+        all_gather_coalesced(self.prepare_coalesced(full, shard, plan, group), group)
         return PendingCollective((), lambda: full)
 
-    def make_pieces(
+    def prepare_coalesced(
         self, full: torch.Tensor, shard: torch.Tensor, plan: RowsPlan, group: dist.ProcessGroup
-    ) -> Pieces:
+    ) -> Coalesced:
         regions = self._regions.of(full, plan)
         own = [region[group.rank()] for region in regions]
         torch._foreach_copy_(own, chunks_of(shard, plan), non_blocking=True)

@@ -1,7 +1,8 @@
 """What the engine asks of autograd: the backward under way, version counters, and what is saved in
 forward and read in backward.
 
-This module is the :class:`~fsdp_overlap.schedule.interface.AutogradEngine` that ``schedule/`` asks.
+This module is the :class:`~fsdp_overlap.schedule.interface.AutogradEngine` that ``schedule/`` asks,
+which says what those of its functions do that have no docstring here.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch.autograd import graph
 from torch.autograd.graph import increment_version
 
-from fsdp_overlap.engine.options import UnitSettings
+from fsdp_overlap.schedule.interface import ScheduledUnit
 from fsdp_overlap.schedule.order import ForwardRecord
 from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.tensor.extension import inner_tensors
@@ -60,12 +61,10 @@ graph_task = current_graph_task_id
 
 
 def is_in_backward() -> bool:
-    """Return whether the engine is running on this thread."""
     return current_graph_task_id() != -1
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:
-    """Have ``function`` called when the backward under way has run."""
     queue_callback(partial(_call, function))
 
 
@@ -75,8 +74,6 @@ def _call(function: Callable[[], None]) -> None:
 
 
 def is_for_all_leaves() -> bool:
-    """Return whether the backward under way is for all leaves of its graph, as ``backward()`` is,
-    and not for given inputs."""
     if not is_checkpoint_valid():
         return False
     # A checkpoint is valid also in hooks of the very tensor that torch.autograd.grad() was asked
@@ -177,17 +174,11 @@ Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 """What packs a saved tensor, and what unpacks it."""
 
 
-class TrackedUnit(Protocol):
+class TrackedUnit(ScheduledUnit, Protocol):
     """The unit whose forwards are tracked, as far as this file knows it."""
 
-    name: str
-    settings: UnitSettings
     saved_tensors: SavedTensors
-    has_parameters: bool
 
-    @property
-    def is_gathered(self) -> bool: ...
-    def wait(self) -> None: ...
     def holds(self, tensor: torch.Tensor) -> bool: ...
 
 
@@ -195,7 +186,7 @@ class SavedForward:
     """One forward of a unit in which saved tensors are tracked. They refer to it, so it keeps
     neither the unit nor the schedule alive."""
 
-    __slots__ = ("call", "has_saved", "is_shared", "schedule", "tells", "unit")
+    __slots__ = ("call", "has_saved", "is_on_all_ranks", "is_shared", "schedule", "unit")
 
     def __init__(self, unit: TrackedUnit, schedule: Schedule, is_shared: bool) -> None:
         self.unit = weakref.ref(unit)
@@ -205,7 +196,7 @@ class SavedForward:
         unit or within it."""
         self.has_saved = False
         """Whether autograd saved anything."""
-        self.tells = False
+        self.is_on_all_ranks = False
         """Whether it is one of forwards 1, 2, 4, 8 ..., which are tracked on every rank."""
         self.call: ForwardRecord | None = None
         """What backward comes back to."""
@@ -302,7 +293,7 @@ class SavedTensors:
             is_tracked = True
         if is_tracked and are_saved_tensors_hooks_enabled():
             forward = SavedForward(unit, schedule, others is not None)
-            forward.tells = is_looked_at and not is_recompute
+            forward.is_on_all_ranks = is_looked_at and not is_recompute
             push_saved_tensors_hooks(partial(_pack, (*outer, forward), others), _unpack)
             self.under_way[-1:] = [forward]
             _adapt_torch(+1)
@@ -316,7 +307,7 @@ class SavedTensors:
             pop_saved_tensors_hooks()
         _adapt_torch(-1)
         self._has_others |= forward.is_shared
-        if forward.tells:
+        if forward.is_on_all_ranks:
             self.are_any = forward.has_saved
         return forward
 

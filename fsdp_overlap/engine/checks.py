@@ -6,6 +6,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -28,11 +29,8 @@ from fsdp_overlap.tensor.extension import inner_tensors
 # ---- Whether ranks planned the same ----
 
 
-def compare_plans(
-    units: Sequence[Unit], mesh_info: MeshInfo, groups: Sequence[dist.ProcessGroup]
-) -> None:
-    """Check that the ranks of ``mesh_info`` planned ``units`` alike. Collective over ``groups``,
-    which together connect these ranks.
+def compare_plans(units: Sequence[Unit], mesh_info: MeshInfo) -> None:
+    """Check that the ranks of ``mesh_info`` planned ``units`` alike. Collective over its mesh.
 
     Raises:
         RuntimeError: ranks planned differently.
@@ -50,7 +48,7 @@ def compare_plans(
     ]
     of_all = {dist.get_rank(): mine}
     # The plans of all ranks are collected first, so that every rank finds the same difference.
-    for group in groups:
+    for group in mesh_info.groups.of_all:  # which together connect all ranks
         known = [of_all] * group.size()
         dist.all_gather_object(known, of_all, group)
         of_all = {rank: theirs for part in known for rank, theirs in part.items()}
@@ -121,11 +119,11 @@ def _difference(mesh_info: MeshInfo, param_groups: Sequence[ParamGroup], failure
         return ""
 
     def over_ranks(numbers: Sequence[int]) -> list[int]:
-        found: list[int] = greatest(torch.tensor(numbers, device=mesh_info.device), groups).tolist()
-        return found
+        here = torch.tensor(numbers, device=mesh_info.device)
+        return cast(list[int], greatest(here, groups).tolist())
 
     # The greatest of a number and the greatest of its complement tell whether all ranks agree.
-    complements = [UNKNOWN if each == UNKNOWN else ~each for each in hashes]
+    complements = [UNKNOWN if number == UNKNOWN else ~number for number in hashes]
     has_failed, *of_all = over_ranks([bool(failure), *hashes, *complements])
     high, low = of_all[: len(hashes)], of_all[len(hashes) :]
     different = [

@@ -1,22 +1,18 @@
-"""Carries out on streams what the schedule decides, also in CUDA graphs."""
+"""Carries out on comm streams what the schedule decides."""
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext, suppress
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
-from typing import NoReturn
-from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.comm.collectives import PendingCollective, gather_pieces
-from fsdp_overlap.comm.comm_streams import CollectiveOp, CommStream, ComputeEvent, WorkHandle, span
-from fsdp_overlap.comm.graphs import before_capture_or_replay, capture_under_way
+from fsdp_overlap.comm.collectives import PendingCollective, all_gather_coalesced
+from fsdp_overlap.comm.comm_streams import CommStream, ComputeEvent, WorkHandle, span
 from fsdp_overlap.desync.order_check import N_KINDS
 from fsdp_overlap.engine.grads import ParamGroupGradients
 from fsdp_overlap.engine.hsdp import ReplicaReduction
@@ -24,7 +20,6 @@ from fsdp_overlap.engine.mesh import MeshInfo
 from fsdp_overlap.engine.param_group import ParamGroup, ParamGroupState
 from fsdp_overlap.engine.unit import Unit
 from fsdp_overlap.schedule import interface
-from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.schedule.stats import Stats
 from fsdp_overlap.torch_internals import profiler_enabled
 
@@ -32,9 +27,9 @@ from fsdp_overlap.torch_internals import profiler_enabled
 
 
 def gathers_of(unit: Unit) -> list[tuple[str, list[ParamGroup]]]:
-    """Return what is to be gathered of a unit that is not whole: the name of each collective, and
-    its param groups. A param group that is asked to keep a part goes alone, because it may travel
-    among other ranks than the rest."""
+    """Return what is to be gathered of a unit that is not unsharded: the name of each collective,
+    and its param groups. A param group that is asked to keep a part goes alone, because it may
+    travel among other ranks than the rest."""
     waiting = [param_group for param_group in unit.param_groups if not param_group.is_unsharded]
     together: dict[dist.ProcessGroup | ParamGroup, list[ParamGroup]] = {}
     for param_group in waiting:
@@ -56,38 +51,34 @@ def gather(param_groups: Sequence[ParamGroup], comm_stream: CommStream, label: s
     try:
         for param_group in param_groups:
             param_group.begin_gather(comm_stream)
-        issue, accept, nbytes = (
-            param_groups[0].collective_op() if len(param_groups) == 1 else _together(param_groups)
-        )
+        if len(param_groups) == 1:
+            issue, accept, nbytes = param_groups[0].collective_op()
+        else:
+            issue, accept = partial(_issue, param_groups), None
+            nbytes = sum(param_group.comm_nbytes for param_group in param_groups)
         work = comm_stream.enqueue("all_gather", label, issue, accept, nbytes)
     except BaseException:
         for param_group in param_groups:
             param_group.cancel_gather()
         raise
     for param_group in param_groups:
-        param_group.is_filled_by(work)
-
-
-def _together(param_groups: Sequence[ParamGroup]) -> CollectiveOp:
-    return (
-        partial(_issue, param_groups),
-        None,
-        sum(param_group.comm_nbytes for param_group in param_groups),
-    )
+        param_group.record_gather(work)
 
 
 def _issue(param_groups: Sequence[ParamGroup]) -> PendingCollective:
     """Gather param groups of one group: in one launch those that can, and each of the others."""
-    found = [(param_group, param_group.make_pieces()) for param_group in param_groups]
+    of_groups = [(param_group, param_group.prepare_coalesced()) for param_group in param_groups]
     group = param_groups[0].groups.gather
-    if pieces := [each for _, each in found if each is not None]:
-        received, sent = (list(chain.from_iterable(each)) for each in zip(*pieces, strict=True))
-        if len({piece.dtype for piece in sent}) > 1:
-            received, sent = ([p.view(torch.uint8) for p in each] for each in (received, sent))
-        gather_pieces((received, sent), group)
+    if coalesced := [tensors for _, tensors in of_groups if tensors is not None]:
+        received, sent = (list(chain.from_iterable(side)) for side in zip(*coalesced, strict=True))
+        if len({tensor.dtype for tensor in sent}) > 1:
+            sides = received, sent
+            received, sent = ([tensor.view(torch.uint8) for tensor in side] for side in sides)
+        all_gather_coalesced((received, sent), group)
     # Users' extensions may raise. So they come before what gloo writes into full buffers, which
     # ctx.reset() frees.
-    rest = sorted((b for b, each in found if each is None), key=lambda b: not b.is_extension)
+    rest = [param_group for param_group, tensors in of_groups if tensors is None]
+    rest.sort(key=lambda param_group: not param_group.is_extension)
     others = [param_group.collective_op()[0]() for param_group in rest]
 
     def finish() -> torch.Tensor:
@@ -98,15 +89,17 @@ def _issue(param_groups: Sequence[ParamGroup]) -> PendingCollective:
     return PendingCollective([work for other in others for work in other.works], finish, group)
 
 
-# ---- What the schedule decided ----
+# ---- What the schedule decides ----
 
 # If the host runs ahead: how many reductions over replicas may be under way, beside those of reduce
-# inputs that still travel.
+# inputs that still travel. Such a host may see none of them end, and would keep what each of them
+# reads until the end of backward.
 MAX_ALL_REDUCES = 2
 
 
 class CommContext:
-    """Owns the comm streams of one context and does on them what its schedule decides.
+    """Owns the comm streams of one context and does on them what its schedule decides: the
+    :class:`~fsdp_overlap.schedule.interface.CommOps`, which says what its methods do.
 
     It counts in ``stats``, and notes for the other ranks what it issues. ``make_comm_stream`` makes
     the comm stream of a name. ``mesh_infos`` and ``units`` list those of the context."""
@@ -123,32 +116,25 @@ class CommContext:
         self._mesh_infos = mesh_infos
         self._units = units
         self._use_comm_streams(make_comm_stream("all_gather"), make_comm_stream("reduce_scatter"))
-        self._all_reduce_stream: CommStream | None = None
         self._all_reduces: deque[ReplicaReduction] = deque()
         """The param groups' reductions over replicas that are under way, oldest first."""
 
-    @property
+    @cached_property
     def all_reduce_stream(self) -> CommStream:
         """The comm stream of what travels between ranks with replicas, on a mesh ``(replicate,
-        shard)``."""
-        if self._all_reduce_stream is None:
-            self._all_reduce_stream = self._make_comm_stream("all_reduce")
-        return self._all_reduce_stream
+        shard)``. Made at first use."""
+        return self._make_comm_stream("all_reduce")
 
     @property
     def comm_streams(self) -> list[CommStream]:
         """The comm streams that were made."""
-        comm_streams = [self.all_gather_stream, self.reduce_scatter_stream]
-        return (
-            comm_streams
-            if self._all_reduce_stream is None
-            else [*comm_streams, self._all_reduce_stream]
-        )
+        made = [self.all_gather_stream, self.reduce_scatter_stream]
+        return [*made, self.all_reduce_stream] if "all_reduce_stream" in vars(self) else made
 
     def share_comm_streams_of(self, other: CommContext) -> None:
         """Communicate on the comm streams of ``other``."""
         self._use_comm_streams(other.all_gather_stream, other.reduce_scatter_stream)
-        self._all_reduce_stream = other.all_reduce_stream
+        self.all_reduce_stream = other.all_reduce_stream
 
     def _use_comm_streams(self, gather: CommStream, reduce: CommStream) -> None:
         self.all_gather_stream = gather
@@ -164,7 +150,7 @@ class CommContext:
     def gather(self, unit: interface.ScheduledUnit) -> None:
         assert isinstance(unit, Unit)
         stats = self._stats
-        for label, param_groups in unit.as_one or gathers_of(unit):
+        for label, param_groups in unit.single_all_gather or gathers_of(unit):
             for param_group in param_groups:
                 order_check = param_group.mesh_info.order_check
                 order_check.record(
@@ -201,7 +187,7 @@ class CommContext:
 
     def forbid_old_graphs(self, unit: interface.ScheduledUnit, modules: Collection[int]) -> None:
         assert isinstance(unit, Unit)
-        inner = (m for each in unit.modules if id(each) in modules for m in each.modules())
+        inner = (m for module in unit.modules if id(module) in modules for m in module.modules())
         tables = {id(module._parameters) for module in inner}
         for edits in unit.edits:
             edits.forbid_old_graphs(tables)
@@ -227,8 +213,8 @@ class CommContext:
 
     def reduce(self, gradients: interface.Gradients) -> WorkHandle:
         assert isinstance(gradients, ParamGroupGradients)
-        if self._all_reduces:
-            self._bound_all_reduces()
+        while len(self._all_reduces) > MAX_ALL_REDUCES and self.reduce_scatter_stream.runs_ahead:
+            self._all_reduces.popleft().finish_before(self.reduce_scatter_stream)
         self._stats.reduce_scatters += 1
         self._stats.reduce_scatter_bytes += gradients.reduced_nbytes
         param_group, across = gradients.param_group, gradients.all_reduces
@@ -246,7 +232,7 @@ class CommContext:
         if gradients.replica_reduction is not None:
             self._all_reduces.append(gradients.replica_reduction)
             while self._all_reduces and self._all_reduces[0].is_done():
-                self._all_reduces.popleft().finish()  # lets go of what was sent
+                self._all_reduces.popleft().finish()  # frees what was sent
         self._stats.current_reduce_inputs -= 1
         gradients.reduce_scatter_input.free()
 
@@ -315,11 +301,6 @@ class CommContext:
         for comm_stream in self.comm_streams:
             comm_stream.after_compute()
 
-    def record_replay(self) -> None:
-        """Make all comm streams wait for the graph that was just enqueued, and count it."""
-        for comm_stream in self.comm_streams:
-            comm_stream.after_replay()
-
     def begin_capture(self) -> None:
         """Take all comm streams into the capture of a graph that compute is in. Their memory then
         comes from the graph's pool."""
@@ -343,188 +324,3 @@ class CommContext:
             for param_group in unit.param_groups
         )
         self._stats.current_reduce_inputs = 0
-
-    def _bound_all_reduces(self) -> None:
-        """Limit the reductions over replicas that are under way, before one more is issued. A host
-        that runs ahead may see none of them end. What each of them reads would then be kept until
-        the end of backward."""
-        while self.reduce_scatter_stream.runs_ahead and len(self._all_reduces) > MAX_ALL_REDUCES:
-            self._all_reduces.popleft().finish_before(self.reduce_scatter_stream)
-
-
-# ---- CUDA graphs: Note [captured steps] ----
-
-
-class CapturedSteps:
-    """What one context does about graphs. ``units``, ``mesh_infos`` and ``parts`` give what the
-    context has now; ``parts`` is ``None`` before the first forward."""
-
-    def __init__(
-        self,
-        units: Callable[[], Sequence[Unit]],
-        mesh_infos: Callable[[], Iterable[MeshInfo]],
-        parts: Callable[[], tuple[Schedule, CommContext] | None],
-    ) -> None:
-        self._units = units
-        self._mesh_infos = mesh_infos
-        self._parts = parts
-        self.is_under_way = False
-        """Whether a capture is under way in which units run."""
-        self._versions: dict[Unit, int] = {}
-        self._left: str | None = None
-        self._replays: WeakSet[ReplayedSteps] = WeakSet()
-
-    # What graphs tell
-
-    def capture_begins(self) -> None:
-        self._versions = {unit: unit.version for unit in self._units()}
-        self._left = None
-
-    def capture_ends(self) -> ReplayedSteps | None:
-        edited = [unit for unit, version in self._versions.items() if unit.version != version]
-        self._versions.clear()
-        parts, was_under_way = self._parts(), self.is_under_way
-        self.is_under_way = False
-        if parts is None:
-            return None
-        schedule, comm = parts
-        if was_under_way:
-            self._left = schedule.under_way()
-            for unit in self._units():
-                unit.mark_stale()  # a capture moves no data
-            with suppress(RuntimeError):  # CUDA itself says what ended the capture
-                comm.end_capture()
-        if was_under_way or edited:
-            replays = ReplayedSteps(edited, comm)
-            self._replays.add(replays)
-            return replays
-        return None
-
-    def capture_ended(self) -> None:
-        left, self._left = self._left, None
-        parts = self._parts()
-        if parts is None:
-            return
-        schedule, comm = parts
-        comm.let_comm_streams_wait()  # events of the capture are none that gathers could wait for
-        if left is None or sys.exception() is not None:
-            return
-        comm.wait_for_comm_streams()
-        schedule.drop()
-        comm.rest()
-        raise RuntimeError(
-            f"the capture of a CUDA graph ended with {left}: capture whole steps, with the "
-            "backward of every forward. The graph is empty now"
-        )
-
-    def lose_groups(self) -> None:
-        """Refuse replays from now on: process groups are renewed."""
-        for replays in self._replays:
-            replays.lost_groups = True
-
-    # What hooks tell
-
-    def join(self, unit: interface.ScheduledUnit) -> None:
-        """Join the graph that is captured while ``unit`` is about to run.
-
-        Raises:
-            RuntimeError: it cannot be captured. Nothing was changed.
-        """
-        if not self.is_under_way:
-            if (reason := self._reason_against(unit)) is not None:
-                _refuse(unit, reason)
-            parts = self._parts()
-            assert parts is not None
-            for each in self._units():
-                each.mark_stale()  # outer shards are gathered in every replay
-            parts[1].begin_capture()
-            self.is_under_way = True
-
-    def check_backward(self, is_capturing: bool) -> None:
-        """Check a backward that begins, and whose stream is captured or not.
-
-        Raises:
-            RuntimeError: its forward was not in the same capture.
-        """
-        if is_capturing and not self.is_under_way:
-            raise RuntimeError(
-                "a backward is captured in a CUDA graph without its forward: capture both in one "
-                "graph, as a whole step. torch.cuda.make_graphed_callables() captures them apart, "
-                "so it cannot be used on units"
-            )
-
-    def _reason_against(self, unit: interface.ScheduledUnit) -> str | None:
-        parts = self._parts()
-        if parts is None or not parts[0].has_learned(unit, torch.is_grad_enabled()):
-            return (
-                "steps are not alike yet: run two whole ones, with the optimizer's, before the "
-                "capture"
-            )
-        if capture_under_way() is None:
-            return "the capture was not begun by torch.cuda.CUDAGraph, so replays go unnoticed"
-        if (left := parts[0].under_way()) is not None:
-            return f"there is {left}: capture all of a step"
-        if any(mesh_info.order_check.confirms for mesh_info in self._mesh_infos()):
-            return "its ranks communicate by gloo, which makes the host wait: use NCCL"
-        for each in self._units():
-            if (reason := _reason_against(each)) is not None:
-                return f"unit {each.name!r} {reason}"
-        return None
-
-
-def _reason_against(unit: Unit) -> str | None:
-    settings = unit.settings
-    if unit.is_offloaded:
-        return "is offloaded, so that the host waits for copies: shard without CPUOffloadPolicy"
-    if settings.uses_group_memory or settings.uses_symmetric_memory:
-        return (
-            "takes memory from the process group, and a graph takes all from its own pool: switch "
-            "that off"
-        )
-    for param_group in unit.param_groups:
-        if param_group.full.allocated:
-            return (
-                "has a full buffer from before the capture, which a replay would not fill, or that "
-                "may be freed by then: call ctx.release_unsharded() right before the capture, and "
-                "leave set_keep_unsharded_storage() off"
-            )
-    return None
-
-
-def _refuse(unit: interface.ScheduledUnit, reason: str) -> NoReturn:
-    raise RuntimeError(
-        f"unit {unit.name!r} runs while a CUDA graph is captured, which cannot be right: {reason}. "
-        "Nothing was changed"
-    )
-
-
-class ReplayedSteps:
-    """Counts each replay as an edit of the shards that the capture ``edited``, and keeps it in
-    order with what comm streams do eagerly."""
-
-    def __init__(self, edited: Sequence[Unit], comm: CommContext) -> None:
-        self._edited = [ref(unit) for unit in edited]
-        self._comm = ref(comm)
-        self.lost_groups = False
-        """Whether the process groups that it uses may be gone."""
-
-    def before(self) -> None:
-        comm = self._comm()
-        if comm is None or self.lost_groups:
-            raise RuntimeError(
-                "replay() of a CUDA graph whose "
-                + ("process groups ctx.reset() has renewed" if comm else "model is gone")
-                + ": capture the step again"
-            )
-        if self._edited:
-            for call in before_capture_or_replay:
-                call()
-        comm.wait_for_comm_streams()
-
-    def after(self) -> None:
-        for find in self._edited:
-            if (unit := find()) is not None:
-                for param_group in unit.param_groups:
-                    param_group.edits.record_values()
-        if (comm := self._comm()) is not None:
-            comm.record_replay()

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import groupby
+from operator import itemgetter
 
 import torch
 from torch import nn
@@ -21,7 +22,8 @@ from fsdp_overlap.desync.error_monitor import ErrorMonitor
 from fsdp_overlap.desync.monitor import DesyncMonitor
 from fsdp_overlap.engine import autograd
 from fsdp_overlap.engine.checks import compare_plans, verify_params_across_ranks
-from fsdp_overlap.engine.comm_context import CapturedSteps, CommContext
+from fsdp_overlap.engine.comm_context import CommContext
+from fsdp_overlap.engine.cuda_graphs import CapturedSteps
 from fsdp_overlap.engine.mesh import (
     LayoutRegistry,
     MeshInfo,
@@ -35,142 +37,6 @@ from fsdp_overlap.layout import Flat, LayoutRule
 from fsdp_overlap.schedule.reducer import MAX_INPUTS
 from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.schedule.stats import Stats
-
-# ---- print(ctx) ----
-
-HEAD = ("unit", "parameters", "elements", "dtype", "whole", "here", "mesh", "shards", "kept whole")
-
-# Columns of numbers, to be aligned to the right.
-RIGHT = {1, 2, 4, 5}
-
-
-def describe(
-    units: Sequence[Unit],
-    mesh: DeviceMesh | None,
-    layout: LayoutRule,
-    prefetch: int,
-    separates_groups: bool,
-    flags: Sequence[str],
-) -> str:
-    """Return the options of a context and a table of its units. Not collective.
-
-    Neighbouring units that are alike share a row, whose figures are those of one unit. Bytes are
-    those of parameters at rest: ``whole`` counts all of the unit, ``here`` what this rank holds.
-    """
-    where = "all ranks" if mesh is None else _mesh(mesh)
-    rule = getattr(layout, "__name__", repr(layout))
-    options = [f"mesh {where}", f"layout {rule}", f"prefetch {prefetch}"]
-    if not separates_groups:
-        options.append("one group for gathers and reductions")
-    options += flags
-    lines = [f"FsdpContext of {_count(len(units), 'unit')}{_totals(units)}", "; ".join(options)]
-    if units:
-        lines += _aligned([HEAD, *_rows(units)])
-    return "\n".join(lines)
-
-
-def _totals(units: Sequence[Unit]) -> str:
-    param_groups = [param_group for unit in units for param_group in unit.param_groups]
-    if not param_groups:
-        return ""
-    parameters = sum(len(param_group.plan.specs) for param_group in param_groups)
-    elements = sum(spec.numel for param_group in param_groups for spec in param_group.plan.specs)
-    whole, here = (_size(sum(each)) for each in zip(*map(_bytes_of, units), strict=True))
-    return (
-        f": {_count(parameters, 'parameter')} of {elements:,} elements, {whole} whole, {here} "
-        "on this rank"
-    )
-
-
-def _rows(units: Sequence[Unit]) -> list[tuple[str, ...]]:
-    names = unit_names(units)
-    named = [
-        (names.get(unit, unit.module_class_name), _row(unit, unit not in names)) for unit in units
-    ]
-    rows = []
-    for row, group in groupby(named, key=lambda each: each[1]):
-        alike = [name for name, _ in group]
-        name = alike[0] if len(alike) == 1 else f"{alike[0]} ... {alike[-1]} ({len(alike)})"
-        rows.append((name, *row))
-    return rows
-
-
-def _row(unit: Unit, is_outermost: bool) -> tuple[str, ...]:
-    specs = [spec for param_group in unit.param_groups for spec in param_group.plan.specs]
-    whole, here = _bytes_of(unit)
-    meshes = dict.fromkeys(_mesh(param_group.mesh_info.mesh) for param_group in unit.param_groups)
-    is_equal = all(param_group.plan.is_equal for param_group in unit.param_groups)
-    pieces = len({spec.piece for spec in specs if spec.piece})
-    dtypes = ", ".join(dict.fromkeys(param_group.dtypes for param_group in unit.param_groups))
-    return (
-        str(len(specs)),
-        f"{sum(spec.numel for spec in specs):,}",
-        f"{dtypes}, {_count(pieces, 'piece')}" if pieces else dtypes,
-        _size(whole),
-        "meta" if unit.is_meta else _size(here),
-        " and ".join(meshes) or _mesh(unit.mesh),
-        "equal" if is_equal else "ragged",
-        _kept(unit, is_outermost),
-    )
-
-
-def _bytes_of(unit: Unit) -> tuple[int, int]:
-    """Return the bytes of all parameters of ``unit``, and of what this rank holds of them."""
-    whole = sum(
-        spec.numel * spec.dtype.itemsize
-        for param_group in unit.param_groups
-        for spec in param_group.plan.specs
-    )
-    return whole, sum(param_group.nbytes_at_rest for param_group in unit.param_groups)
-
-
-def _kept(unit: Unit, is_outermost: bool) -> str:
-    """Return how long the full buffers outlive a forward."""
-    asked = unit.reshard_after_forward
-    if unit.post_forward_size is not None:
-        kept = f"1/{unit.post_forward_size} until backward"
-    elif asked is False or (asked is None and is_outermost):
-        kept = "until backward"
-    else:
-        kept = "no"
-    if not unit.settings.reshard_after_backward:
-        if asked is False:
-            kept = f"always (stage {1 if unit.settings.reduces_last_only else 2})"
-        else:
-            kept = "after backward" if kept == "no" else f"{kept} and after it"
-    return kept + (", shards on the host" if unit.is_offloaded else "")
-
-
-def _mesh(mesh: DeviceMesh) -> str:
-    sizes = " x ".join(map(str, mesh.shape))
-    names = f" ({' x '.join(mesh.mesh_dim_names)})" if mesh.mesh_dim_names else ""
-    return f"{mesh.device_type} {sizes}{names}"
-
-
-def _size(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} TiB"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if index in RIGHT else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-
-
-# ---- The context ----
 
 
 class FsdpContext:
@@ -284,21 +150,28 @@ class FsdpContext:
             hang_timeout=self.hang_timeout,
         )
         duplicate.is_implicit = self.is_implicit
-        if self.has_schedule and self.schedule.finalization.is_manual:
-            duplicate.schedule.finalization.set_manual(True)
+        if self.has_schedule and self.schedule.finalizer.is_manual:
+            duplicate.schedule.finalizer.set_manual(True)
         return duplicate
 
     def __repr__(self) -> str:
-        """Return a table of the units. Not collective."""
+        """Return the options and a table of the units. Not collective.
+
+        Neighboring units that are alike share a row, whose figures are those of one unit. Bytes
+        are those of parameters at rest: ``whole`` counts all of the unit, ``here`` what this rank
+        holds."""
+        where = "all ranks" if self._mesh is None else _mesh(self._mesh)
+        rule = getattr(self.layout, "__name__", repr(self.layout))
+        options = [f"mesh {where}", f"layout {rule}", f"prefetch {self.prefetch}"]
+        if not self._groups.separate:
+            options.append("one group for gathers and reductions")
         flags = ("validate_layouts", "shard_optimizer_over_replicas", "sync_module_states")
-        return describe(
-            self.units,
-            self._mesh,
-            self.layout,
-            self.prefetch,
-            self._groups.separate,
-            [name.replace("_", " ") for name in flags if getattr(self, name)],
-        )
+        options += [name.replace("_", " ") for name in flags if getattr(self, name)]
+        units = self.units
+        lines = [f"FsdpContext of {_count(len(units), 'unit')}{_totals(units)}", "; ".join(options)]
+        if units:
+            lines += _aligned([HEAD, *_rows(units)])
+        return "\n".join(lines)
 
     @cached_property
     def mesh(self) -> DeviceMesh:
@@ -470,10 +343,10 @@ class FsdpContext:
         return len(self._refs) - 1
 
     def lazy_init(self) -> None:
-        """Complete the context before a forward. It takes in the units of the tree that were given
-        no context, finds the root, names units as users know them, connects param groups to process
-        groups, and compares what ranks start from. Do nothing once that is done, and nothing
-        within a backward. Collective over the meshes."""
+        """Complete the context before a forward: take in the units of the tree that were given no
+        context, find the root, name units as users know them, connect param groups to process
+        groups, and compare what ranks start from. Do nothing once that is done, and nothing within
+        a backward. Collective over the meshes."""
         if self.is_initialized or autograd.is_in_backward():
             return
         is_complete = not self.is_implicit or self._init_shared_state()
@@ -487,7 +360,7 @@ class FsdpContext:
         self.sync_max_reduce_inputs()
         if self.validate_layouts:
             for mesh_info in self.mesh_infos:
-                compare_plans(self.units, mesh_info, mesh_info.groups.of_all)
+                compare_plans(self.units, mesh_info)
         verify_params_across_ranks(
             param_group for item in self.units for param_group in item.param_groups
         )
@@ -508,12 +381,12 @@ class FsdpContext:
             existing = comm()
             return () if existing is None else existing.comm_streams
 
-        def found() -> None:
+        def on_hang() -> None:
             if (self := context()) is not None:
                 self.require_lazy_init()  # so that the next forward asks
 
         self._monitor = DesyncMonitor(
-            self.device, comm_streams, self.error_monitor, self.hang_timeout, found
+            self.device, comm_streams, self.error_monitor, self.hang_timeout, on_hang
         )
 
     def require_lazy_init(self) -> None:
@@ -569,9 +442,9 @@ class FsdpContext:
 
     def finish_param_sync(self) -> None:
         """Do :meth:`start_param_sync`, and make compute wait for all full buffers."""
-        self.lazy_init()
-        self.join_capture()
-        self.schedule.finish_param_sync()
+        self.start_param_sync()
+        for unit in self.units:
+            unit.wait()
 
     def release_unsharded(self) -> None:
         """Free the full buffers that are kept, for example before a checkpoint or if memory is
@@ -595,7 +468,7 @@ class FsdpContext:
             return
         self.lazy_init()  # so that a rank on which nothing ran yet meets the others too
         for mesh_info in self.mesh_infos:
-            mesh_info.make_groups()
+            mesh_info.groups  # noqa: B018, collective over the mesh if they were not made yet
         self.error_monitor.meet(sys.exception())
         self.rest()
         self._groups.renew()
@@ -633,3 +506,112 @@ def context_of(unit: Unit) -> FsdpContext:
     context = unit.context
     assert isinstance(context, FsdpContext)
     return context
+
+
+# ---- print(ctx) ----
+
+HEAD = ("unit", "parameters", "elements", "dtype", "whole", "here", "mesh", "shards", "kept whole")
+
+# Columns of numbers, to be aligned to the right.
+RIGHT = {1, 2, 4, 5}
+
+
+def _totals(units: Sequence[Unit]) -> str:
+    param_groups = [param_group for unit in units for param_group in unit.param_groups]
+    if not param_groups:
+        return ""
+    parameters = sum(len(param_group.plan.specs) for param_group in param_groups)
+    elements = sum(spec.numel for param_group in param_groups for spec in param_group.plan.specs)
+    total, here = (_size(sum(nbytes)) for nbytes in zip(*map(_bytes_of, units), strict=True))
+    return (
+        f": {_count(parameters, 'parameter')} of {elements:,} elements, {total} whole, {here} "
+        "on this rank"
+    )
+
+
+def _rows(units: Sequence[Unit]) -> list[tuple[str, ...]]:
+    names = unit_names(units)
+    named = [
+        (names.get(unit, unit.module_class_name), _row(unit, unit not in names)) for unit in units
+    ]
+    rows = []
+    for row, group in groupby(named, key=itemgetter(1)):
+        alike = [name for name, _ in group]
+        name = alike[0] if len(alike) == 1 else f"{alike[0]} ... {alike[-1]} ({len(alike)})"
+        rows.append((name, *row))
+    return rows
+
+
+def _row(unit: Unit, is_outermost: bool) -> tuple[str, ...]:
+    specs = [spec for param_group in unit.param_groups for spec in param_group.plan.specs]
+    total, here = _bytes_of(unit)
+    meshes = dict.fromkeys(_mesh(param_group.mesh_info.mesh) for param_group in unit.param_groups)
+    is_equal = all(param_group.plan.is_equal for param_group in unit.param_groups)
+    pieces = len({spec.piece for spec in specs if spec.piece})
+    dtypes = ", ".join(dict.fromkeys(param_group.dtypes for param_group in unit.param_groups))
+    return (
+        str(len(specs)),
+        f"{sum(spec.numel for spec in specs):,}",
+        f"{dtypes}, {_count(pieces, 'piece')}" if pieces else dtypes,
+        _size(total),
+        "meta" if unit.is_meta else _size(here),
+        " and ".join(meshes) or _mesh(unit.mesh),
+        "equal" if is_equal else "ragged",
+        _kept(unit, is_outermost),
+    )
+
+
+def _bytes_of(unit: Unit) -> tuple[int, int]:
+    """Return the bytes of all parameters of ``unit``, and of what this rank holds of them."""
+    total = sum(
+        spec.numel * spec.dtype.itemsize
+        for param_group in unit.param_groups
+        for spec in param_group.plan.specs
+    )
+    return total, sum(param_group.nbytes_at_rest for param_group in unit.param_groups)
+
+
+def _kept(unit: Unit, is_outermost: bool) -> str:
+    """Return how long the full buffers outlive a forward."""
+    asked = unit.reshard_after_forward
+    if unit.post_forward_size is not None:
+        kept = f"1/{unit.post_forward_size} until backward"
+    elif asked is False or (asked is None and is_outermost):
+        kept = "until backward"
+    else:
+        kept = "no"
+    if not unit.settings.reshard_after_backward:
+        if asked is False:
+            kept = f"always (stage {1 if unit.settings.reduces_last_only else 2})"
+        else:
+            kept = "after backward" if kept == "no" else f"{kept} and after it"
+    return kept + (", shards on the host" if unit.is_offloaded else "")
+
+
+def _mesh(mesh: DeviceMesh) -> str:
+    sizes = " x ".join(map(str, mesh.shape))
+    names = f" ({' x '.join(mesh.mesh_dim_names)})" if mesh.mesh_dim_names else ""
+    return f"{mesh.device_type} {sizes}{names}"
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if index in RIGHT else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

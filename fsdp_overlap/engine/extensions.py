@@ -56,8 +56,8 @@ class ExtensionEdits(ParamGroupEdits):
 class ExtensionParamGroup(ParamGroup):
     """Parameters in rows whose class says how they are gathered.
 
-    Only a gather can make the unsharded parameters. One is done for that alone, when the context
-    settles. Later ones fill what it made.
+    Only a gather can make the unsharded parameters. One is done for that alone, in the lazy
+    initialization of the context. Later ones fill what it made.
     """
 
     is_extension = True
@@ -81,8 +81,8 @@ class ExtensionParamGroup(ParamGroup):
 
     def allocate(self, device: torch.device, like: Sequence[torch.Tensor]) -> None:
         super().allocate(device, like)
-        locals_ = [each._local_tensor for each in self.sharded_parameters]
-        self._edits.tensors = [each for x in locals_ for each in (x, *inner_tensors(x))]
+        locals_ = [parameter._local_tensor for parameter in self.sharded_parameters]
+        self._edits.tensors = [part for local in locals_ for part in (local, *inner_tensors(local))]
 
     def _make_buffers(self, device: torch.device) -> Sequence[Sharded]:
         self.edits = self._edits = ExtensionEdits(self.mesh_info)
@@ -91,38 +91,40 @@ class ExtensionParamGroup(ParamGroup):
         at_rest = device if self.is_meta else self.rest_device
         self.shard = torch.empty(0, dtype=dtype, device=at_rest)
         if self.sharded_parameters:
-            before = [each._local_tensor for each in self.sharded_parameters]
-            locals_ = [torch.empty_like(local, device=at_rest) for local in before]
+            locals_ = [
+                torch.empty_like(parameter._local_tensor, device=at_rest)
+                for parameter in self.sharded_parameters
+            ]
         else:
-            wholes = [tp_local_tensor(parameter).detach() for parameter in self.parameters]
-            locals_ = [self._room_for(whole, at_rest) for whole in wholes]
+            values = [tp_local_tensor(parameter).detach() for parameter in self.parameters]
+            locals_ = [self._room_for(value, at_rest) for value in values]
         rows: list[Sharded] = [
             RowTensor.wrap(local, self.mesh_info.spec(item, row_shard(item, 0), dtype), self._edits)
             for local, item in zip(locals_, self.owned, strict=True)
         ]
-        for each in rows:
-            read_numbers_of_wholes(each.device_mesh)
+        for parameter in rows:
+            read_numbers_of_wholes(parameter.device_mesh)
         return rows
 
-    def _room_for(self, whole: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Return a tensor like this rank's rows of ``whole``. It has memory for as many rows as any
+    def _room_for(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return a tensor like this rank's rows of ``value``. It has memory for as many rows as any
         rank has, as in FSDP2, and is made by the operations that extensions of FSDP2 know."""
-        size, ranks = whole.size(0), self.plan.world_size
+        size, ranks = value.size(0), self.plan.world_size
         rows = -(-size // ranks)
-        padded = whole.new_zeros((rows, *whole.shape[1:])).to(device)
+        padded = value.new_zeros((rows, *value.shape[1:])).to(device)
         rank = self.mesh_info.plan_rank
         return padded.narrow(0, 0, min((rank + 1) * rows, size) - min(rank * rows, size))
 
-    def take(self, wholes: Sequence[torch.Tensor]) -> None:
+    def init_shard(self, values: Sequence[torch.Tensor]) -> None:
         rank = self.mesh_info.plan_rank
-        for sharded, whole in zip(self.sharded_parameters, wholes, strict=True):
-            chunks = whole.chunk(self.plan.world_size)
+        for sharded, value in zip(self.sharded_parameters, values, strict=True):
+            chunks = value.chunk(self.plan.world_size)
             if rank < len(chunks) and chunks[rank].numel():
                 sharded._local_tensor.copy_(chunks[rank])
 
     def give_memory(self) -> None:
-        """Let go of the whole parameters. Until the first gather others, without memory, stand for
-        the unsharded ones."""
+        """Let go of the original parameters. Until the first gather others, without memory, stand
+        for the unsharded ones."""
         self._is_made = False
         self.use_parameters(
             [
@@ -143,15 +145,16 @@ class ExtensionParamGroup(ParamGroup):
 
     @property
     def dtypes(self) -> str:
-        kinds = {type(each._local_tensor).__name__ for each in self.sharded_parameters}
+        locals_ = (parameter._local_tensor for parameter in self.sharded_parameters)
+        kinds = {type(local).__name__ for local in locals_}
         return f"{super().dtypes} ({', '.join(sorted(kinds))})"
 
     @property
     def nbytes_at_rest(self) -> int:
         return sum(
             inner.nbytes
-            for each in self.sharded_parameters
-            for inner in inner_tensors(each._local_tensor)
+            for parameter in self.sharded_parameters
+            for inner in inner_tensors(parameter._local_tensor)
         )
 
     def copy_values_of(self, other: ParamGroup) -> None:
@@ -209,14 +212,14 @@ class ExtensionParamGroup(ParamGroup):
         HostWorkHandle("all_gather", self.label, issued, None).wait()
         with torch.inference_mode(False):
             made = [
-                extension.make(outputs, [each.size() for each in given])
+                extension.make(outputs, [tensor.size() for tensor in given])
                 for extension, outputs, given in zip(
                     gather.extensions, gather.outputs, inputs, strict=True
                 )
             ]
             parameters = [
-                self._like(parameter, whole, sharded)
-                for parameter, (whole, _), sharded in zip(
+                self._like(parameter, unsharded, sharded)
+                for parameter, (unsharded, _), sharded in zip(
                     self.parameters, made, self.sharded_parameters, strict=True
                 )
             ]
@@ -235,7 +238,7 @@ class ExtensionParamGroup(ParamGroup):
     def _compare(self, inputs: Sequence[Sequence[torch.Tensor]]) -> None:
         """Raise RuntimeError, on every rank, if ranks send different sizes. Collective over the
         mesh."""
-        facts = repr([[(each.shape, each.dtype) for each in tensors] for tensors in inputs])
+        facts = repr([[(tensor.shape, tensor.dtype) for tensor in given] for given in inputs])
         mine = [START, hash_of(facts.encode()), 0]
         for group in self.mesh_info.groups_to_check:
             if any(other != mine for other in self.mesh_info.order_check.ask(mine, group)):
@@ -249,7 +252,7 @@ class ExtensionParamGroup(ParamGroup):
 
     def _like(self, parameter: torch.Tensor, tile: torch.Tensor, sharded: DTensor) -> nn.Parameter:
         """Return an unsharded parameter that lies as ``parameter`` does, and has its attributes.
-        What its class keeps in attributes, as ``sharded`` has it too, may be the whole at rest."""
+        What its class keeps in attributes, as ``sharded`` has it too, may be the tensor at rest."""
         made = parameter_like(parameter, tile, parameter.requires_grad)
         users = users_attributes(parameter, tp_local_tensor(made))
         of_class = vars(sharded._local_tensor)

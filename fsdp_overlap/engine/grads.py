@@ -35,7 +35,8 @@ _grad = attrgetter("grad")
 
 
 class ParamGroupGradients:
-    """Collects the gradients of one trainable param group and reduces them.
+    """Collects the gradients of one trainable param group and reduces them: the
+    :class:`~fsdp_overlap.schedule.interface.Gradients` of the schedule.
 
     ``filled`` says for which parameters the reduce input holds a gradient. It may come from a
     backward without synchronization.
@@ -105,7 +106,6 @@ class ParamGroupGradients:
 
     @property
     def has_input(self) -> bool:
-        """Whether the reduce input has memory."""
         return self.reduce_scatter_input.allocated
 
     def may_copy_in_early(self, index: int) -> bool:
@@ -123,7 +123,6 @@ class ParamGroupGradients:
         return gradient is None or is_placed_like(parameter, gradient, spmd)
 
     def copy_in_all(self) -> None:
-        """Move every gradient that autograd holds into the reduce input."""
         parameters = self.param_group.parameters
         gradients = list(map(_grad, parameters))
         # With create_graph=True gradients may require grad.
@@ -147,7 +146,6 @@ class ParamGroupGradients:
             self.filled = [True] * len(parameters)
 
     def copy_in(self, indices: Sequence[int]) -> None:
-        """Move the gradients that autograd holds for these parameters into the reduce input."""
         targets, sources = [], []
         for index in indices:
             parameter = self.param_group.parameters[index]
@@ -219,7 +217,11 @@ class ParamGroupGradients:
         else:
             self._filled_partly = [False] * self.count
             mesh_info.record_gradients(param_group.first_flag, filled)
-            unused = None if is_full else self._unused_among(filled)
+            unused: list[bool] | None = None
+            if not is_full:
+                keep = mesh_info.syncs_unused_params
+                pairs = zip(filled, param_group.parameters, strict=True)
+                unused = [not given and (keep or not p.requires_grad) for given, p in pairs]
             accept = partial(self._accept, unused=unused)
             if replicas is not None:
                 assert all_reduce_stream is not None
@@ -238,16 +240,9 @@ class ParamGroupGradients:
             nbytes=self._communicates,
         )
 
-    def _unused_among(self, filled: Sequence[bool]) -> list[bool]:
-        keep = self.param_group.mesh_info.syncs_unused_params
-        return [
-            not is_filled and (keep or not parameter.requires_grad)
-            for is_filled, parameter in zip(filled, self.param_group.parameters, strict=True)
-        ]
-
     def _accept(self, mean: torch.Tensor, unused: Sequence[bool] | None) -> None:
         if self._options.hook is not None:
-            self._options.call_hook(self._options.hook, mean)
+            self._options.call_hook(mean)
         if mean.dtype != self.param_group.grad_dtype:
             mean = mean.to(self.param_group.grad_dtype)
         if self.param_group.offload is not None:

@@ -112,11 +112,8 @@ def _begin_forward(unit: Unit, module: nn.Module, context: FsdpContext) -> None:
 
 
 def _check_all_are_owned(unit: Unit) -> None:
-    own = (
-        each
-        for param_group in unit.param_groups
-        for each in param_group.parameters + param_group.sharded_parameters
-    )
+    unsharded = (p for param_group in unit.param_groups for p in param_group.parameters)
+    own = [*unsharded, *unit.sharded_parameters]
     if (name := unit.unowned.find(unit.modules, own)) is not None:
         raise RuntimeError(
             f"parameter {name!r} of unit {unit.name!r} was added after fully_shard(), so no unit "
@@ -220,11 +217,9 @@ def _error_to_raise(
 
 
 def after_load(unit: Unit, module: nn.Module, keys: Any) -> None:
-    """Run when ``load_state_dict()`` has loaded ``module`` and all in it: takes over parameters
-    that it assigned."""
-    context = context_of(unit)
-    if take_assigned(unit, context.device, context.was_initialized):
-        context.require_lazy_init()
+    """Take over the parameters that ``load_state_dict()``, which has loaded ``module`` and all in
+    it, has assigned."""
+    take_assigned(unit)
 
 
 def _check_no_parameter_leaves(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:

@@ -4,7 +4,7 @@ part of the unsharded parameters that neighbors keep until backward."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Protocol
@@ -26,7 +26,7 @@ from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 class PostForwardShard:
     """This rank's part of a param group's full buffer, kept from forward to backward.
 
-    Each of ``size`` neighbours, usually the ranks of one machine, keeps ``1 / size`` of the buffer
+    Each of ``size`` neighbors, usually the ranks of one machine, keeps ``1 / size`` of the buffer
     ``full``. Backward gathers it from them alone. ``plan`` is the param group's plan, merged to
     ``size`` ranks (:meth:`ParamGroupPlan.merged`)."""
 
@@ -52,7 +52,7 @@ class PostForwardShard:
         return self._values is not None and self._version == version
 
     def all_gather(self, full: torch.Tensor) -> PendingCollective:
-        """Fill ``full`` from the neighbours' parts. Collective over the neighbours."""
+        """Fill ``full`` from the neighbors' parts. Collective over the neighbors."""
         assert self._values is not None
         return self._collectives.all_gather(full, self._values, self.plan, alive(self._group))
 
@@ -89,8 +89,6 @@ class ReplicatedShard(Protocol):
     outer_shard: OuterShard | None
 
     @property
-    def parameters(self) -> Sequence[torch.Tensor]: ...
-    @property
     def version(self) -> int: ...
     @property
     def device(self) -> torch.device: ...
@@ -100,11 +98,10 @@ class OuterShard:
     """A shard that the ranks with copies of it divide: each rank keeps a part, which its optimizer
     steps.
 
-    ``whole`` is the shard put together, in the dtype of compute. All-gathers among shards read it,
-    and it is kept until a part is edited. So the ranks with replicas exchange parts once for each
-    step of the optimizer, however often a unit is gathered. ``plan`` is about the shard alone, and
-    has no parameters.
-    """
+    ``full_shard`` is the shard put together, in the dtype of compute. All-gathers among shards read
+    it, and it is kept until a part is edited. So the ranks with replicas exchange parts once for
+    each step of the optimizer, however often a unit is gathered. ``plan`` is about the shard alone,
+    and has no parameters."""
 
     def __init__(self, param_group: ReplicatedShard, mesh_info: MeshInfo) -> None:
         self.param_group: ReplicatedShard = weakref.proxy(param_group)  # which owns this object
@@ -114,13 +111,13 @@ class OuterShard:
         numels = param_group.plan.shard_numels[first : first + mesh_info.num_replicas]
         self.plan = plan = ParamGroupPlan((), (), numels)
         self.collectives = choose(mesh_info.device_type, group, plan)
-        self.whole = FlatBuffer(plan, param_group.compute_dtype, param_group.device)
+        self.full_shard = FlatBuffer(plan, param_group.compute_dtype, param_group.device)
         self._work: WorkHandle | None = None
         self._version = -1
 
     @property
     def is_fresh(self) -> bool:
-        """Whether ``whole`` is put together, or will be, from the parts as they are now."""
+        """Whether ``full_shard`` is put together, or will be, from the parts as they are now."""
         return self._version == self.param_group.version
 
     def gather(self, comm_stream: CommStream) -> None:
@@ -131,20 +128,19 @@ class OuterShard:
         self.wait()
         group = self.param_group.groups.across
         assert group is not None
-        # Compute edited the part. It also has waited for all all-gathers that read ``whole``, but
-        # for those whose result nobody needs now.
+        # Compute edited the part. It also has waited for all all-gathers that read ``full_shard``,
+        # but for those whose result nobody needs now.
         comm_stream.after_compute()
-        if not self.whole.allocated:
-            comm_stream.allocate(self.param_group.label, self.whole)
+        if not self.full_shard.allocated:
+            comm_stream.allocate(self.param_group.label, self.full_shard)
         version = self.param_group.version
-        issue = partial(
-            self.collectives.all_gather, self.whole.flat, self.param_group.shard, self.plan, group
-        )
+        shard, full_shard = self.param_group.shard, self.full_shard.flat
+        issue = partial(self.collectives.all_gather, full_shard, shard, self.plan, group)
         self._work = comm_stream.enqueue(
             "copies_all_gather",
             self.param_group.label,
             issue,
-            nbytes=self.whole.nbytes_of_others(group.rank()),
+            nbytes=self.full_shard.nbytes_of_others(group.rank()),
         )
         self._version = version
 
@@ -194,18 +190,18 @@ class ReplicaReduction:
         """Enqueue the reduction of the sum of ``mean`` and what waits. ``accept`` gets the result.
         Collective over the replicas."""
         self.keep(mean)
-        group, replica_shard = self.param_group.groups.across, self.param_group.outer_shard
+        group, outer_shard = self.param_group.groups.across, self.param_group.outer_shard
         total, self._waiting = self._waiting, None
         assert group is not None
         assert total is not None
         # "compute" here is the comm stream of reduce-scatters, on which this runs
         comm_stream.after_compute()
-        if replica_shard is None:
+        if outer_shard is None:
             kind, times, issue = "all_reduce", 2, partial(all_reduce, total, group, divisor)
         else:
-            reduce_scatter = replica_shard.collectives.reduce_scatter
+            reduce_scatter = outer_shard.collectives.reduce_scatter
             kind, times = "copies_reduce_scatter", 1
-            issue = partial(reduce_scatter, total, replica_shard.plan, group, divisor)
+            issue = partial(reduce_scatter, total, outer_shard.plan, group, divisor)
         nbytes = times * total.nbytes * (group.size() - 1) // group.size()
         work = comm_stream.enqueue(kind, self.param_group.label, issue, accept, nbytes)
         self._in_flight.append((work, total))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -61,12 +61,12 @@ def default_mesh() -> DeviceMesh:
 def _device_type() -> str:
     """Return the device type of the default process group: the accelerator's, if there is one and
     the group has a backend other than gloo for it, and otherwise the CPU."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None:
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
         return "cpu"
     # The text is like "cpu:gloo,cuda:nccl".
     backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
-    return "cpu" if backends.get(found.type, "gloo") == "gloo" else found.type
+    return "cpu" if backends.get(device.type, "gloo") == "gloo" else device.type
 
 
 # ---- The layouts of a context's units, planned together or one by one ----
@@ -147,15 +147,6 @@ class LayoutRegistry:
                 return [*units[:index], in_pieces(specs, self._world_size), *units[index + 1 :]]
         return units
 
-    def snapshot(self) -> Callable[[], None]:
-        """Return a function that takes back what is planned between now and its call."""
-        before = self._planner.copy(), self._ahead.copy(), self._is_first
-
-        def rollback() -> None:
-            self._planner, self._ahead, self._is_first = before
-
-        return rollback
-
 
 def _unquantized(specs: Iterable[ParamSpec]) -> set[ParamSpec]:
     """Return ``specs`` without what travels how, because ahead of a unit nobody knows that."""
@@ -163,14 +154,16 @@ def _unquantized(specs: Iterable[ParamSpec]) -> set[ParamSpec]:
 
 
 @contextmanager
-def rollback_on_error(several: Iterable[LayoutRegistry]) -> Iterator[None]:
+def rollback_on_error(registries: Iterable[LayoutRegistry]) -> Iterator[None]:
     """Take back what is planned in the ``with`` block if the block raises."""
-    rollbacks = [plans.snapshot() for plans in several]
+    before = [
+        (plans, plans._planner.copy(), plans._ahead.copy(), plans._is_first) for plans in registries
+    ]
     try:
         yield
     except BaseException:
-        for rollback in rollbacks:
-            rollback()
+        for plans, planner, ahead, is_first in before:
+            plans._planner, plans._ahead, plans._is_first = planner, ahead, is_first
         raise
 
 
@@ -234,7 +227,7 @@ class MeshInfo:
             self.shard_size * (self.num_replicas if shards_replicas else 1), layout
         )
         """Plans over all ranks that hold different elements at rest. The ranks that divide one
-        shard are neighbours in them."""
+        shard are neighbors in them."""
         self.has_reduced = False
         """Whether a reduce-scatter was issued since the last :meth:`validate_and_sync`."""
         self.reading: WorkHandle | None = None
@@ -297,10 +290,6 @@ class MeshInfo:
         groups = self.groups
         return groups.to_confirm if self.order_check.confirms else groups.of_all
 
-    def make_groups(self) -> None:
-        """Make :attr:`groups` if they were not made yet. Collective over the mesh."""
-        self.groups  # noqa: B018
-
     @cached_property
     def order_check(self) -> OrderCheck:
         shard = self.mesh.get_group(self.mesh.ndim - 1)
@@ -335,7 +324,7 @@ class MeshInfo:
     @cached_property
     def _replica_ranks(self) -> list[int]:
         """For each place in plans, the rank in the group of :attr:`tensor_mesh` that has it. The
-        two orders differ: neighbours in plans hold parts of one shard, neighbours in the mesh hold
+        two orders differ: neighbors in plans hold parts of one shard, neighbors in the mesh hold
         shards of one copy."""
         mesh = self.mesh.mesh
         places = mesh.argsort(1).argsort(1) * self.num_replicas + mesh.argsort(0).argsort(0)
@@ -358,10 +347,10 @@ class MeshInfo:
         mesh, parameter = self.tensor_mesh, item.parameter
         if (spmd := item.spmd) is not None:
             placements = spmd.sharded_placements(mesh, placement)
-            whole = spmd.full.mesh
-            if whole not in self._with_other:
-                self._with_other[whole] = spmd.full.sharded_mesh(mesh)
-            return contiguous_spec(self._with_other[whole], placements, spmd.shape, dtype)
+            full = spmd.full.mesh
+            if full not in self._with_other:
+                self._with_other[full] = spmd.full.sharded_mesh(mesh)
+            return contiguous_spec(self._with_other[full], placements, spmd.shape, dtype)
         replicas = (Replicate(),) if mesh.ndim == 2 else ()
         placements = (*replicas, placement)
         if isinstance(parameter, DTensor):
@@ -407,11 +396,8 @@ class MeshInfo:
     @property
     def labels(self) -> list[str]:
         """The names of all param groups in order, also of those that are gone."""
-        param_groups = (ref() for ref in self._members)
-        return [
-            param_group.label if param_group is not None else "(deleted)"
-            for param_group in param_groups
-        ]
+        members = (ref() for ref in self._members)
+        return ["(deleted)" if member is None else member.label for member in members]
 
     @property
     def signature(self) -> tuple[int, int]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from fsdp_overlap.engine.context import context_of
 from fsdp_overlap.engine.options import compute_dtype, reduce_dtype
 from fsdp_overlap.engine.param import mark_replaced, modules_outside_units, record_replacement
 from fsdp_overlap.engine.param_group import ParamGroup
@@ -17,11 +18,9 @@ from fsdp_overlap.torch_internals import DisableTorchFunctionSubclass, given_gra
 # ---- Units that are cast before they run, as by model.bfloat16() ----
 
 
-def validate_cast(
-    unit: Unit, param_group: ParamGroup, result: torch.Tensor, has_run: bool
-) -> str | None:
+def validate_cast(unit: Unit, param_group: ParamGroup, result: torch.Tensor) -> str | None:
     """Return why the shard of ``param_group`` cannot become ``result``, or a tensor like it.
-    ``None`` if it can. ``has_run``: whether units of its context have run."""
+    ``None`` if it can."""
     shard, kind = param_group.shard, unit.module_class_name
     is_given_memory = param_group.is_meta and result.device.type == param_group.rest_device.type
     if result.device != shard.device and not is_given_memory:
@@ -35,6 +34,7 @@ def validate_cast(
     cast = f"{kind} is sharded, its shards are {shard.dtype} and cannot become {result.dtype}"
     if param_group.is_opaque:
         return f"{cast}: their class alone knows what their elements stand for"
+    has_run = context_of(unit).was_initialized
     if has_run or unit.is_list or is_given_memory:
         when = "when it has run" if has_run else "as one of several modules of a unit"
         when = "while it gets memory" if is_given_memory else when
@@ -54,7 +54,7 @@ def validate_cast(
 
 
 @torch.no_grad()
-def cast(unit: Unit, param_group: ParamGroup, values: torch.Tensor) -> None:
+def cast_param_group(unit: Unit, param_group: ParamGroup, values: torch.Tensor) -> None:
     """Make ``values`` the shard of ``param_group``, and their dtype its own. Sharded and unsharded
     parameters stay the same objects, so optimizers may have been made."""
     old = param_group.sharded_parameters
@@ -82,25 +82,27 @@ def cast(unit: Unit, param_group: ParamGroup, values: torch.Tensor) -> None:
 # ---- Units that get memory, or parameters, late: from the meta device, from load_state_dict() ----
 
 
-def materialize(unit: Unit, device: torch.device) -> None:
-    """Give memory on ``device`` to a unit of the meta device. Its parameters are new objects."""
+def materialize(unit: Unit) -> None:
+    """Give memory to a unit of the meta device. Its parameters are new objects."""
+    context = context_of(unit)
     for param_group in unit.param_groups:
         replaced = param_group.sharded_parameters
-        param_group.materialize(device)
+        param_group.materialize(context.device)
         for parameter in replaced:
             mark_replaced(parameter, by="the model was given memory")
     record_replacement()
     # A forward that failed because the unit had no memory may have noted the old parameters.
     unit.forget_parameters()
+    context.require_lazy_init()
 
 
-def take_assigned(unit: Unit, device: torch.device, has_run: bool) -> bool:
+def take_assigned(unit: Unit) -> None:
     """Copy what ``load_state_dict(assign=True)`` registered into the shards, and register the
     sharded parameters again.
 
     A unit on the meta device waits until all its parameters were assigned. Then it first gets
-    memory on ``device``. A param group whose parameters were all assigned in another dtype is cast,
-    unless units of its context have run, as ``has_run`` says. Return whether the unit got memory.
+    memory. A param group whose parameters were all assigned in another dtype is cast, unless units
+    of its context have run.
 
     Raises:
         RuntimeError: an assigned parameter has another dtype, and its param group cannot be cast.
@@ -111,18 +113,18 @@ def take_assigned(unit: Unit, device: torch.device, has_run: bool) -> bool:
     is_meta = unit.is_meta
     counts = [_count(param_group) for param_group in unit.param_groups]
     if not any(assigned) or (is_meta and list(map(len, assigned)) != counts):
-        return False
+        return
     for param_group, values in zip(unit.param_groups, assigned, strict=True):
         _check_grad_dtypes(unit, param_group, values)
     dtypes = [
-        _dtype_for(unit, param_group, values, has_run)
+        _dtype_for(unit, param_group, values)
         for param_group, values in zip(unit.param_groups, assigned, strict=True)
     ]
     for param_group, dtype in zip(unit.param_groups, dtypes, strict=True):
         if dtype != param_group.shard.dtype:
-            cast(unit, param_group, param_group.shard.to(dtype))
+            cast_param_group(unit, param_group, param_group.shard.to(dtype))
     if is_meta:
-        materialize(unit, device)
+        materialize(unit)
     with torch.no_grad():
         for param_group, values in zip(unit.param_groups, assigned, strict=True):
             param_group.module_info.to_sharded()
@@ -130,7 +132,6 @@ def take_assigned(unit: Unit, device: torch.device, has_run: bool) -> bool:
                 param_group.sharded_parameters[index].copy_(value)
     if is_meta:
         register_unsharded_once(unit)
-    return is_meta
 
 
 def _count(param_group: ParamGroup) -> int:
@@ -155,17 +156,17 @@ def _check_grad_dtypes(
 
 
 def _dtype_for(
-    unit: Unit, param_group: ParamGroup, values: Mapping[int, torch.Tensor], has_run: bool
+    unit: Unit, param_group: ParamGroup, values: Mapping[int, torch.Tensor]
 ) -> torch.dtype:
     """Return the dtype that a param group rests in when it has taken ``values``, by the index of
     the parameter. Raise RuntimeError if it cannot take them."""
-    dtype, found = param_group.shard.dtype, {value.dtype for value in values.values()}
-    if found <= {dtype}:
+    dtype, dtypes = param_group.shard.dtype, {value.dtype for value in values.values()}
+    if dtypes <= {dtype}:
         return dtype
-    if len(values) == _count(param_group) and len(found) == 1:
-        other = found.pop()
+    if len(values) == _count(param_group) and len(dtypes) == 1:
+        other = dtypes.pop()
         example = param_group.shard.new_empty(0, dtype=other)
-        if validate_cast(unit, param_group, example, has_run) is None:
+        if validate_cast(unit, param_group, example) is None:
             return other
     unit.to_sharded()
     [index, *_] = [index for index, value in values.items() if value.dtype != dtype]

@@ -69,8 +69,10 @@ class ReduceOptions:
         divisor = float(shards) if sums or self.sums_only else None
         return divisor, float(replicas) if self.sums_only else None
 
-    def call_hook(self, hook: Callable[[torch.Tensor], None], reduced: torch.Tensor) -> None:
-        """Let the user's ``hook`` see, and edit, ``reduced``."""
+    def call_hook(self, reduced: torch.Tensor) -> None:
+        """Let the user's ``hook``, which is set, see and edit ``reduced``."""
+        hook = self.hook
+        assert hook is not None
         if self.hook_stream is None:
             hook(reduced)
             return
@@ -87,7 +89,7 @@ class ReduceOptions:
 
 @dataclass
 class UnitSettings:
-    """What the verbs of a module ask of its unit. A copy of a model has the same settings.
+    """What the methods of a module ask of its unit. A copy of a model has the same settings.
 
     The unit's gradients share the object ``reduce_options``.
     """
@@ -145,7 +147,7 @@ class QuantizedCommPolicy:
             ``torch.float8_e5m2`` or ``torch.int8``. ``None``: gathers stay as they are.
         reduce_dtype: the same for gradients, or ``torch.bfloat16``, which needs no scales.
         block: how many rows and columns of a matrix share a scale; ``None`` stands for all. ``(1,
-            None)`` is a scale for each row, ``(1, 32)`` for 32 neighbours in a row. Rows lie along
+            None)`` is a scale for each row, ``(1, 32)`` for 32 neighbors in a row. Rows lie along
             the last dimension. No layout cuts a block, and with ``(None, None)`` no matrix.
         powers_of_two: whether scales are powers of two, in a byte each, as in the MX formats. Else
             they have the dtype of compute or of the reduction, if that is float32 or bfloat16, and
@@ -186,7 +188,7 @@ class QuantizedCommPolicy:
                 "share a scale, each a number of at least 1 or None for all, such as (1, None) or "
                 "(1, 32)"
             )
-        if type(self.keep) is not tuple or any(type(each) is not str for each in self.keep):
+        if type(self.keep) is not tuple or any(type(name) is not str for name in self.keep):
             raise TypeError(
                 f"QuantizedCommPolicy(keep={self.keep!r}): use a tuple of names or patterns"
             )
@@ -211,7 +213,7 @@ class QuantizedCommPolicy:
         return spec.ndim > 1 and any(fnmatchcase(spec.fqn, pattern) for pattern in self.keep)
 
     def block_numel(self, spec: ParamSpec) -> int:
-        """Return the number of neighbouring elements that no layout may cut."""
+        """Return the number of neighboring elements that no layout may cut."""
         size = self.block_in(spec)
         return 1 if size is None else block_numel(spec, size)
 

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import cache, reduce
+from functools import cache, cached_property, reduce
 from hashlib import sha256
 from math import isqrt
 from operator import add
@@ -82,9 +82,9 @@ def aliases_of(where: str, parameter: torch.Tensor, module: nn.Module) -> dict[i
     Raises:
         ValueError: a tensor there has a part of the parameter's memory, or another shape.
     """
-    found: dict[int, torch.Tensor] = {}
+    aliases: dict[int, torch.Tensor] = {}
     if not _is_plain(parameter):
-        return found
+        return aliases
     storage, (first, last) = parameter.untyped_storage()._cdata, _extent(parameter)
     for holder in (parameter, module, *vars(module).values()):
         for name, value in getattr(holder, "__dict__", {}).items():
@@ -98,8 +98,8 @@ def aliases_of(where: str, parameter: torch.Tensor, module: nn.Module) -> dict[i
                     f"{where} shares memory with {name!r} of a {type(holder).__name__}, which has "
                     "another shape and could not follow it: give that memory of its own, by clone()"
                 )
-            found[id(value)] = value
-    return found
+            aliases[id(value)] = value
+    return aliases
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -132,18 +132,18 @@ def share_attributes(
     """Give ``sharded`` the attributes that ``parameter``, its unsharded form, has now, and what
     its class computes from them. What is assigned to them later is seen in both. ``aliases`` are
     left out, because they have no memory while the parameter is sharded."""
-    found = set()
+    names = set()
     for name, value in vars(parameter).items():
         if not name.startswith("_"):
             vars(sharded).pop(name, None)
             if id(value) not in aliases:
-                found.add(name)
-    for its in type(parameter).__mro__:
-        if its not in nn.Parameter.__mro__:
-            found |= {name for name, value in vars(its).items() if isinstance(value, property)}
+                names.add(name)
+    for base in type(parameter).__mro__:
+        if base not in nn.Parameter.__mro__:
+            names |= {name for name, value in vars(base).items() if isinstance(value, property)}
     cls: type = type(sharded)
     sharded.unsharded_form = parameter
-    sharded.__class__ = _with_attributes(cls, frozenset(found.difference(dir(cls))))
+    sharded.__class__ = _with_attributes(cls, frozenset(names.difference(dir(cls))))
 
 
 def takes(sharded: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -322,10 +322,6 @@ class ParamInfo:
     registrations: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     """``(module._parameters, name)``; more than one for a tied parameter."""
     is_embedding: bool = False
-    keeps_dtype: bool = False
-    cut_dim: int = 0
-    block: int = 1
-    is_kept: bool = False
     is_opaque: bool = False
     aliases: dict[int, torch.Tensor] = field(default_factory=dict)
     """Other tensors that are the elements of an opaque parameter, by their ids."""
@@ -343,28 +339,20 @@ class ParamInfo:
         is_part = self.spmd is not None and self.spmd.sums_plain
         return is_part or isinstance(self.parameter, DTensor)
 
-    @property
-    def is_extension(self) -> bool:
-        """Whether its tensor is of a class that says itself how it is gathered."""
-        return not self.is_opaque and is_subclass(tp_local_tensor(self.parameter))
-
-    @property
+    @cached_property
     def spec(self) -> ParamSpec:
-        """Describe what this rank has of the parameter."""
+        """What planning knows of the parameter. What the user asked for it is added while its unit
+        is made."""
         parameter = self.parameter
         return ParamSpec(
             self.fqn,
             tuple(tp_local_tensor(parameter).shape),
             parameter.dtype,
             parameter.requires_grad,
-            self.is_embedding,
-            self.keeps_dtype,
-            self.cut_dim,
-            self.block,
-            self.is_kept,
-            given_grad_dtype(parameter),
-            self.is_opaque,
-            self.is_extension,
+            is_embedding=self.is_embedding,
+            grad_dtype=given_grad_dtype(parameter),
+            is_opaque=self.is_opaque,
+            is_extension=not self.is_opaque and is_subclass(tp_local_tensor(parameter)),
         )
 
 
@@ -433,9 +421,7 @@ class UnownedParameters:
     their places later is left alone too.
     """
 
-    def __init__(
-        self, modules: Sequence[nn.Module] = (), ignored: frozenset[nn.Parameter] = frozenset()
-    ) -> None:
+    def __init__(self, modules: Sequence[nn.Module], ignored: frozenset[nn.Parameter]) -> None:
         self._ignored = ignored
         outside = parameters_outside_units(modules if ignored else ())
         self._ignored_names = {fqn for fqn, parameter, *_ in outside if parameter in ignored}
@@ -456,10 +442,10 @@ class UnownedParameters:
         self._registrations = -1
         known = {*map(id, own), *map(id, self._ignored)}
         trained = {
-            each
+            inner
             for module in modules
-            for each in module.modules()
-            if isinstance(each, (nn.parallel.DistributedDataParallel, FSDPModule))
+            for inner in module.modules()
+            if isinstance(inner, (nn.parallel.DistributedDataParallel, FSDPModule))
         }
         for fqn, parameter, *_ in parameters_outside_units(modules, trained):
             is_known = id(parameter) in known or fqn in self._ignored_names
@@ -469,7 +455,7 @@ class UnownedParameters:
         return None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnownedParameters:
-        copied = UnownedParameters((), frozenset(deepcopy(each, memo) for each in self._ignored))
+        copied = UnownedParameters((), frozenset(deepcopy(p, memo) for p in self._ignored))
         copied._ignored_names = self._ignored_names
         return copied
 
@@ -519,17 +505,17 @@ def owned_parameters(
         ValueError: another tensor has a part of an opaque parameter's memory.
     """
     kind, ignored_ids = module_class_name(modules), {id(parameter) for parameter in ignored}
-    found: dict[int, ParamInfo] = {}
+    by_id: dict[int, ParamInfo] = {}
     for fqn, parameter, owner, name in parameters_outside_units(modules, units):
         if id(parameter) in ignored_ids:
             continue
-        item = found.setdefault(id(parameter), ParamInfo(fqn, parameter, weakref.ref(owner), kind))
+        item = by_id.setdefault(id(parameter), ParamInfo(fqn, parameter, weakref.ref(owner), kind))
         item.registrations.append((owner._parameters, name))
         item.is_embedding |= isinstance(owner, (nn.Embedding, nn.EmbeddingBag))
         if is_opaque(parameter):
             item.is_opaque = True
             item.aliases |= aliases_of(item.where, parameter, owner)
-    return list(found.values())
+    return list(by_id.values())
 
 
 def module_class_name(modules: Sequence[nn.Module]) -> str:
@@ -539,12 +525,12 @@ def module_class_name(modules: Sequence[nn.Module]) -> str:
 
 # ---- Where modules have registered parameters ----
 
-Place = tuple[dict[str, Any], str, torch.Tensor, Sharded]
+Registration = tuple[dict[str, Any], str, torch.Tensor, Sharded]
 """A module's ``_parameters``, the name in it, the unsharded parameter and the sharded one."""
 
 
 class ParamModuleInfo:
-    """The places of one param group. A parameter that modules share has several."""
+    """The registrations of one param group. A parameter that modules share has several."""
 
     def __init__(
         self,
@@ -552,14 +538,17 @@ class ParamModuleInfo:
         parameters: Sequence[torch.Tensor],
         sharded: Sequence[Sharded],
     ) -> None:
-        self._indices = {id(each): index for index, each in enumerate(sharded)}
-        self._all: list[Place] = [
-            (registered, name, its_parameter, its_sharded)
+        self._indices = {id(parameter): index for index, parameter in enumerate(sharded)}
+        self._all: list[Registration] = [
+            (table, name, its_parameter, its_sharded)
             for item, its_parameter, its_sharded in zip(owned, parameters, sharded, strict=True)
-            for registered, name in item.registrations
+            for table, name in item.registrations
         ]
+        self.places = [table for table, *_ in self._all], [name for _, name, *_ in self._all]
+        """The tables, and the name in each."""
+        self.unsharded = [parameter for *_, parameter, _ in self._all]
 
-    def __iter__(self) -> Iterator[Place]:
+    def __iter__(self) -> Iterator[Registration]:
         return iter(self._all)
 
     def index_of(self, sharded: torch.Tensor) -> int | None:
@@ -570,41 +559,41 @@ class ParamModuleInfo:
     def to_unsharded(self, label: str) -> None:
         """Register the unsharded parameters. Raise RuntimeError if something else was registered in
         their place. ``label`` names the unit."""
-        for registered, name, parameter, sharded in self._all:
-            found = registered.get(name)
-            if found is not sharded and found is not parameter:
+        for table, name, parameter, sharded in self._all:
+            current = table.get(name)
+            if current is not sharded and current is not parameter:
                 refuse_replaced(name, label)
-            registered[name] = parameter
+            table[name] = parameter
 
     def replaced(self) -> str | None:
         """Return the name of a parameter in whose place something else is registered."""
-        for registered, name, parameter, sharded in self._all:
-            found = registered.get(name)
-            if found is not sharded and found is not parameter:
+        for table, name, parameter, sharded in self._all:
+            current = table.get(name)
+            if current is not sharded and current is not parameter:
                 return name
         return None
 
     def to_sharded(self) -> None:
         """Register the sharded parameters."""
-        for registered, name, _, sharded in self._all:
-            registered[name] = sharded
+        for table, name, _, sharded in self._all:
+            table[name] = sharded
 
     def to_none(self) -> None:
         """Register nothing, so that what is done to all parameters of a module skips these."""
-        for registered, name, _, _ in self._all:
-            registered[name] = None
+        for table, name, _, _ in self._all:
+            table[name] = None
 
     def assigned(self) -> dict[int, torch.Tensor]:
         """Return the tensors that somebody else has registered in place of parameters, by the index
         of the parameter in the param group. If a shared parameter has several, the last. Tensors on
         the meta device are left out."""
         return {
-            self._indices[id(sharded)]: found
-            for registered, name, parameter, sharded in self._all
-            if (found := registered.get(name)) is not sharded
-            and found is not parameter
-            and isinstance(found, torch.Tensor)
-            and not found.is_meta
+            self._indices[id(sharded)]: current
+            for table, name, parameter, sharded in self._all
+            if (current := table.get(name)) is not sharded
+            and current is not parameter
+            and isinstance(current, torch.Tensor)
+            and not current.is_meta
         }
 
 
@@ -675,7 +664,8 @@ def hash_tensor(values: torch.Tensor) -> torch.Tensor:
     # Width and height are odd, because a sum of an odd number of equal elements tells which element
     # that is, whatever the width of integers.
     width = isqrt(bits.numel()) | 1
-    height = _odd_up_to(bits.numel() // width) if bits.numel() > FEW else 0
+    height = bits.numel() // width if bits.numel() > FEW else 0
+    height = max(0, height - 1 + height % 2)
     matrix = bits[: height * width].view(height, width)
     sums = [matrix.sum(0, dtype=integers), matrix.sum(1, dtype=integers), bits[matrix.numel() :]]
     mixed = torch.cat(sums).long()
@@ -684,23 +674,19 @@ def hash_tensor(values: torch.Tensor) -> torch.Tensor:
     return (mixed ^ (mixed >> 29)).sum()
 
 
-def _odd_up_to(number: int) -> int:
-    return number if number % 2 else max(0, number - 1)
-
-
 def hash_of(content: bytes) -> int:
     """Return a number of 56 bits that almost surely differs if ``content`` differs."""
     return int.from_bytes(sha256(content).digest()[:7], "little")
 
 
 class ParamHashes:
-    """Hashes of ``values``, the whole parameters of a param group as this rank had them. They are
-    valid while the shard is still of ``version``."""
+    """Hashes of ``values``, the unsharded parameters of a param group as this rank had them. They
+    are valid while the shard is still of ``version``."""
 
     def __init__(self, values: Sequence[torch.Tensor], version: int) -> None:
-        parts = [inner_tensors(each) for each in values]
-        are_known = all(parts) and not any(each.is_meta for each in values)
-        self._hashes = [reduce(add, map(hash_tensor, each)) for each in parts] if are_known else []
+        parts = [inner_tensors(value) for value in values]
+        are_known = all(parts) and not any(value.is_meta for value in values)
+        self._hashes = [reduce(add, map(hash_tensor, inner)) for inner in parts if are_known]
         self._count = len(values)
         self._version = version
 
@@ -710,8 +696,8 @@ class ParamHashes:
         if not self._hashes or version != self._version:
             return [UNKNOWN] * self._count
         device = self._hashes[0].device  # some may be on the host
-        found: list[int] = torch.stack([each.to(device) for each in self._hashes]).tolist()
-        return found
+        numbers: list[int] = torch.stack([number.to(device) for number in self._hashes]).tolist()
+        return numbers
 
     def move(self, version: int, new_version: int) -> None:
         """Follow the parameters into another shard. The old one was of ``version``, the new one is

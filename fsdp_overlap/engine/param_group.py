@@ -12,21 +12,20 @@ from typing import Any, NamedTuple, cast
 from weakref import ref
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_overlap.comm.collectives import (
+    Coalesced,
+    CoalescedAllGather,
     Collectives,
     CustomCollectives,
     CustomComms,
-    GathersInPlace,
     LocalCollectives,
     PackedRows,
     PendingCollective,
-    Pieces,
     choose,
     choose_for_rows,
 )
@@ -59,17 +58,8 @@ from fsdp_overlap.engine.param import (
 from fsdp_overlap.layout import ParamGroupPlan, Plan, RowsPlan
 from fsdp_overlap.tensor.extension import GatheredTensors, is_subclass, missing_methods
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
-from fsdp_overlap.tensor.ragged_dtensor import (
-    RaggedDTensor,
-    ShardEdits,
-    attributes_of,
-    users_attributes,
-)
-from fsdp_overlap.tensor.row_tensor import (
-    RowTensor,
-    Sharded,
-    read_numbers_of_wholes,
-)
+from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor, attributes_of, users_attributes
+from fsdp_overlap.tensor.row_tensor import RowTensor, Sharded, read_numbers_of_wholes
 from fsdp_overlap.torch_internals import StridedShard
 
 # ---- States ----
@@ -94,73 +84,12 @@ class ParamGroupState(StrEnum):
     UNSHARDED = "unsharded"
 
 
-# ---- Sharded parameters, as the plan has them: ranges, or rows ----
-
-
-def sharded_parameters(
-    forms: Sequence[Sharded],
-    like: Sequence[torch.Tensor],
-    plan: Plan,
-    owned: Sequence[ParamInfo],
-) -> list[Sharded]:
-    """Return the sharded parameters of a param group, of which ``forms`` are the tensors. They take
-    their attributes from ``like``."""
-    found: list[Sharded] = []
-    for form, model, spec, item in zip(forms, like, plan.specs, owned, strict=True):
-        parameter = nn.Parameter(form, requires_grad=model.requires_grad)
-        vars(parameter).update(users_attributes(model, form._local_tensor))
-        if item.is_opaque:
-            share_attributes(parameter, item.parameter, item.aliases)
-        # isinstance() takes it for a Parameter, and its type is that of the form.
-        sharded = cast(Sharded, parameter)
-        sharded.keep_gradients_in(getattr(model, "_given_grad_dtype", spec.grad_dtype))
-        found.append(sharded)
-    return found
-
-
-def make_sharded_tensors(
-    plan: Plan,
-    shard: torch.Tensor,
-    owned: Sequence[ParamInfo],
-    mesh_info: MeshInfo,
-    edits: ShardEdits,
-) -> list[Sharded]:
-    """Return what ``shard``, this rank's of a param group, has of each parameter."""
-    dtype = plan.specs[0].dtype
-    if isinstance(plan, RowsPlan):
-        rows = [
-            RowTensor.wrap(chunk, mesh_info.spec(item, row_shard(item, spec.cut_dim), dtype), edits)
-            for chunk, item, spec in zip(
-                _chunks(plan, shard, mesh_info.plan_rank), owned, plan.specs, strict=True
-            )
-        ]
-        for each in rows:
-            read_numbers_of_wholes(each.device_mesh)
-        return [*rows]
-    return [
-        RaggedDTensor.wrap(
-            local, mesh_info.spec(item, mesh_info.range_shard(plan, spec.fqn), dtype), edits
-        )
-        for local, item, spec in zip(
-            _ranges(plan, shard, mesh_info.plan_rank), owned, plan.specs, strict=True
-        )
-    ]
-
-
-def _ranges(plan: ParamGroupPlan, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
-    return [shard[first : first + size] for first, size in places_in_shard(plan, rank)]
+# ---- Where a plan puts parameters: ranges, or rows ----
 
 
 def _range(plan: ParamGroupPlan, fqn: str, rank: int) -> tuple[int, int]:
     held = ((start, stop) for owner, start, stop in plan.ranges(fqn) if owner == rank)
     return next(held, (0, 0))
-
-
-def _chunks(plan: RowsPlan, shard: torch.Tensor, rank: int) -> list[torch.Tensor]:
-    return [
-        shard[first : first + size].view(plan.chunk_shape(spec, rank))
-        for spec, (first, size) in zip(plan.specs, places_in_shard(plan, rank), strict=True)
-    ]
 
 
 def row_shard(item: ParamInfo, dim: int) -> Placement:
@@ -176,47 +105,18 @@ def row_shard(item: ParamInfo, dim: int) -> Placement:
     return Shard(dim) if factor == 1 else StridedShard(dim, split_factor=factor)
 
 
-def local_shards(plan: Plan, wholes: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
-    """Return what ``rank`` has of each of ``wholes``, in the shape that its sharded form has."""
-    if isinstance(plan, ParamGroupPlan):
-        ranges = [_range(plan, spec.fqn, rank) for spec in plan.specs]
-        return [
-            whole.reshape(-1)[start:stop]
-            for whole, (start, stop) in zip(wholes, ranges, strict=True)
-        ]
-    held = [plan.held(spec, rank) for spec in plan.specs]
-    return [
-        whole.narrow(spec.cut_dim, first, last - first)
-        for whole, spec, (first, last) in zip(wholes, plan.specs, held, strict=True)
-    ]
-
-
 def places_in_shard(plan: Plan, rank: int) -> list[tuple[int, int]]:
     """Return where in a shard of ``rank`` each parameter begins, and how many elements it has
     there."""
     if isinstance(plan, RowsPlan):
         sizes = [prod(plan.chunk_shape(spec, rank)) for spec in plan.specs]
         return list(zip(plan.starts, sizes, strict=True))
-    found = []
+    places = []
     for spec, offset in zip(plan.specs, plan.offsets, strict=True):
         start, stop = _range(plan, spec.fqn, rank)
-        found.append(
-            (offset + start - plan.shard_starts[rank] if stop > start else 0, stop - start)
-        )
-    return found
-
-
-def validate_methods(label: str, parameters: Sequence[Sharded]) -> None:
-    """Raise TypeError if plain parameters were given the methods of a tensor extension, which would
-    not be called. ``label`` names their unit."""
-    for parameter in parameters:
-        local = parameter._local_tensor
-        if not is_subclass(local) and len(missing_methods(local)) < 2:
-            raise TypeError(
-                f"a parameter of unit {label!r}, of shape {tuple(parameter.shape)}, was given the "
-                "methods of a tensor extension after fully_shard(), and is a plain tensor: make it "
-                "one of a class that has them, before fully_shard()"
-            )
+        first = offset + start - plan.shard_starts[rank] if stop > start else 0
+        places.append((first, stop - start))
+    return places
 
 
 # ---- Gradients on their way to the host ----
@@ -241,9 +141,6 @@ def copy_to_host(source: torch.Tensor, host: torch.Tensor) -> D2HCopy:
     return D2HCopy(host, mark_enqueued(source.device))
 
 
-# ---- Collectives: the user's, or the fastest, quantized or not ----
-
-
 @dataclass(frozen=True)
 class CollectivePair:
     """Gathers and reduces a param group, each of the two in its own way. See
@@ -251,68 +148,6 @@ class CollectivePair:
 
     all_gather: Callable[..., PendingCollective]
     reduce_scatter: Callable[..., PendingCollective]
-
-
-def choose_collectives(
-    mesh_info: MeshInfo,
-    plan: Plan,
-    group: dist.ProcessGroup,
-    settings: UnitSettings,
-    policy: QuantizedCommPolicy | None,
-    compute_dtype: torch.dtype,
-    reduce_dtype: torch.dtype,
-    extensions: ExtensionGather | None = None,
-) -> Collectives[Any]:
-    """Return how a param group of ``plan`` travels among the ranks of ``group``: in
-    ``compute_dtype`` when it is gathered and in ``reduce_dtype`` when it is reduced, or else as
-    ``policy`` says, or as the parameters themselves do by ``extensions``."""
-    flat = plan.packed if isinstance(plan, RowsPlan) else plan
-    ranges: Collectives[ParamGroupPlan] = choose(mesh_info.device_type, group, flat)
-    is_alone = not communicates(group)
-    is_custom = settings.comms != CustomComms()
-    if policy is not None and not policy.applies_to(plan):
-        policy = None
-    if policy is not None and policy.reduce_dtype is not None and settings.comms.reduce_scatter:
-        raise ValueError(
-            "set_custom_reduce_scatter() and QuantizedCommPolicy(reduce_dtype=...): gradients in "
-            "few bits are sent by an all-to-all and summed after; leave one of the two out"
-        )
-    if is_custom and not is_alone:
-        ranges = CustomCollectives(settings.comms, ranges)
-    elif settings.uses_symmetric_memory and not is_alone:
-        mesh_info.symmetric_memory.reserve(plan, compute_dtype, reduce_dtype)
-        ranges = SymmetricCollectives(mesh_info.symmetric_memory)
-    found: Any = ranges
-    if isinstance(plan, RowsPlan) and is_alone:
-        found = LocalCollectives()
-    elif isinstance(plan, RowsPlan):
-        is_free = not is_custom and not settings.uses_symmetric_memory
-        fastest = choose_for_rows(mesh_info.device_type, group, plan)
-        found = fastest if is_free else PackedRows(ranges)
-    if extensions is not None:
-        extensions.others = ranges
-        return CollectivePair(extensions.all_gather, found.reduce_scatter)
-    if policy is None:
-        return found
-    gather, reduce = found.all_gather, found.reduce_scatter
-    in_rows = isinstance(plan, RowsPlan)
-
-    def wire(dtype: torch.dtype, codes: torch.dtype) -> QuantizedFormat:
-        travels = policy.wire(plan, dtype, codes)
-        own = travels.segment(0 if in_rows else group.rank())
-        return QuantizedFormat(travels, own, codes, policy.scale_dtype(dtype, codes))
-
-    if policy.gather_dtype is not None:
-        sent = wire(compute_dtype, policy.gather_dtype)
-        gather = (
-            QuantizedRowsGather(sent, ranges, group.size())
-            if in_rows
-            else QuantizedGather(sent, ranges)
-        ).all_gather
-    if policy.reduce_dtype is not None and not is_alone:
-        sent = wire(reduce_dtype, policy.reduce_dtype)
-        reduce = (QuantizedRowsReduction if in_rows else QuantizedReduction)(sent).reduce_scatter
-    return CollectivePair(gather, reduce)
 
 
 # ---- Param groups ----
@@ -363,7 +198,7 @@ class ParamGroup:
         values = [unwrap(tp_local_tensor(parameter)) for parameter in self.parameters]
         self.sharded_parameters: list[Sharded] = []
         self.allocate(device, self.parameters)
-        self.take(values)
+        self.init_shard(values)
         self.give_memory()
         self.init_hashes = ParamHashes(values, self.version) if mesh_info.communicates else None
         """Hashes of what this rank sharded, until ranks have compared them."""
@@ -381,8 +216,8 @@ class ParamGroup:
         values than the shards."""
 
     def allocate(self, device: torch.device, like: Sequence[torch.Tensor]) -> None:
-        """Make the buffers and the sharded parameters, and register these parameters in the
-        modules. They take their attributes from ``like``."""
+        """Make the buffers, and the sharded parameters, which take their attributes from ``like``.
+        Register them in the modules."""
         plan, mesh_info = self.plan, self.mesh_info
         self.is_meta = device.type == "meta"
         # The plan among the ranks that gather. The ranks that hold parts of one shard put it
@@ -397,7 +232,7 @@ class ParamGroup:
         self.grad_dtype = plan.specs[0].grad_dtype or plan.specs[0].dtype
         """The dtype of sharded gradients."""
         before = vars(self).get("full")
-        made = sharded_parameters(self._make_buffers(device), like, plan, self.owned)
+        made = self._make_parameters(self._make_buffers(device), like)
         if before is not None:
             self.full.memory, self.full.keeps_storage = before.memory, before.keeps_storage
         self.edits.trainability = 0
@@ -405,10 +240,40 @@ class ParamGroup:
 
     def _make_buffers(self, device: torch.device) -> Sequence[Sharded]:
         """Make the full buffer and the shard, and return what the shard has of each parameter."""
-        plan, rank = self.plan, self.mesh_info.plan_rank
+        plan, mesh_info, edits = self.plan, self.mesh_info, self.edits
+        rank, dtype = mesh_info.plan_rank, plan.specs[0].dtype
         self.full: FlatBuffer | GatheredTensors = FlatBuffer(plan, self.compute_dtype, device)
-        self.shard = self._at_rest(device, plan.shard_numels[rank], plan.specs[0].dtype).zero_()
-        return make_sharded_tensors(plan, self.shard, self.owned, self.mesh_info, self.edits)
+        self.shard = self._at_rest(device, plan.shard_numels[rank], dtype).zero_()
+        tensors: list[Sharded] = []
+        places = places_in_shard(plan, rank)
+        for item, spec, (first, size) in zip(self.owned, plan.specs, places, strict=True):
+            local = self.shard[first : first + size]
+            if isinstance(plan, RowsPlan):
+                local = local.view(plan.chunk_shape(spec, rank))
+                layout = mesh_info.spec(item, row_shard(item, spec.cut_dim), dtype)
+                tensors.append(RowTensor.wrap(local, layout, edits))
+                read_numbers_of_wholes(layout.mesh)
+            else:
+                layout = mesh_info.spec(item, mesh_info.range_shard(plan, spec.fqn), dtype)
+                tensors.append(RaggedDTensor.wrap(local, layout, edits))
+        return tensors
+
+    def _make_parameters(
+        self, forms: Sequence[Sharded], like: Sequence[torch.Tensor]
+    ) -> list[Sharded]:
+        """Return the sharded parameters, of which ``forms`` are the tensors. They take their
+        attributes from ``like``."""
+        made: list[Sharded] = []
+        for form, model, spec, item in zip(forms, like, self.plan.specs, self.owned, strict=True):
+            parameter = nn.Parameter(form, requires_grad=model.requires_grad)
+            vars(parameter).update(users_attributes(model, form._local_tensor))
+            if item.is_opaque:
+                share_attributes(parameter, item.parameter, item.aliases)
+            # isinstance() takes it for a Parameter, and its type is that of the form.
+            sharded = cast(Sharded, parameter)
+            sharded.keep_gradients_in(getattr(model, "_given_grad_dtype", spec.grad_dtype))
+            made.append(sharded)
+        return made
 
     def give_memory(self) -> None:
         """Make the unsharded parameters views of the full buffer."""
@@ -426,10 +291,16 @@ class ParamGroup:
         """Note where modules have the parameters registered now."""
         self.module_info = ParamModuleInfo(self.owned, self.parameters, self.sharded_parameters)
 
-    def take(self, wholes: Sequence[torch.Tensor]) -> None:
-        """Copy this rank's part of the whole parameters into the shard."""
-        parts = local_shards(self.plan, wholes, self.mesh_info.plan_rank)
-        for sharded, part in zip(self.sharded_parameters, parts, strict=True):
+    def init_shard(self, values: Sequence[torch.Tensor]) -> None:
+        """Copy this rank's part of the unsharded ``values`` of the parameters into the shard."""
+        plan, rank = self.plan, self.mesh_info.plan_rank
+        for sharded, value, spec in zip(self.sharded_parameters, values, plan.specs, strict=True):
+            if isinstance(plan, RowsPlan):
+                first, last = plan.held(spec, rank)
+                part = value.narrow(spec.cut_dim, first, last - first)
+            else:
+                first, last = _range(plan, spec.fqn, rank)
+                part = value.reshape(-1)[first:last]
             sharded._local_tensor.copy_(part)
 
     def _at_rest(self, device: torch.device, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -498,7 +369,7 @@ class ParamGroup:
         """Choose the groups, collectives and memory that gather and reduce the param group. Call it
         before the first all-gather. Collective over the mesh at the first call.
 
-        ``post_forward_size``: how many neighbours keep a part each between forward and backward.
+        ``post_forward_size``: how many neighbors keep a part each between forward and backward.
         ``None`` if nobody keeps one. ``reduce_dtype``: what gradients travel in.
         """
         mesh_info = self.mesh_info
@@ -506,25 +377,84 @@ class ParamGroup:
         self.groups = groups = mesh_info.groups_for(settings.separates_reductions)
         self.full.memory = mesh_info.memory_for(groups) if settings.uses_group_memory else None
         self.post_forward_shard = None
-        validate_methods(self.label, self.sharded_parameters)
+        self._validate_methods()
         if post_forward_size is not None:
             group = mesh_info.group_cache.get_part(mesh_info.mesh, post_forward_size)
             assert isinstance(self.full, FlatBuffer)
             self.post_forward_shard = PostForwardShard(
                 self.full, post_forward_size, group, mesh_info.device_type
             )
-        self.collectives = choose_collectives(
-            mesh_info,
-            self.gather_plan,
-            groups.gather,
-            settings,
-            self.comm_policy,
-            self.compute_dtype,
-            reduce_dtype,
-            self.extensions,
-        )
+        self.collectives = self._choose_collectives(settings, reduce_dtype)
         if mesh_info.shards_replicas:
             self.outer_shard = OuterShard(self, mesh_info)
+
+    def _validate_methods(self) -> None:
+        """Raise TypeError if plain parameters were given the methods of a tensor extension, which
+        would not be called."""
+        for parameter in self.sharded_parameters:
+            local = parameter._local_tensor
+            if not is_subclass(local) and len(missing_methods(local)) < 2:
+                raise TypeError(
+                    f"a parameter of unit {self.label!r}, of shape {tuple(parameter.shape)}, was "
+                    "given the methods of a tensor extension after fully_shard(), and is a plain "
+                    "tensor: make it one of a class that has them, before fully_shard()"
+                )
+
+    def _choose_collectives(self, settings: UnitSettings, reduce_dtype: torch.dtype) -> Any:
+        """Return the :class:`~fsdp_overlap.comm.collectives.Collectives` that gather the param
+        group in its dtype of compute and reduce it in ``reduce_dtype``, unless it is quantized, or
+        its parameters say themselves how they are gathered."""
+        mesh_info, plan, group = self.mesh_info, self.gather_plan, self.groups.gather
+        policy = self.comm_policy
+        flat = plan.packed if isinstance(plan, RowsPlan) else plan
+        ranges: Collectives[ParamGroupPlan] = choose(mesh_info.device_type, group, flat)
+        is_alone = not communicates(group)
+        is_custom = settings.comms != CustomComms()
+        if policy is not None and not policy.applies_to(plan):
+            policy = None
+        if policy is not None and policy.reduce_dtype is not None and settings.comms.reduce_scatter:
+            raise ValueError(
+                "set_custom_reduce_scatter() and QuantizedCommPolicy(reduce_dtype=...): gradients "
+                "in few bits are sent by an all-to-all and summed after; leave one of the two out"
+            )
+        if is_custom and not is_alone:
+            ranges = CustomCollectives(settings.comms, ranges)
+        elif settings.uses_symmetric_memory and not is_alone:
+            mesh_info.symmetric_memory.reserve(plan, self.compute_dtype, reduce_dtype)
+            ranges = SymmetricCollectives(mesh_info.symmetric_memory)
+        chosen: Any = ranges
+        if isinstance(plan, RowsPlan):
+            if is_alone:
+                chosen = LocalCollectives()
+            elif is_custom or settings.uses_symmetric_memory:
+                chosen = PackedRows(ranges)
+            else:
+                chosen = choose_for_rows(mesh_info.device_type, group, plan)
+        if self.extensions is not None:
+            self.extensions.others = ranges
+            return CollectivePair(self.extensions.all_gather, chosen.reduce_scatter)
+        if policy is None:
+            return chosen
+        gather, reduce = chosen.all_gather, chosen.reduce_scatter
+        in_rows = isinstance(plan, RowsPlan)
+
+        def wire(dtype: torch.dtype, codes: torch.dtype) -> QuantizedFormat:
+            travels = policy.wire(plan, dtype, codes)
+            own = travels.segment(0 if in_rows else group.rank())
+            return QuantizedFormat(travels, own, codes, policy.scale_dtype(dtype, codes))
+
+        if policy.gather_dtype is not None:
+            sent = wire(self.compute_dtype, policy.gather_dtype)
+            gather = (
+                QuantizedRowsGather(sent, ranges, group.size())
+                if in_rows
+                else QuantizedGather(sent, ranges)
+            ).all_gather
+        if policy.reduce_dtype is not None and not is_alone:
+            sent = wire(reduce_dtype, policy.reduce_dtype)
+            quantized = QuantizedRowsReduction if in_rows else QuantizedReduction
+            reduce = quantized(sent).reduce_scatter
+        return CollectivePair(gather, reduce)
 
     def make_unsharded(self) -> bool:
         """Make the unsharded parameters, if these are what a gather makes, unless it was done
@@ -573,7 +503,8 @@ class ParamGroup:
         return self.gathered_version == self.version
 
     def begin_gather(self, comm_stream: CommStream) -> None:
-        """Give the full buffer memory. :meth:`is_filled_by` or :meth:`cancel_gather` comes next.
+        """Give the full buffer memory. :meth:`record_gather` or :meth:`cancel_gather` comes
+        next.
 
         Raises:
             RuntimeError: the param group is on the meta device.
@@ -600,8 +531,8 @@ class ParamGroup:
         if self.state is ParamGroupState.UNSHARDED:
             self.counters.allow_reads()
 
-    def is_filled_by(self, work: WorkHandle) -> None:
-        """Note what fills the full buffer."""
+    def record_gather(self, work: WorkHandle) -> None:
+        """Note that ``work`` fills the full buffer."""
         self._work = work
         self._before = None
         self.gathered_version = self.version
@@ -609,7 +540,7 @@ class ParamGroup:
             self.mesh_info.reading = work
 
     def collective_op(self) -> CollectiveOp:
-        """Return how the full buffer is filled: by an all-gather, or from the neighbours' parts if
+        """Return how the full buffer is filled: by an all-gather, or from the neighbors' parts if
         they were kept. Collective over the mesh."""
         part = self.post_forward_shard
         if part is None:
@@ -624,12 +555,13 @@ class ParamGroup:
             part.nbytes_of_others(self.full.flat) if is_kept else self.comm_nbytes,
         )
 
-    def make_pieces(self) -> Pieces | None:
-        """Do what :meth:`collective_op` does before its all-gather, if that is in place: param
-        groups of one group can share it. Else ``None``. Call it in the comm stream's order."""
-        if self.post_forward_shard is not None or not isinstance(self.collectives, GathersInPlace):
+    def prepare_coalesced(self) -> Coalesced | None:
+        """Do what :meth:`collective_op` does before its all-gather, if that can be coalesced with
+        those of other param groups. Else return ``None``. Call it in the comm stream's order."""
+        own = self.collectives
+        if self.post_forward_shard is not None or not isinstance(own, CoalescedAllGather):
             return None
-        return self.collectives.make_pieces(
+        return own.prepare_coalesced(
             self.full.flat, self._gathered_shard(), self.gather_plan, self.groups.gather
         )
 
@@ -643,7 +575,7 @@ class ParamGroup:
         if self.outer_shard is None:
             return self.shard
         self.outer_shard.wait()
-        return self.outer_shard.whole.flat
+        return self.outer_shard.full_shard.flat
 
     def wait(self) -> None:
         """Make compute wait for the all-gather, if one is under way."""
@@ -700,18 +632,18 @@ def sync_grad_dtypes(param_groups: Sequence[ParamGroup]) -> None:
         RuntimeError: the parameters of a param group have several. No param group was changed then.
     """
     for param_group in param_groups:
-        found = {each._grad_dtype for each in param_group.sharded_parameters}
-        if len(found) > 1:
+        dtypes = {parameter._grad_dtype for parameter in param_group.sharded_parameters}
+        if len(dtypes) > 1:
             raise RuntimeError(
                 f"unit {param_group.label!r} has parameters whose grad_dtype is "
-                f"{' and '.join(sorted(map(str, found)))}, and their gradients travel together: "
+                f"{' and '.join(sorted(map(str, dtypes)))}, and their gradients travel together: "
                 "set the same for all of them, or set it before fully_shard()"
             )
     for param_group in param_groups:
         # Also the parameters' own dtype if somebody set it: compute may have another, in which
         # autograd would sum.
-        given = (each._given_grad_dtype for each in param_group.sharded_parameters)
-        dtype = next((each for each in given if each is not None), None)
+        given = [parameter._given_grad_dtype for parameter in param_group.sharded_parameters]
+        dtype = next((dtype for dtype in given if dtype is not None), None)
         if dtype is not None and dtype != param_group.plan.specs[0].grad_dtype:
             param_group.grad_dtype = dtype
             specs = tuple(replace(spec, grad_dtype=dtype) for spec in param_group.plan.specs)

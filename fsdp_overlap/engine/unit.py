@@ -37,6 +37,7 @@ from fsdp_overlap.engine.param_group import ParamGroup, ParamGroupState
 from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.tensor.pytree import UnderWay
 from fsdp_overlap.tensor.ragged_dtensor import ShardEdits
+from fsdp_overlap.tensor.row_tensor import Sharded
 
 # ---- Edits of unsharded parameters, which would be lost ----
 
@@ -59,8 +60,8 @@ def compare(uncompared: Uncompared) -> str | None:
     The host waits for them. Empty the list."""
     changes = [(edits, changed.tolist()) for edits, changed in uncompared]
     uncompared.clear()
-    found = [edits.describe(changed.index(True)) for edits, changed in changes if any(changed)]
-    return found[0] if found else None
+    edited = [edits.describe(changed.index(True)) for edits, changed in changes if any(changed)]
+    return edited[0] if edited else None
 
 
 class UnshardedEdits:
@@ -78,29 +79,19 @@ class UnshardedEdits:
         self._param_group = param_group
         self._tiles = list(map(tp_local_tensor, param_group.parameters))
         # Opaque parameters have slow attributes, and share their counters with plain tensors.
-        counted: list[torch.Tensor]
-        counted = (
-            [*map(unwrap, param_group.parameters)]
-            if param_group.is_opaque
-            else [*param_group.parameters]
-        )
+        counted: list[torch.Tensor] = [*param_group.parameters]
+        if param_group.is_opaque:
+            counted = [*map(unwrap, counted)]
         if param_group.is_tensor_parallel:
             counted += self._tiles  # a DTensor does not count what is done to its own
         self._counters = param_group.counters = VersionCounters(counted)
-        self.find_registrations()
         self._tables = tables
         self._registered = sum(map(len, tables))
         self._forwards = 0
         self._digest: torch.Tensor | None = None
 
-    def find_registrations(self) -> None:
-        """Note where modules have the parameters registered now."""
-        places = self._param_group.module_info
-        self._places = [table for table, *_ in places], [name for _, name, *_ in places]
-        self._placed = [parameter for *_, parameter, _ in places]
-
     def begin_comparison(self) -> None:
-        """Take digests of the parameters, which are whole, before a forward runs."""
+        """Take digests of the parameters, which are unsharded, before a forward runs."""
         self._digest = self._param_group.full.digests()
         self._forwards = 0  # so that changed() looks for everything
 
@@ -121,9 +112,10 @@ class UnshardedEdits:
         memory or registered again. The full buffer must exist."""
         if self._counters.has_edits():
             return self.edited()
-        are_in_place = all(map(is_, map(dict.get, *self._places), self._placed))
-        if not are_in_place and (found := self._replaced()) is not None:
-            return found
+        info = self._param_group.module_info
+        are_in_place = all(map(is_, map(dict.get, *info.places), info.unsharded))
+        if not are_in_place and (replaced := self._replaced()) is not None:
+            return replaced
         # What the checks below find lasts, so forwards 1, 2, 4, 8 ... of a mode are enough.
         self._forwards += 1
         if self._forwards & (self._forwards - 1):
@@ -205,7 +197,6 @@ class Context(Protocol):
 
     def register(self, unit: Unit) -> int:
         """Take ``unit`` in and return its index."""
-        ...
 
     @property
     def schedule(self) -> Schedule: ...
@@ -214,6 +205,9 @@ class Context(Protocol):
 class Unit:
     """What :func:`fully_shard` makes of modules: their param groups, and what the user asked for
     them.
+
+    It is the :class:`~fsdp_overlap.schedule.interface.ScheduledUnit` of the schedule, which says
+    what those of its members are that have no docstring here.
 
     The modules' hooks own the unit. The unit refers to the modules weakly, and the context refers
     to the unit weakly. ``gradients`` has one entry for each param group that is trainable now.
@@ -226,15 +220,20 @@ class Unit:
         mesh: DeviceMesh,
         param_groups: list[ParamGroup],
         mp_policy: MixedPrecisionPolicy,
+        offload_policy: OffloadPolicy,
+        comm_policy: QuantizedCommPolicy | None,
         reshard_after_forward: bool | int | None,
+        unowned: UnownedParameters,
     ) -> None:
         self._modules = [weakref.ref(module) for module in modules]
         self.mesh = mesh
         self.is_list = len(modules) > 1
-        """Whether it has several modules. It is whole from the first that runs to the last."""
+        """It is unsharded from the first of its modules that runs to the last."""
         self.param_groups = param_groups
         self.has_parameters = bool(param_groups)
         self.mp_policy = mp_policy
+        self.offload_policy = offload_policy
+        self.comm_policy = comm_policy
         self.reshard_after_forward = reshard_after_forward
         self.settings = UnitSettings()
         self.under_way: list[UnderWay] = []
@@ -243,20 +242,16 @@ class Unit:
         self.forward_prefetch: Sequence[weakref.ref[Unit]] = ()
         self.backward_prefetch: Sequence[weakref.ref[Unit]] = ()
         """The units that the user wants gathered when this one runs, instead of those predicted."""
-        self.unowned = UnownedParameters()
-        self.offload_policy = OffloadPolicy()
-        self.comm_policy: QuantizedCommPolicy | None = None
+        self.unowned = unowned
         self.is_offloaded = any(param_group.offload is not None for param_group in param_groups)
         # Tensor parallelism may take a collective before a reduction, at a point of its own.
-        self.is_in_pieces = any(
-            param_group.plan.specs[0].piece for param_group in param_groups
-        ) and not any(param_group.is_tensor_parallel for param_group in param_groups)
-        self.has_replicas = any(
-            param_group.mesh_info.num_replicas > 1 for param_group in param_groups
+        self.is_in_pieces = any(group.plan.specs[0].piece for group in param_groups) and not any(
+            group.is_tensor_parallel for group in param_groups
         )
+        self.has_replicas = any(group.mesh_info.num_replicas > 1 for group in param_groups)
         self.is_root = False
         self.name = module_class_name(modules)
-        self.as_one: list[tuple[str, list[ParamGroup]]] = []
+        self.single_all_gather: list[tuple[str, list[ParamGroup]]] = []
         """The name of its all-gather, and the param group. Empty if it has several, or no name
         yet."""
         self._look_for_edits()
@@ -272,7 +267,7 @@ class Unit:
         """Name the unit and its param groups by the name in the root module, by which users know
         it."""
         self.name = name
-        self.as_one = [(name, self.param_groups)] if len(self.param_groups) == 1 else []
+        self.single_all_gather = [(name, self.param_groups)] if len(self.param_groups) == 1 else []
         for param_group in self.param_groups:
             number = param_group.plan.specs[0].piece
             contents = f"{param_group.dtypes}, piece {number}" if number else param_group.dtypes
@@ -303,6 +298,10 @@ class Unit:
         return [module for module in (ref() for ref in self._modules) if module is not None]
 
     @property
+    def sharded_parameters(self) -> list[Sharded]:
+        return [p for param_group in self.param_groups for p in param_group.sharded_parameters]
+
+    @property
     def module_ids(self) -> Iterable[int]:
         return map(id, self.modules)
 
@@ -312,7 +311,7 @@ class Unit:
 
     @property
     def post_forward_size(self) -> int | None:
-        """How many neighbours keep a part each of the full buffer between forward and backward.
+        """How many neighbors keep a part each of the full buffer between forward and backward.
         ``None`` if it is freed then, or kept whole."""
         size = self.reshard_after_forward
         return size if type(size) is int else None
@@ -332,7 +331,7 @@ class Unit:
 
     @property
     def is_unsharded(self) -> bool:
-        # as Param group.version, without a call for each: asked often
+        # as ParamGroup.version, without a call for each: asked often
         for param_group in self.param_groups:
             if (
                 param_group.gathered_version
@@ -342,11 +341,10 @@ class Unit:
         return True
 
     @property
-    def version(self) -> int:
-        """Grows with every edit of the unit's sharded parameters. See Note [stale]."""
+    def version(self) -> int:  # see Note [stale]
         version = 0
         for param_group in self.param_groups:
-            # Param group.version, asked often
+            # as is_unsharded
             version += param_group.edits.values + param_group.shard._version
         return version
 
@@ -392,19 +390,17 @@ class Unit:
         return False
 
     def edited(self) -> str | None:
-        """Return what was done to unsharded parameters in place and would be lost, in words.
-        ``None`` if nothing was."""
         for edits in self.edits:
-            if (found := edits.edited()) is not None:
-                return found
+            if (edit := edits.edited()) is not None:
+                return edit
         return None
 
     def changed(self) -> str | None:
         """Return what :meth:`edited` does, and also find what was done otherwise, such as an
         assignment of other memory. The full buffers must exist."""
         for edits in self.edits:
-            if (found := edits.changed()) is not None:
-                return found
+            if (change := edits.changed()) is not None:
+                return change
         return None
 
     def mark_stale(self) -> None:
@@ -415,7 +411,6 @@ class Unit:
                 param_group.outer_shard.reset()
 
     def wait(self) -> None:
-        """Make compute wait for the unit's all-gathers."""
         for param_group in self.param_groups:
             param_group.wait()
 
@@ -460,32 +455,25 @@ class Unit:
         """Use one parameter of the unit where modules registered it in place of another. The other
         keeps its memory and travels, as in FSDP2, but nothing computes with it."""
         items = [item for param_group in self.param_groups for item in param_group.owned]
-        sharded = [
-            each for param_group in self.param_groups for each in param_group.sharded_parameters
-        ]
-        by_parameter = dict(zip(map(id, sharded), items, strict=True))
+        by_parameter = dict(zip(map(id, self.sharded_parameters), items, strict=True))
         has_ties = False
         for item in items:
-            for place in [*item.registrations]:
-                registered, name = place
-                found = by_parameter.get(id(registered.get(name)), item)
-                if found is not item:
-                    item.registrations.remove(place)
-                    found.registrations.append(place)
+            for registration in [*item.registrations]:
+                table, name = registration
+                tied = by_parameter.get(id(table.get(name)), item)
+                if tied is not item:
+                    item.registrations.remove(registration)
+                    tied.registrations.append(registration)
                     has_ties = True
         if has_ties:
             for param_group in self.param_groups:
                 param_group.find_registrations()
-            for edits in self.edits:
-                edits.find_registrations()
 
     def to_sharded(self) -> None:
         for param_group in self.param_groups:
             param_group.module_info.to_sharded()
 
     def reshards_after_forward(self) -> bool:
-        """Return whether forward frees the full buffers. If the user did not say, all units do but
-        the root, which backward needs first."""
         if self.reshard_after_forward is not None:
             return self.reshard_after_forward is not False
         return not (self.is_root and self.settings.unshard_in_backward and torch.is_grad_enabled())
@@ -517,10 +505,7 @@ class Unit:
                     param_group.label, param_group.parameters, param_group.sharded_parameters
                 )
         self._trainability = edits
-        parameters = (
-            each for param_group in self.param_groups for each in param_group.sharded_parameters
-        )
-        trainable = tuple(parameter.requires_grad for parameter in parameters)
+        trainable = tuple(parameter.requires_grad for parameter in self.sharded_parameters)
         if trainable not in self._were_trainable:
             self._were_trainable.add(trainable)
             self.saved_tensors.look_again()
@@ -555,8 +540,6 @@ class Unit:
         self._look_for_edits()
 
     def hook_gradients(self) -> None:
-        """Make every gradient be noticed when it arrives. Call it before the parameters are used
-        outside the unit's forward."""
         for gradients in self.gradients:
             self._hook(gradients, only_large=False)
 
@@ -598,13 +581,13 @@ def unit_names(units: Sequence[Unit]) -> dict[Unit, str]:
     for outer in units:
         if outer in names:
             continue
-        found: dict[Unit, list[str]] = {}
+        names_within: dict[Unit, list[str]] = {}
         for module in outer.modules:
             for name, child in module.named_modules():
                 unit = unit_of(child)
                 if unit is not None and unit is not outer:
-                    found.setdefault(unit, []).append(name)
-        names.update((unit, ", ".join(found[unit])) for unit in found)
+                    names_within.setdefault(unit, []).append(name)
+        names.update((unit, ", ".join(names_within[unit])) for unit in names_within)
     return names
 
 

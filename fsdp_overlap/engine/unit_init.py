@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from types import NoneType
 from typing import Any
@@ -73,15 +74,15 @@ def make_unit(
         _check_parameter(item, owned[0], ctx)
         _check_gradient(item, mp_policy)
         if comm_policy is not None:
-            item.block = comm_policy.block_numel(item.spec)
-            item.is_kept = comm_policy.keeps(item.spec)
+            block, is_kept = comm_policy.block_numel(item.spec), comm_policy.keeps(item.spec)
+            item.spec = replace(item.spec, block=block, is_kept=is_kept)
     by_mesh = _by_mesh(owned, ctx, mesh, spmd, shard_placement_fn)
     reshard_after_forward = _checked_reshard_after_forward(
         reshard_after_forward, {mesh_info.shard_size for mesh_info in by_mesh}
     )
     for mesh_info, items in by_mesh.items():
         for item in items:
-            if item.is_extension:
+            if item.spec.is_extension:
                 _check_extension(item, ctx, reshard_after_forward, comm_policy)
             if isinstance(item.parameter, DTensor):
                 check_tensor_parallel(item.where, item.parameter)
@@ -107,15 +108,22 @@ def make_unit(
             planned[mesh_info], items, mesh_info, mp_policy, offload, comm_policy
         )
     ]
-    unit = Unit(modules, ctx, mesh, param_groups, mp_policy, reshard_after_forward)
-    unit.unowned = UnownedParameters(modules, ignored)
-    unit.offload_policy = offload_policy
-    unit.comm_policy = comm_policy
+    unit = Unit(
+        modules,
+        ctx,
+        mesh,
+        param_groups,
+        mp_policy,
+        offload_policy,
+        comm_policy,
+        reshard_after_forward,
+        UnownedParameters(modules, ignored),
+    )
     _mark_owners(unit, originals)
     move_buffers(modules, ctx.device)
-    for each in modules:
-        each.__dict__["_fsdp_unit"] = unit
-        hooks.install(each, unit)
+    for module in modules:
+        module.__dict__["_fsdp_unit"] = unit
+        hooks.install(module, unit)
     return unit
 
 
@@ -241,10 +249,10 @@ def _check_extension(
             f"{what}which is cut between rows alone: use FsdpContext(layout=PerTensor()), or a "
             "function that returns PerTensor() for it"
         )
-    if item.cut_dim:
+    if item.spec.cut_dim:
         raise ValueError(
             f"{what}which is cut along its first dimension alone, and shard_placement_fn wants "
-            f"Shard({item.cut_dim}): return None or Shard(0)"
+            f"Shard({item.spec.cut_dim}): return None or Shard(0)"
         )
     if comm_policy is not None:
         raise ValueError(
@@ -300,7 +308,7 @@ def _by_mesh(
     shard_placement_fn: Callable[[nn.Parameter], Any] | None,
 ) -> dict[MeshInfo, list[ParamInfo]]:
     """Sort the unit's parameters by the mesh that they are sharded over."""
-    found: dict[MeshInfo, list[ParamInfo]] = {ctx.mesh_info_of(mesh): []}
+    by_mesh: dict[MeshInfo, list[ParamInfo]] = {ctx.mesh_info_of(mesh): []}
     for item in owned:
         wanted: Any = None if shard_placement_fn is None else shard_placement_fn(item.parameter)
         own_mesh, own_spmd = mesh, spmd
@@ -311,18 +319,18 @@ def _by_mesh(
         if own_spmd is not None:
             item.spmd = spmd_placement(item.where, item.parameter, own_spmd)
         if isinstance(wanted, Shard):
-            item.cut_dim = _cut_dim(item, wanted)
+            item.spec = replace(item.spec, cut_dim=_cut_dim(item, wanted))
         is_in_rows = _is_in_rows(item, ctx)
         if is_in_rows:
             _check_rows(item, mesh_info)
-        if type(wanted) not in (Shard, NoneType) or (item.cut_dim and not is_in_rows):
+        if type(wanted) not in (Shard, NoneType) or (item.spec.cut_dim and not is_in_rows):
             raise ValueError(
                 f"shard_placement_fn wants {item.where} placed as {wanted}: return None, Shard(0) "
                 "or a ShardPlacementResult of these; other dimensions are cut under "
                 "FsdpContext(layout=PerTensor()) alone"
             )
-        found.setdefault(mesh_info, []).append(item)
-    return {mesh_info: items for mesh_info, items in found.items() if items or len(found) == 1}
+        by_mesh.setdefault(mesh_info, []).append(item)
+    return {mesh_info: items for mesh_info, items in by_mesh.items() if items or len(by_mesh) == 1}
 
 
 def _cut_dim(item: ParamInfo, placement: Shard) -> int:
@@ -349,7 +357,8 @@ def _record_kept_dtypes(owned: list[ParamInfo], mp_policy: MixedPrecisionPolicy)
                 f"param_dtype_override_fn gave {chosen!r} for {item.where}: return its own dtype, "
                 f"{dtype}, or None for that of the policy, {mp_policy.param_dtype}"
             )
-        item.keeps_dtype = chosen is dtype and mp_policy.param_dtype not in (None, dtype)
+        keeps_dtype = chosen is dtype and mp_policy.param_dtype not in (None, dtype)
+        item.spec = replace(item.spec, keeps_dtype=keeps_dtype)
 
 
 def _offload_on(device: torch.device, policy: OffloadPolicy) -> CPUOffloadPolicy | None:
@@ -366,8 +375,7 @@ def _plan(
     if not mesh_info.plans.has(first) and any(other.plans.has(first) for other in ctx.mesh_infos):
         raise ValueError(
             f"{module_class_name(modules)} was planned for another mesh than {mesh_info.mesh}: "
-            "name its "
-            "mesh in ctx.plan_layout(..., meshes={module: mesh})"
+            "name its mesh in ctx.plan_layout(..., meshes={module: mesh})"
         )
     # A unit that was given no context has one of its own, so nothing tells which unit is first.
     return mesh_info.plans.take(modules, [item.spec for item in owned], not ctx.is_implicit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from fsdp_overlap.schedule.interface import (
     AutogradEngine,
@@ -17,63 +18,50 @@ from fsdp_overlap.schedule.prefetch import Prefetcher
 from fsdp_overlap.schedule.reducer import GradReducer
 
 
+@dataclass(eq=False)
 class Backward:
     """What one backward has done so far, and what it does next.
 
-    ``serial`` counts backwards from 1. ``open_passes`` are the passes that it may come back to.
-    ``read_by_others`` are the units of which a module did not run, and the passes in which.
-    ``recompute_order`` predicts which units are used next where forwards that left no call run
+    ``serial`` counts backwards from 1. ``_open_passes`` are the passes that it may come back to.
+    ``_read_by_others`` are the units of which a module did not run, and the passes in which.
+    ``_recompute_order`` predicts which units are used next where forwards that left no call run
     again within backward, as reentrant checkpoints do. Elsewhere the calls that remain tell more.
     """
 
-    def __init__(
-        self,
-        serial: int,
-        prefetcher: Prefetcher,
-        reducer: GradReducer,
-        comm: CommOps,
-        engine: AutogradEngine,
-        refs: UnitRefs,
-        states: UnitStates,
-        open_passes: Sequence[ForwardPass],
-        read_by_others: Mapping[UnitIndex, Collection[ForwardPass]],
-        recompute_order: RecomputeOrder,
-    ) -> None:
-        self.serial = serial
-        self.graph_task = engine.graph_task()
-        self._prefetcher = prefetcher
-        self._reducer = reducer
-        self._comm = comm
-        self._engine = engine
-        self._refs = refs
-        self._states = states
-        self._recompute_order = recompute_order
-        self._open_passes = open_passes
-        self._read_by_others = read_by_others
-        self.under_way: list[ForwardPass] = []
-        """Passes that backward is in, each nested in the one before it. Reentrant checkpoints nest:
-        the inner one is recomputed in the backward of what the outer one recomputed."""
-        self.remaining: dict[ForwardPass, list[ForwardRecord]] = {}
-        """For each pass reached, the calls that backward has yet to come back to, the next one
-        last."""
-        self.open_calls: list[ForwardRecord] = []
-        """Calls whose backward is under way."""
-        self.accumulates = True
-        """Whether gradients go to parameters. In ``torch.autograd.grad()`` they do not."""
-        self.creates_graph = False
-        """Whether its gradients may be differentiated again: ``create_graph=True``."""
-        self.recompute: ForwardPass | None = None
-        """The latest pass of forwards that ran within this backward. It comes back to them."""
-        self.recomputing: list[tuple[ScheduledUnit, int]] = []
-        """Units whose forward runs within this backward now, with the tick of that start."""
-        self.unfinished: set[UnitIndex] = set()
-        """Units of several modules that stay gathered, because some of their calls remain."""
-        self.shown: set[UnitIndex] = set()
-        """Units whose unsharded parameters are registered until this backward ends, because the
-        code of others that read them may run again: see Note [recomputing]."""
-        self.lost: str | None = None
-        """An edit of unsharded parameters that the shards do not have, in words. It is raised as an
-        error when backward ends."""
+    serial: int
+    graph_task: int
+    _prefetcher: Prefetcher
+    _reducer: GradReducer
+    _comm: CommOps
+    _engine: AutogradEngine
+    _refs: UnitRefs
+    _states: UnitStates
+    _open_passes: Sequence[ForwardPass]
+    _read_by_others: Mapping[UnitIndex, Collection[ForwardPass]]
+    _recompute_order: RecomputeOrder
+    under_way: list[ForwardPass] = field(default_factory=list)
+    """Passes that backward is in, each nested in the one before it. Reentrant checkpoints nest: the
+    inner one is recomputed in the backward of what the outer one recomputed."""
+    remaining: dict[ForwardPass, list[ForwardRecord]] = field(default_factory=dict)
+    """For each pass reached, the calls that backward has yet to come back to, the next one last."""
+    open_calls: list[ForwardRecord] = field(default_factory=list)
+    """Calls whose backward is under way."""
+    accumulates: bool = True
+    """Whether gradients go to parameters. In ``torch.autograd.grad()`` they do not."""
+    creates_graph: bool = False
+    """Whether its gradients may be differentiated again: ``create_graph=True``."""
+    recompute: ForwardPass | None = None
+    """The latest pass of forwards that ran within this backward. It comes back to them."""
+    recomputing: list[tuple[ScheduledUnit, int]] = field(default_factory=list)
+    """Units whose forward runs within this backward now, with the tick of that start."""
+    unfinished: set[UnitIndex] = field(default_factory=set)
+    """Units of several modules that stay gathered, because some of their calls remain."""
+    shown: set[UnitIndex] = field(default_factory=set)
+    """Units whose unsharded parameters are registered until this backward ends, because the code of
+    others that read them may run again: see Note [recomputing]."""
+    lost_edit: str | None = None
+    """An edit of unsharded parameters that the shards do not have, in words. It is raised as an
+    error when backward ends."""
 
     def begin(self, units: Iterable[ScheduledUnit]) -> None:
         """Begin, at the first event of this backward."""
@@ -107,7 +95,7 @@ class Backward:
 
     def finish(self) -> None:
         """End the walk: this rank's graph reaches no more calls. Walk past the calls of forward
-        that remain, as other ranks do, and releases the units that are still open."""
+        that remain, as other ranks do, and release the units that are still open."""
         for forward_pass in self.remaining:
             if not forward_pass.is_recompute:
                 self._walk_to_end(forward_pass)
@@ -142,7 +130,7 @@ class Backward:
         or ``None`` if a call of the unit is open, or it has no parameters."""
         if not unit.has_parameters or self.is_open(unit.index):
             return None
-        # The release is delayed, so that the unit's own backward finds it whole if it follows now.
+        # The release is delayed: the unit's own backward finds it gathered if it follows now.
         if unit.settings.reshard_after_backward and not is_in_use:
             self._prefetcher.release(unit)
         recompute = self.recompute
@@ -160,7 +148,7 @@ class Backward:
 
     def _advance_to_checkpoint(self, unit: ScheduledUnit) -> None:
         """Handle that ``unit`` runs again. If its forward left no call, as in a reentrant
-        checkpoint, walks back to where it ran: every rank is done with the calls after that."""
+        checkpoint, walk back to where it ran: every rank is done with the calls after that."""
         task = self._engine.graph_task()
         self._enter_nested(task)
         # What another checkpoint recomputed had a backward of its own, which is over.
@@ -279,7 +267,7 @@ class Backward:
                 others.remove(unit.index)
             upcoming = others[:prefetch]
         if self._prefetcher.use(unit, upcoming, asked):
-            self._recompute_order.teach()
+            self._recompute_order.record()
 
     def _release_passed(self, index: UnitIndex) -> None:
         unit = self._refs[index]()
@@ -294,7 +282,7 @@ class Backward:
     def _release(self, unit: ScheduledUnit) -> None:
         # In backwards 1, 2, 4, 8 ... only: the unit's next forward finds what others miss.
         if not self.serial & (self.serial - 1):
-            self.lost = self.lost or unit.edited()
+            self.lost_edit = self.lost_edit or unit.edited()
         if unit.is_list and self._comes_back_to(unit.index):
             self.unfinished.add(unit.index)
         elif unit.settings.reshard_after_backward:

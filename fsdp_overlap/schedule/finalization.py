@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from fsdp_overlap.schedule.interface import AutogradEngine, CommOps, ScheduledUnit
 from fsdp_overlap.schedule.prefetch import Prefetcher
@@ -12,8 +13,8 @@ from fsdp_overlap.schedule.reducer import GradReducer
 class GradientReductionHandle:
     """What ``finalize_backward(async_op=True)`` returns."""
 
-    def __init__(self, finalization: Finalization | None) -> None:
-        self._finalization = finalization
+    def __init__(self, finalizer: BackwardFinalizer | None) -> None:
+        self._finalizer = finalizer
 
     def wait(self) -> None:
         """Make compute wait for the reductions. Afterwards ``.grad`` is complete.
@@ -21,35 +22,28 @@ class GradientReductionHandle:
         Raises:
             RuntimeError: the context was reset meanwhile.
         """
-        if self._finalization is not None:
-            self._finalization.finish(self)
-            self._finalization = None
+        if self._finalizer is not None:
+            self._finalizer.finish(self)
+            self._finalizer = None
 
 
-class Finalization:
+@dataclass(eq=False)
+class BackwardFinalizer:
     """Ends the backwards of one context.
 
     With manual finalization, backwards issue their reduce-scatters as always, but
     :meth:`finalize` and its handle complete the gradients.
     """
 
-    def __init__(
-        self,
-        prefetcher: Prefetcher,
-        reducer: GradReducer,
-        comm: CommOps,
-        engine: AutogradEngine,
-        units: Callable[[], Sequence[ScheduledUnit]],
-    ) -> None:
-        self.is_manual = False
-        self.is_due = False
-        """Whether a backward ran that nobody finalized."""
-        self._prefetcher = prefetcher
-        self._reducer = reducer
-        self._comm = comm
-        self._engine = engine
-        self._units = units
-        self._pending: GradientReductionHandle | None = None
+    _prefetcher: Prefetcher
+    _reducer: GradReducer
+    _comm: CommOps
+    _engine: AutogradEngine
+    _units: Callable[[], Sequence[ScheduledUnit]]
+    is_manual: bool = False
+    is_due: bool = False
+    """Whether a backward ran that nobody finalized."""
+    _pending: GradientReductionHandle | None = None
 
     def set_manual(self, enabled: bool) -> None:
         if enabled == self.is_manual:

@@ -33,25 +33,20 @@ class Gradients(Protocol):
     @property
     def count(self) -> int:
         """How many gradients there are at most."""
-        ...
 
     @property
     def has_input(self) -> bool:
         """Whether the reduce input has memory."""
-        ...
 
     def may_copy_in_early(self, index: int) -> bool:
         """Return whether the gradient of parameter ``index`` may be moved before its param group is
         complete."""
-        ...
 
     def copy_in(self, indices: Sequence[int]) -> None:
         """Move the gradients of these parameters into the reduce input."""
-        ...
 
     def copy_in_all(self) -> None:
         """Move every gradient that autograd holds into the reduce input."""
-        ...
 
 
 class ScheduledUnit(Protocol):
@@ -70,24 +65,20 @@ class ScheduledUnit(Protocol):
     @property
     def is_list(self) -> bool:
         """Whether it has several modules."""
-        ...
 
     @property
     def module_ids(self) -> Iterable[int]:
         """The ids of its modules."""
-        ...
 
     @property
     def settings(self) -> ReshardSettings: ...
     @property
     def gradients(self) -> Sequence[Gradients]:
         """One for each trainable param group. Empty if all are frozen."""
-        ...
 
     @property
     def forward_prefetch(self) -> UnitRefs:
         """The units that the user wants gathered when this one runs in forward."""
-        ...
 
     @property
     def backward_prefetch(self) -> UnitRefs: ...
@@ -97,86 +88,71 @@ class ScheduledUnit(Protocol):
     @property
     def is_gathered(self) -> bool:
         """Whether full buffers exist, or will exist once an all-gather is done."""
-        ...
 
     @property
     def is_unsharded(self) -> bool:
         """Whether it is gathered, and no shard was edited since."""
-        ...
 
     @property
     def version(self) -> int:
         """Grows with every edit of the unit's shards."""
-        ...
 
     @property
     def is_in_pieces(self) -> bool:
         """Whether its param groups may be reduced one by one, and all of their gradients are
         noticed."""
-        ...
 
     @property
     def is_offloaded(self) -> bool:
         """Whether shards rest on the host, and all-gathers copy them from there."""
-        ...
 
     @property
     def has_post_forward_shard(self) -> bool:
         """Whether a part of the full buffer is kept between forward and backward."""
-        ...
 
     @property
     def is_kept_for_backward(self) -> bool:
         """Whether it stays gathered for backward if it ran last in a forward: the user did not say
         otherwise. See Note [kept for backward]."""
-        ...
 
-    def reshards_after_forward(self) -> bool: ...
+    def reshards_after_forward(self) -> bool:
+        """Return whether forward frees the full buffers. If the user did not say, all units do but
+        the root, which backward needs first."""
 
     @property
     def is_waiting(self) -> bool:
         """Whether autograd holds a gradient that no reduce input has yet."""
-        ...
 
     @property
     def accumulates(self) -> bool:
         """Whether the backward under way will accumulate into a parameter of the unit."""
-        ...
 
     @property
     def syncs_gradients(self) -> bool:
         """Whether backward reduces gradients, or leaves them for a later one."""
-        ...
 
     @property
     def completes_gradients(self) -> bool:
         """Whether backward also reduces them over replicas."""
-        ...
 
     def edited(self) -> str | None:
         """Return an edit of unsharded parameters in place that would be lost, in words, or
         ``None``."""
-        ...
 
     def wait(self) -> None:
         """Make compute wait for the unit's all-gathers."""
-        ...
 
     def to_unsharded(self) -> None:
         """Register the unsharded parameters in the unit's modules."""
-        ...
 
     def to_sharded(self) -> None:
         """Register the sharded parameters in the unit's modules."""
-        ...
 
     def hook_gradients(self) -> None:
         """Make every gradient of the unit be noticed when it arrives."""
-        ...
 
     def free_post_forward_shards(self) -> None:
         """Free the parts of full buffers that were kept between forward and backward."""
-        ...
 
 
 UnitRefs = Sequence[Callable[[], ScheduledUnit | None]]
@@ -227,86 +203,68 @@ class CommOps(Protocol):
 
     def after_compute(self) -> None:
         """Make all-gathers from now on start after the compute enqueued so far."""
-        ...
 
     def record_compute_event(self) -> ComputeEvent: ...
 
     def gather(self, unit: ScheduledUnit) -> None:
-        """Enqueue the all-gathers of the param groups that are not whole."""
-        ...
+        """Enqueue the all-gathers of the param groups that are not unsharded."""
 
     def gather_outer_shards(self, unit: ScheduledUnit) -> None:
         """Enqueue the all-gathers of outer shards over replicas."""
-        ...
 
     def wait_for_outer_shards(self, raised: bool) -> None:
         """Make compute wait for all of these that nobody has waited for: it may edit shards. After
         a forward that ``raised`` they may fail, which is no other error."""
-        ...
 
     def free(self, unit: ScheduledUnit, after: ComputeEvent, waits: bool = True) -> None:
         """Free the full buffers once the compute up to ``after`` is done. Unless the comm stream
         ``waits``, all-gathers that follow may start before that, in other memory."""
-        ...
 
     def forbid_old_graphs(self, unit: ScheduledUnit, modules: Collection[int]) -> None:
         """Make autograd refuse the unit's parameters to every graph made so far: those of
         ``modules``, by their ids, or all if there are none."""
-        ...
 
     def allocate_input(self, gradients: Gradients) -> None:
         """Give the reduce input memory."""
-        ...
 
     def reduce(self, gradients: Gradients) -> ReductionWork:
         """Enqueue the reduce-scatter of the reduce input."""
-        ...
 
     def finish(self, gradients: Gradients, work: ReductionWork) -> None:
         """Make compute wait for a reduce-scatter, give the gradient to the parameters, and free
         the reduce input. With replicas the gradient is there after :meth:`finish_all_reduces`."""
-        ...
 
     def finish_all_reduces(self) -> None:
         """Make compute wait for all reductions over replicas."""
-        ...
 
     def abandon(self, reductions: Iterable[tuple[Gradients, ReductionWork]]) -> None:
         """Wait for reductions under way whose results nobody needs any more. Each is given as its
         gradients and its work handle."""
-        ...
 
     def finish_backward(self) -> None:
-        """Compare what the ranks issued, and settle which parameters have a gradient."""
-        ...
+        """Compare what the ranks issued, and find out which parameters have a gradient."""
 
     def is_profiled(self) -> bool:
         """Return whether a profiler runs. Without one, :meth:`span` marks nothing."""
-        ...
 
     def span(self, kind: str, name: str) -> AbstractContextManager[object]:
         """Mark what runs inside in a profiler's trace."""
-        ...
 
 
 class AutogradEngine(Protocol):
-    """What the autograd engine tells."""
+    """What the schedule asks of the autograd engine."""
 
     def is_in_backward(self) -> bool: ...
     def is_grad_enabled(self) -> bool: ...
     def is_for_all_leaves(self) -> bool:
         """Return whether the backward under way is for all leaves, as ``backward()`` is."""
-        ...
 
     def keeps_graph(self) -> bool:
         """Return whether the graph of the backward under way may be walked again, as with
         ``retain_graph=True``."""
-        ...
 
     def graph_task(self) -> int:
         """Return the number of the backward under way on this thread, -1 where there is none."""
-        ...
 
     def at_end_of_backward(self, function: Callable[[], None]) -> None:
         """Have ``function`` called when the backward under way has run."""
-        ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple
 
 from fsdp_overlap.schedule.interface import UnitIndex, UnitRefs
@@ -16,63 +17,65 @@ class ForwardOrder:
     A pass is predicted from the last one that began with the same unit: a head that runs alone,
     chunk by chunk, says nothing about the whole model. If none did, it is predicted from the last.
 
-    Only passes that gathered something count. A pass that found all units whole may have run on
+    Only passes that gathered something count. A pass that found all units unsharded may have run on
     this rank alone, and what is predicted is enqueued, so it must be the same on every rank. See
     Note [order].
     """
 
     def __init__(self) -> None:
-        self._taught: dict[UnitIndex, Sequence[UnitIndex]] = {}
-        self._last_taught: Sequence[UnitIndex] = []
-        self._learned: Sequence[UnitIndex] = []
+        self._recorded: dict[UnitIndex, Sequence[UnitIndex]] = {}
+        self._last_recorded: Sequence[UnitIndex] = []
+        self._predicted: Sequence[UnitIndex] = []
         self._first = -1
         self._running: list[UnitIndex] = []
-        self.teaches = False
-        """Whether the pass under way counts: it enqueued all-gathers, so it runs on every rank."""
+        self.is_recorded = False
+        """Whether the pass under way is to be recorded: it enqueued all-gathers, so it runs on
+        every rank."""
         self._next = 0
 
     def begin(self, first: UnitIndex = -1) -> None:
         """Begin a new pass. ``first`` is the unit that begins it; passes are told apart by it."""
-        if self.teaches:
-            self._taught[self._first] = self._last_taught = self._running
-        self._learned = self._taught.get(first, self._last_taught)
+        if self.is_recorded:
+            self._recorded[self._first] = self._last_recorded = self._running
+        self._predicted = self._recorded.get(first, self._last_recorded)
         self._first = first
         self._running = []
-        self.teaches = False
+        self.is_recorded = False
         self._next = 0
 
     def expect(self, units: Sequence[UnitIndex]) -> None:
         """Predict the rest of the pass under way as ``units``."""
-        self._learned = units
+        self._predicted = units
         self._next = 0
 
     def visit(self, unit: UnitIndex) -> None:
         """Record that ``unit`` runs now. If another unit was predicted, the prediction moves on to
-        behind this one. If this one is not ahead in the learned order, the prediction stays where
-        it is. Runs of one unit that follow each other count as one, because it stays gathered
-        between them."""
+        behind this one. If this one is not ahead in the prediction, that stays where it is. Runs of
+        one unit that follow each other count as one, because it stays gathered between them."""
         if self._running and self._running[-1] == unit:
             return
         self._running.append(unit)
-        if self._next < len(self._learned) and self._learned[self._next] == unit:
+        if self._next < len(self._predicted) and self._predicted[self._next] == unit:
             self._next += 1
             return
         with suppress(ValueError):
-            self._next = self._learned.index(unit, self._next) + 1
+            self._next = self._predicted.index(unit, self._next) + 1
 
     def upcoming(self, count: int) -> Sequence[UnitIndex]:
         """Return the ``count`` units expected next, fewer at the end of the pass."""
-        return self._learned[self._next : self._next + count]
+        return self._predicted[self._next : self._next + count]
 
     def predicted(self) -> Sequence[UnitIndex]:
         """Return the units of the longest pass known, in order."""
-        known = {**self._taught, self._first: self._running} if self.teaches else self._taught
+        known = dict(self._recorded)
+        if self.is_recorded:
+            known[self._first] = self._running
         return max(known.values(), key=len, default=[])
 
-    def has_learned(self, first: UnitIndex) -> bool:
+    def has_recorded(self, first: UnitIndex) -> bool:
         """Return whether a pass that ``first`` begins is predicted from one that it began
         before."""
-        return first in self._taught or (self.teaches and self._first == first)
+        return first in self._recorded or (self.is_recorded and self._first == first)
 
     def has_visited(self, unit: UnitIndex) -> bool:
         return unit in self._running
@@ -156,7 +159,7 @@ class RecomputeOrder:
         self._order: ForwardOrder | None = None
         """The same, or what is guessed for the first backward. ``None`` where calls tell more."""
         self._guesses = True
-        """Whether no backward has counted. Guesses that were wrong then are not made again."""
+        """Whether no backward was recorded. Guesses that were wrong then are not made again."""
         self._has_recomputed = False
 
     def begin(self) -> None:
@@ -167,8 +170,8 @@ class RecomputeOrder:
             self._order.begin()
 
     def end(self) -> None:
-        """End the backward. It counts if it enqueued something, and so ran on every rank."""
-        if self._order is not None and self._order.teaches:
+        """End the backward. It is recorded if it enqueued something, and so ran on every rank."""
+        if self._order is not None and self._order.is_recorded:
             self._guesses = False
             if self._has_recomputed:
                 self._recorded = self._order
@@ -194,17 +197,17 @@ class RecomputeOrder:
         self._order = self._order or ForwardOrder()
 
     def upcoming(self, unit: UnitIndex, count: int) -> Sequence[UnitIndex] | None:
-        """Return backward uses ``unit`` now, and is expected to use these next. ``None`` where the
-        calls that remain tell more."""
+        """Handle that backward uses ``unit`` now. Return the ``count`` units that it is expected to
+        use next, ``None`` where the calls that remain tell more."""
         if self._order is None:
             return None
         self._order.visit(unit)
         return self._order.upcoming(count)
 
-    def teach(self) -> None:
-        """Count the backward, which enqueues something."""
+    def record(self) -> None:
+        """Record the backward, which enqueues something."""
         if self._order is not None:
-            self._order.teaches = True
+            self._order.is_recorded = True
 
     def _guess(
         self, forward_pass: ForwardPass, calls: Iterable[ForwardRecord], together: int
@@ -232,7 +235,7 @@ def order_in_backward(
     """Return the units that a backward uses, one after the other, if it comes back to ``calls`` and
     each checkpoint runs so many of ``runs`` ``together`` again, and what is within them."""
     used: list[UnitIndex] = []
-    ran: list[ForwardRecord | NoGradForward] = sorted((*calls, *runs), key=lambda each: each.end)
+    ran: list[ForwardRecord | NoGradForward] = sorted((*calls, *runs), key=attrgetter("end"))
     while ran:
         last = ran.pop()
         if isinstance(last, ForwardRecord):
@@ -246,6 +249,6 @@ def order_in_backward(
         ):
             again.append(ran.pop())
             start = min(start, again[-1].start)
-        forward = sorted(again, key=lambda each: each.start)
-        used += [each.unit for each in (*forward, *again)]
+        forward = sorted(again, key=attrgetter("start"))
+        used += [run.unit for run in (*forward, *again)]
     return [unit for unit, before in zip(used, [-1, *used], strict=False) if unit != before]

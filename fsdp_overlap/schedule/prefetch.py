@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from fsdp_overlap.schedule.interface import (
     CommOps,
@@ -59,7 +59,7 @@ class Prefetcher:
         self,
         unit: ScheduledUnit,
         upcoming: Sequence[UnitIndex] = (),
-        asked: Sequence[Callable[[], ScheduledUnit | None]] = (),
+        asked: UnitRefs = (),
     ) -> bool:
         """Enqueue the all-gathers that are missing: compute needs ``unit`` now, and is expected to
         need ``upcoming`` next. Free delayed buffers after this unit's all-gather, so that it does
@@ -90,7 +90,7 @@ class Prefetcher:
                 if index in delayed:
                     ahead[index] = delayed.pop(index)
         if asked:
-            self._ask(unit, asked)
+            self._ask(asked)
             return self._issued != issued
         if delayed:
             self.flush()
@@ -124,8 +124,8 @@ class Prefetcher:
                 self._gather(unit)
 
     def before_step(self) -> None:
-        """Compute is about to edit shards. So it waits for the all-gathers that read them for a
-        pass that has not begun."""
+        """Make compute, which is about to edit shards, wait for the all-gathers that read them for
+        a pass that has not begun."""
         for index in self._for_next_pass:
             unit = self._refs[index]()
             if unit is not None:
@@ -206,8 +206,8 @@ class Prefetcher:
         self.in_graphs.clear()
 
     def wait_once_for_event(self, units: Iterable[ScheduledUnit]) -> None:
-        """All-gather wait for an event, which comes after all edits of ``units`` so far. So those
-        of the next pass need not wait for all compute."""
+        """Note that all-gathers wait for an event, which comes after all edits of ``units`` so far.
+        So those of the next pass need not wait for all compute."""
         self._record_edits_synced(units)
         self._waits_for_event = True
 
@@ -239,7 +239,7 @@ class Prefetcher:
 
     def _is_for_all_ranks(self, unit: ScheduledUnit, upcoming: Sequence[UnitIndex]) -> bool:
         """Return whether the pass that now comes to ``unit`` runs on every rank, as far as that is
-        known. What users keep whole this rank may run alone: Note [order]. Then the others must
+        known. What users keep unsharded this rank may run alone: Note [order]. Then the others must
         find here what they have too."""
         if unit.index in self._for_next_pass or not unit.is_unsharded:
             return True
@@ -247,8 +247,7 @@ class Prefetcher:
         return not all(other.is_unsharded for other in others)
 
     def _take_over(self) -> None:
-        """Count what was gathered for a pass that has begun as gathered ahead. what was gathered
-        for it counts as gathered ahead."""
+        """Count what was gathered for a pass, which has begun, as gathered ahead."""
         was_gathered = not self._are_edited_later
         self._are_edited_later = False
         for index, (version, is_for_pass) in self._for_next_pass.items():
@@ -258,11 +257,9 @@ class Prefetcher:
                 self._ahead[index] = None
         self._for_next_pass.clear()
 
-    def _ask(
-        self, unit: ScheduledUnit, asked: Sequence[Callable[[], ScheduledUnit | None]]
-    ) -> None:
-        """Gather the units that the user listed for ``unit``, unless they are whole already. See
-        Note [asked for]."""
+    def _ask(self, asked: UnitRefs) -> None:
+        """Gather the units that the user ``asked`` for and that are not unsharded. See Note [asked
+        for]."""
         others = [
             other
             for find in asked

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import count
 
 from fsdp_overlap.schedule.backward import Backward
-from fsdp_overlap.schedule.finalization import Finalization
+from fsdp_overlap.schedule.finalization import BackwardFinalizer
 from fsdp_overlap.schedule.interface import (
     AutogradEngine,
     CommOps,
@@ -53,7 +53,7 @@ UNFINISHED = (
 
 
 class Schedule:
-    """Hears the events of one context's forwards and backwards, and decides at each.
+    """Decides at each event of one context's forwards and backwards what is issued.
 
     ``refs`` find the units, and ``units`` lists those that exist. ``sync_requires_grad`` finds out
     which param groups get gradients: the user may freeze parameters between forward and backward.
@@ -79,7 +79,7 @@ class Schedule:
         self._states: UnitStates = defaultdict(UnitState)
         self.prefetcher = Prefetcher(comm, prefetch, stats, refs, self._states)
         self.reducer = GradReducer(comm, max_reduce_inputs, self._states)
-        self.finalization = Finalization(self.prefetcher, self.reducer, comm, engine, units)
+        self.finalizer = BackwardFinalizer(self.prefetcher, self.reducer, comm, engine, units)
         self.order = ForwardOrder()
         self._recompute_order = RecomputeOrder(refs)
         self._shards_replicas = shards_replicas
@@ -89,7 +89,7 @@ class Schedule:
         self._pass = ForwardPass()
         self._is_pass_over = True
         self._unfinished: list[ScheduledUnit] = []
-        """Units of several modules that stay whole, because not all of their modules have run in
+        """Units of several modules that stay gathered, because not all of their modules have run in
         the forward under way. See Note [several modules]."""
         self._read_by_others: dict[UnitIndex, deque[ForwardPass]] = {}
         """Units of which a module did not run in these passes, so that others may have read its
@@ -116,7 +116,7 @@ class Schedule:
             self.order.visit(unit.index)
             upcoming = self.order.upcoming(self.prefetcher.prefetch)
             if self.prefetcher.use(unit, upcoming, unit.forward_prefetch):
-                self.order.teaches = True
+                self.order.is_recorded = True
             unit.wait()
 
     def after_forward(
@@ -201,18 +201,18 @@ class Schedule:
         """Whether a forward has run that a backward may come back to."""
         return self._backward is not None or any(past.calls for past in self._open_passes)
 
-    def has_learned(self, first: ScheduledUnit, with_backward: bool) -> bool:
+    def has_recorded(self, first: ScheduledUnit, with_backward: bool) -> bool:
         """Return whether the pass that ``first`` is about to begin, and its backward, have run
         before."""
-        return self.order.has_learned(first.index) and (self._backwards > 0 or not with_backward)
+        return self.order.has_recorded(first.index) and (self._backwards > 0 or not with_backward)
 
     def under_way(self) -> str | None:
-        """Return what has begun and is not complete, in words. ``None`` between whole steps."""
+        """Return what has begun and is not complete, in words. ``None`` between steps."""
         if self._running:
             return "a forward under way"
         if self.awaits_backward:
             return "a forward whose backward has not run"
-        if self.finalization.is_under_way:
+        if self.finalizer.is_under_way:
             return "a backward that is not finalized"
         if any(unit.is_waiting or self.has_unreduced(unit) for unit in self._units()):
             return "a backward whose gradients are not reduced"
@@ -256,7 +256,7 @@ class Schedule:
         return unit.is_root or self._is_pass_over or self.order.has_visited(unit.index)
 
     def _begin_pass(self, first: ScheduledUnit) -> None:
-        self.finalization.check_done("forward")
+        self.finalizer.check_done("forward")
         self._is_pass_over = False
         self.prefetcher.finish_pass(before=first)
         self.prefetcher.release_stale()
@@ -321,12 +321,13 @@ class Schedule:
         self.reducer.arrived(unit, gradients, index)
 
     def _begin_backward(self) -> Backward:
-        self.finalization.check_done("backward")
+        self.finalizer.check_done("backward")
         self._engine.at_end_of_backward(self._end_backward)
         self._sync_requires_grad()
         self._backwards += 1
         self._backward = backward = Backward(
             self._backwards,
+            self._graph_task(),
             self.prefetcher,
             self.reducer,
             self._comm,
@@ -353,9 +354,9 @@ class Schedule:
             for unit in self._units():
                 if unit.has_post_forward_shard:
                     unit.free_post_forward_shards()  # where backward did not come back to it
-            self.finalization.end_backward()
-            if backward.lost is not None:
-                raise RuntimeError(backward.lost)
+            self.finalizer.end_backward()
+            if backward.lost_edit is not None:
+                raise RuntimeError(backward.lost_edit)
         finally:
             # If a user's hook raised, gradients are missing: the next forward says what to do.
             if sys.exception() is None or not self.reducer.is_under_way:
@@ -385,7 +386,7 @@ class Schedule:
 
     def start_param_sync(self) -> None:
         """Gather stale full buffers again, in the order in which forward will use them. Where full
-        buffers are not kept, gathers the units that forward needs first."""
+        buffers are not kept, gather the units that forward needs first."""
         self.begin_next_pass()
         self.prefetcher.refresh(unit for unit in self.predicted_units() if not self.is_in_use(unit))
 
@@ -404,12 +405,6 @@ class Schedule:
         """Return all units, in the order in which the next forward is expected to run them."""
         predicted = [self._refs[index]() for index in self.order.predicted()]
         return [unit for unit in dict.fromkeys([*predicted, *self._units()]) if unit is not None]
-
-    def finish_param_sync(self) -> None:
-        """Do what :meth:`start_param_sync` does, and make compute wait for all units."""
-        self.start_param_sync()
-        for unit in self._units():
-            unit.wait()
 
     def release_unsharded(self) -> None:
         """Free every full buffer that is not in use."""
@@ -441,13 +436,13 @@ class Schedule:
     # Reset
 
     def drop(self) -> None:
-        """Forget what is under way. Also forgets the recorded order, which may differ from rank to
-        rank. See Note [errors]."""
+        """Forget what is under way, and the recorded order, which may differ from rank to rank. See
+        Note [errors]."""
         self.order = ForwardOrder()
         self._recompute_order = RecomputeOrder(self._refs)
         self.prefetcher.drop()
         self.reducer.drop()
-        self.finalization.drop()
+        self.finalizer.drop()
         self._running.clear()
         self._backward = None
         self._is_pass_over = True

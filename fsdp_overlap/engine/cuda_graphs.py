@@ -1,0 +1,189 @@
+"""Steps captured in CUDA graphs: Note [captured steps]."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from weakref import WeakSet, ref
+
+import torch
+
+from fsdp_overlap.comm.graphs import before_capture_or_replay, capture_under_way
+from fsdp_overlap.engine.comm_context import CommContext
+from fsdp_overlap.engine.mesh import MeshInfo
+from fsdp_overlap.engine.unit import Unit
+from fsdp_overlap.schedule.interface import ScheduledUnit
+from fsdp_overlap.schedule.scheduler import Schedule
+
+
+class CapturedSteps:
+    """What one context does about graphs. ``units``, ``mesh_infos`` and ``parts`` give what the
+    context has now; ``parts`` is ``None`` before the first forward."""
+
+    def __init__(
+        self,
+        units: Callable[[], Sequence[Unit]],
+        mesh_infos: Callable[[], Iterable[MeshInfo]],
+        parts: Callable[[], tuple[Schedule, CommContext] | None],
+    ) -> None:
+        self._units = units
+        self._mesh_infos = mesh_infos
+        self._parts = parts
+        self.is_under_way = False
+        """Whether a capture is under way in which units run."""
+        self._versions: dict[Unit, int] = {}
+        self._left: str | None = None
+        self._replays: WeakSet[ReplayedSteps] = WeakSet()
+
+    # What ``comm/graphs`` calls, as of a ``Watcher``
+
+    def capture_begins(self) -> None:
+        self._versions = {unit: unit.version for unit in self._units()}
+        self._left = None
+
+    def capture_ends(self) -> ReplayedSteps | None:
+        edited = [unit for unit, version in self._versions.items() if unit.version != version]
+        self._versions.clear()
+        parts, was_under_way = self._parts(), self.is_under_way
+        self.is_under_way = False
+        if parts is None:
+            return None
+        schedule, comm = parts
+        if was_under_way:
+            self._left = schedule.under_way()
+            for unit in self._units():
+                unit.mark_stale()  # a capture moves no data
+            with suppress(RuntimeError):  # CUDA itself says what ended the capture
+                comm.end_capture()
+        if was_under_way or edited:
+            replays = ReplayedSteps(edited, comm)
+            self._replays.add(replays)
+            return replays
+        return None
+
+    def capture_ended(self) -> None:
+        left, self._left = self._left, None
+        parts = self._parts()
+        if parts is None:
+            return
+        schedule, comm = parts
+        comm.let_comm_streams_wait()  # events of the capture are none that gathers could wait for
+        if left is None or sys.exception() is not None:
+            return
+        comm.wait_for_comm_streams()
+        schedule.drop()
+        comm.rest()
+        raise RuntimeError(
+            f"the capture of a CUDA graph ended with {left}: capture whole steps, with the "
+            "backward of every forward. The graph is empty now"
+        )
+
+    def lose_groups(self) -> None:
+        """Refuse replays from now on: process groups are renewed."""
+        for replays in self._replays:
+            replays.lost_groups = True
+
+    # What hooks call
+
+    def join(self, unit: ScheduledUnit) -> None:
+        """Join the graph that is captured while ``unit`` is about to run.
+
+        Raises:
+            RuntimeError: it cannot be captured. Nothing was changed.
+        """
+        if not self.is_under_way:
+            if (reason := self._why_refused(unit)) is not None:
+                raise RuntimeError(
+                    f"unit {unit.name!r} runs while a CUDA graph is captured, which cannot be "
+                    f"right: {reason}. Nothing was changed"
+                )
+            parts = self._parts()
+            assert parts is not None
+            for other in self._units():
+                other.mark_stale()  # outer shards are gathered in every replay
+            parts[1].begin_capture()
+            self.is_under_way = True
+
+    def check_backward(self, is_capturing: bool) -> None:
+        """Check a backward that begins, and whose stream is captured or not.
+
+        Raises:
+            RuntimeError: its forward was not in the same capture.
+        """
+        if is_capturing and not self.is_under_way:
+            raise RuntimeError(
+                "a backward is captured in a CUDA graph without its forward: capture both in one "
+                "graph, as a whole step. torch.cuda.make_graphed_callables() captures them apart, "
+                "so it cannot be used on units"
+            )
+
+    def _why_refused(self, unit: ScheduledUnit) -> str | None:
+        parts = self._parts()
+        if parts is None or not parts[0].has_recorded(unit, torch.is_grad_enabled()):
+            return (
+                "steps are not alike yet: run two whole ones, with the optimizer's, before the "
+                "capture"
+            )
+        if capture_under_way() is None:
+            return "the capture was not begun by torch.cuda.CUDAGraph, so replays go unnoticed"
+        if (left := parts[0].under_way()) is not None:
+            return f"there is {left}: capture all of a step"
+        if any(mesh_info.order_check.confirms for mesh_info in self._mesh_infos()):
+            return "its ranks communicate by gloo, which makes the host wait: use NCCL"
+        for other in self._units():
+            if (reason := _why_unit_is_refused(other)) is not None:
+                return f"unit {other.name!r} {reason}"
+        return None
+
+
+def _why_unit_is_refused(unit: Unit) -> str | None:
+    settings = unit.settings
+    if unit.is_offloaded:
+        return "is offloaded, so that the host waits for copies: shard without CPUOffloadPolicy"
+    if settings.uses_group_memory or settings.uses_symmetric_memory:
+        return (
+            "takes memory from the process group, and a graph takes all from its own pool: switch "
+            "that off"
+        )
+    for param_group in unit.param_groups:
+        if param_group.full.allocated:
+            return (
+                "has a full buffer from before the capture, which a replay would not fill, or that "
+                "may be freed by then: call ctx.release_unsharded() right before the capture, and "
+                "leave set_keep_unsharded_storage() off"
+            )
+    return None
+
+
+class ReplayedSteps:
+    """Counts each replay as an edit of the shards that the capture ``edited``, and keeps it in
+    order with what comm streams do eagerly."""
+
+    def __init__(self, edited: Sequence[Unit], comm: CommContext) -> None:
+        self._edited = [ref(unit) for unit in edited]
+        self._comm = ref(comm)
+        self.lost_groups = False
+        """Whether the process groups that it uses may be gone."""
+
+    def before(self) -> None:
+        comm = self._comm()
+        if comm is None or self.lost_groups:
+            raise RuntimeError(
+                "replay() of a CUDA graph whose "
+                + ("process groups ctx.reset() has renewed" if comm else "model is gone")
+                + ": capture the step again"
+            )
+        if self._edited:
+            for call in before_capture_or_replay:
+                call()
+        comm.wait_for_comm_streams()
+
+    def after(self) -> None:
+        for find in self._edited:
+            if (unit := find()) is not None:
+                for param_group in unit.param_groups:
+                    param_group.edits.record_values()
+        if (comm := self._comm()) is not None:
+            for comm_stream in comm.comm_streams:
+                comm_stream.after_replay()
