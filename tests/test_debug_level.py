@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 
-from fsdp_overlap.comm.collectives import InPlaceRows, coalesces, gather_pieces
+from fsdp_overlap.comm.collectives import all_gather_coalesced, coalesces
 from fsdp_overlap.comm.process_groups import OwnGroup, backend_name, backend_of, options_of
+from fsdp_overlap.comm.row_collectives import InPlaceRows
 from fsdp_overlap.layout import ParamSpec, PerTensor, RowsPlan
 from fsdp_overlap.torch_internals import unwrapped
 from support.ranks import run_ranks
@@ -38,18 +39,18 @@ def detailed() -> Iterator[dist.ProcessGroup]:
         coalesces.cache_clear()
 
 
-def pieces() -> None:
+def coalesced() -> None:
     """As for NCCL, on gloo, which the wrapper serves alike."""
     with detailed() as group:
         rank = group.rank()
         own = [torch.full((size,), float(rank)) for size in (2, 3)]
         full = [torch.zeros(4), torch.zeros(6)]
-        gather_pieces((full, own), group)
+        all_gather_coalesced((full, own), group)
         assert [each.tolist() for each in full] == [[0.0] * 2 + [1.0] * 2, [0.0] * 3 + [1.0] * 3]
         specs = tuple(ParamSpec(name, shape, torch.float32) for name, shape in SHAPES.items())
         plan = RowsPlan(specs, 2)
         gradients = torch.arange(plan.numel, dtype=torch.float32) * (rank + 1)
-        issued = InPlaceRows().reduce_scatter(gradients.clone(), plan, group, divisor=3.0)
+        issued = InPlaceRows(plan).reduce_scatter(gradients.clone(), group, divisor=3.0)
         total = torch.arange(plan.numel, dtype=torch.float32)
         whole = [
             total[offset : offset + spec.numel].view(2, -1)[rank]
@@ -61,8 +62,8 @@ def pieces() -> None:
 SHAPES = {"one": (4, 8), "other": (2, 16)}
 
 
-def test_pieces_travel_one_by_one_where_groups_are_wrapped() -> None:
-    run_ranks(pieces, 2)
+def test_collectives_are_issued_one_by_one_where_groups_are_wrapped() -> None:
+    run_ranks(coalesced, 2)
 
 
 def training() -> None:

@@ -14,7 +14,7 @@ from weakref import WeakSet, ref
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.comm.collectives import PendingCollective, gather_pieces
+from fsdp_overlap.comm.collectives import PendingCollective, all_gather_coalesced
 from fsdp_overlap.comm.comm_streams import CollectiveOp, CommStream, ComputeEvent, WorkHandle, span
 from fsdp_overlap.comm.graphs import before_capture_or_replay, capture_under_way
 from fsdp_overlap.desync.order_check import N_KINDS
@@ -78,13 +78,13 @@ def _together(param_groups: Sequence[ParamGroup]) -> CollectiveOp:
 
 def _issue(param_groups: Sequence[ParamGroup]) -> PendingCollective:
     """Gather param groups of one group: in one launch those that can, and each of the others."""
-    found = [(param_group, param_group.make_pieces()) for param_group in param_groups]
+    found = [(param_group, param_group.gather_tensors()) for param_group in param_groups]
     group = param_groups[0].groups.gather
-    if pieces := [each for _, each in found if each is not None]:
-        received, sent = (list(chain.from_iterable(each)) for each in zip(*pieces, strict=True))
-        if len({piece.dtype for piece in sent}) > 1:
-            received, sent = ([p.view(torch.uint8) for p in each] for each in (received, sent))
-        gather_pieces((received, sent), group)
+    if tensors := [each for _, each in found if each is not None]:
+        received, sent = (list(chain.from_iterable(each)) for each in zip(*tensors, strict=True))
+        if len({each.dtype for each in sent}) > 1:
+            received, sent = ([t.view(torch.uint8) for t in each] for each in (received, sent))
+        all_gather_coalesced((received, sent), group)
     # Users' extensions may raise. So they come before what gloo writes into full buffers, which
     # ctx.reset() frees.
     rest = sorted((b for b, each in found if each is None), key=lambda b: not b.is_extension)

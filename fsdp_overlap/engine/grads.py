@@ -229,10 +229,7 @@ class ParamGroupGradients:
             "reduce_scatter",
             param_group.label,
             lambda: param_group.collectives.reduce_scatter(
-                self.reduce_scatter_input.flat,
-                param_group.gather_plan,
-                param_group.groups.reduce,
-                divisor,
+                self.reduce_scatter_input.flat, param_group.groups.reduce, divisor
             ),
             accept,
             nbytes=self._communicates,

@@ -54,7 +54,7 @@ class PostForwardShard:
     def all_gather(self, full: torch.Tensor) -> PendingCollective:
         """Fill ``full`` from the neighbours' parts. Collective over the neighbours."""
         assert self._values is not None
-        return self._collectives.all_gather(full, self._values, self.plan, alive(self._group))
+        return self._collectives.all_gather(full, self._values, alive(self._group))
 
     def keeper(self, version: int) -> Callable[[torch.Tensor], None]:
         """Return a function that keeps this rank's part of a full buffer. The buffer was gathered
@@ -137,9 +137,7 @@ class OuterShard:
         if not self.whole.allocated:
             comm_stream.allocate(self.param_group.label, self.whole)
         version = self.param_group.version
-        issue = partial(
-            self.collectives.all_gather, self.whole.flat, self.param_group.shard, self.plan, group
-        )
+        issue = partial(self.collectives.all_gather, self.whole.flat, self.param_group.shard, group)
         self._work = comm_stream.enqueue(
             "copies_all_gather",
             self.param_group.label,
@@ -205,7 +203,7 @@ class ReplicaReduction:
         else:
             reduce_scatter = replica_shard.collectives.reduce_scatter
             kind, times = "copies_reduce_scatter", 1
-            issue = partial(reduce_scatter, total, replica_shard.plan, group, divisor)
+            issue = partial(reduce_scatter, total, group, divisor)
         nbytes = times * total.nbytes * (group.size() - 1) // group.size()
         work = comm_stream.enqueue(kind, self.param_group.label, issue, accept, nbytes)
         self._in_flight.append((work, total))

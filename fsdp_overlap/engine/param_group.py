@@ -20,26 +20,23 @@ from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_overlap.comm.collectives import (
     Collectives,
-    CustomCollectives,
-    CustomComms,
-    GathersInPlace,
-    LocalCollectives,
-    PackedRows,
+    GatherTensors,
     PendingCollective,
-    Pieces,
+    RangeCollectives,
     choose,
-    choose_for_rows,
 )
 from fsdp_overlap.comm.comm_streams import CollectiveOp, CommStream, ComputeEvent, WorkHandle
+from fsdp_overlap.comm.custom_collectives import CustomCollectives, CustomComms
 from fsdp_overlap.comm.extension_gather import ExtensionGather
 from fsdp_overlap.comm.process_groups import CommGroups, communicates
 from fsdp_overlap.comm.quantized import (
     QuantizedFormat,
-    QuantizedGather,
-    QuantizedReduction,
+    QuantizedRangesGather,
+    QuantizedRangesReduction,
     QuantizedRowsGather,
     QuantizedRowsReduction,
 )
+from fsdp_overlap.comm.row_collectives import PackedRows, choose_for_rows
 from fsdp_overlap.comm.streams import mark_enqueued
 from fsdp_overlap.comm.symmetric_memory import SymmetricCollectives
 from fsdp_overlap.engine.autograd import VersionCounters, graph_task, is_in_backward
@@ -262,12 +259,12 @@ def choose_collectives(
     compute_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
     extensions: ExtensionGather | None = None,
-) -> Collectives[Any]:
+) -> Collectives:
     """Return how a param group of ``plan`` travels among the ranks of ``group``: in
     ``compute_dtype`` when it is gathered and in ``reduce_dtype`` when it is reduced, or else as
     ``policy`` says, or as the parameters themselves do by ``extensions``."""
     flat = plan.packed if isinstance(plan, RowsPlan) else plan
-    ranges: Collectives[ParamGroupPlan] = choose(mesh_info.device_type, group, flat)
+    ranges: RangeCollectives = choose(mesh_info.device_type, group, flat)
     is_alone = not communicates(group)
     is_custom = settings.comms != CustomComms()
     if policy is not None and not policy.applies_to(plan):
@@ -281,37 +278,38 @@ def choose_collectives(
         ranges = CustomCollectives(settings.comms, ranges)
     elif settings.uses_symmetric_memory and not is_alone:
         mesh_info.symmetric_memory.reserve(plan, compute_dtype, reduce_dtype)
-        ranges = SymmetricCollectives(mesh_info.symmetric_memory)
-    found: Any = ranges
-    if isinstance(plan, RowsPlan) and is_alone:
-        found = LocalCollectives()
-    elif isinstance(plan, RowsPlan):
+        ranges = SymmetricCollectives(flat, mesh_info.symmetric_memory)
+    found: Collectives = ranges
+    if isinstance(plan, RowsPlan) and not is_alone:
         is_free = not is_custom and not settings.uses_symmetric_memory
         fastest = choose_for_rows(mesh_info.device_type, group, plan)
-        found = fastest if is_free else PackedRows(ranges)
+        found = fastest if is_free else PackedRows(plan, ranges)
     if extensions is not None:
         extensions.others = ranges
         return CollectivePair(extensions.all_gather, found.reduce_scatter)
     if policy is None:
         return found
     gather, reduce = found.all_gather, found.reduce_scatter
-    in_rows = isinstance(plan, RowsPlan)
 
     def wire(dtype: torch.dtype, codes: torch.dtype) -> QuantizedFormat:
         travels = policy.wire(plan, dtype, codes)
-        own = travels.segment(0 if in_rows else group.rank())
+        own = travels.segment(0 if isinstance(plan, RowsPlan) else group.rank())
         return QuantizedFormat(travels, own, codes, policy.scale_dtype(dtype, codes))
 
     if policy.gather_dtype is not None:
         sent = wire(compute_dtype, policy.gather_dtype)
         gather = (
-            QuantizedRowsGather(sent, ranges, group.size())
-            if in_rows
-            else QuantizedGather(sent, ranges)
+            QuantizedRowsGather(sent, plan, ranges)
+            if isinstance(plan, RowsPlan)
+            else QuantizedRangesGather(sent, ranges)
         ).all_gather
     if policy.reduce_dtype is not None and not is_alone:
         sent = wire(reduce_dtype, policy.reduce_dtype)
-        reduce = (QuantizedRowsReduction if in_rows else QuantizedReduction)(sent).reduce_scatter
+        reduce = (
+            QuantizedRowsReduction(sent, plan)
+            if isinstance(plan, RowsPlan)
+            else QuantizedRangesReduction(sent, plan)
+        ).reduce_scatter
     return CollectivePair(gather, reduce)
 
 
@@ -351,7 +349,7 @@ class ParamGroup:
         self.edits = ParamGroupEdits(mesh_info)
         self.mesh_info = mesh_info
         self.groups: CommGroups
-        self.collectives: Collectives[Any]
+        self.collectives: Collectives
         self.extensions: ExtensionGather | None = None
         self.compute_dtype = compute_dtype
         self.comm_policy = comm_policy
@@ -624,20 +622,18 @@ class ParamGroup:
             part.nbytes_of_others(self.full.flat) if is_kept else self.comm_nbytes,
         )
 
-    def make_pieces(self) -> Pieces | None:
-        """Do what :meth:`collective_op` does before its all-gather, if that is in place: param
-        groups of one group can share it. Else ``None``. Call it in the comm stream's order."""
-        if self.post_forward_shard is not None or not isinstance(self.collectives, GathersInPlace):
+    def gather_tensors(self) -> GatherTensors | None:
+        """Return what its all-gather fills and sends, if NCCL can run it as one with others of the
+        same group. Else ``None``. Call it in the comm stream's order."""
+        make: Any = getattr(self.collectives, "gather_tensors", None)
+        if self.post_forward_shard is not None or make is None:
             return None
-        return self.collectives.make_pieces(
-            self.full.flat, self._gathered_shard(), self.gather_plan, self.groups.gather
-        )
+        tensors: GatherTensors = make(self.full.flat, self._gathered_shard(), self.groups.gather)
+        return tensors
 
     def _all_gather(self) -> PendingCollective:
         shard = self.shard if self.outer_shard is None else self._gathered_shard()
-        return self.collectives.all_gather(
-            self.full.flat, shard, self.gather_plan, self.groups.gather
-        )
+        return self.collectives.all_gather(self.full.flat, shard, self.groups.gather)
 
     def _gathered_shard(self) -> torch.Tensor:
         if self.outer_shard is None:

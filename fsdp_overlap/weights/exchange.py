@@ -380,7 +380,7 @@ class WeightExchange:
                 _pack(mine, messages.sends[self.rank], sources)
                 plan = ParamGroupPlan((), (), tuple(sizes))
                 collectives = choose(self.device.type, self.group, plan)
-                return collectives.all_gather(received, mine, plan, self.group)
+                return collectives.all_gather(received, mine, self.group)
             sent_sizes = _sizes(messages.sends, self.ranks)
             sent = torch.empty(sum(sent_sizes), dtype=torch.uint8, device=self.device)
             _pack(sent, _in_order(messages.sends), sources)

@@ -82,7 +82,7 @@ def forced_shards(padding: float, tensor_collectives: bool) -> Iterator[None]:
 
     def choose(device: str, group: dist.ProcessGroup, plan: ParamGroupPlan) -> Any:
         assert plan.is_equal
-        return collectives.TensorCollectives()
+        return collectives.TensorCollectives(plan)
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(pack, "DEFAULT_PADDING", padding))

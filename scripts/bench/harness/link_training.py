@@ -139,7 +139,7 @@ class OurAllGather(Ours, AllGather):
     ) -> None:
         plan = plan_of(output_tensor.numel(), output_tensor.dtype, group.size())
         gather = choose("cpu", group, plan).all_gather
-        finish(gather(output_tensor.view(-1), input_tensor.view(-1), plan, group))
+        finish(gather(output_tensor.view(-1), input_tensor.view(-1), group))
 
 
 class OurReduceScatter(Ours, ReduceScatter):
@@ -154,7 +154,7 @@ class OurReduceScatter(Ours, ReduceScatter):
         divisor = {dist.ReduceOp.AVG: None, dist.ReduceOp.SUM: 1.0}[op]
         plan = plan_of(input_tensor.numel(), input_tensor.dtype, group.size())
         reduce = choose("cpu", group, plan).reduce_scatter
-        own = finish(reduce(input_tensor.view(-1), plan, group, divisor))
+        own = finish(reduce(input_tensor.view(-1), group, divisor))
         output_tensor.copy_(own.view_as(output_tensor))
 
 
@@ -319,12 +319,12 @@ def make_communication(
 
     def communicate() -> float:
         uses = 2 * len(model) - (1 if prefetch else 0)
-        gathers = [collectives.all_gather(full, shard, plan, gather_group) for _ in range(uses)]
+        gathers = [collectives.all_gather(full, shard, gather_group) for _ in range(uses)]
         reductions: deque[PendingCollective] = deque()
         for _ in model:
             if len(reductions) == MAX_INPUTS:
                 finish(reductions.popleft())
-            reductions.append(collectives.reduce_scatter(gradients, plan, reduce_group))
+            reductions.append(collectives.reduce_scatter(gradients, reduce_group))
         for one in (*gathers, *reductions):
             finish(one)
         return 0.0
