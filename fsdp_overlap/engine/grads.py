@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp_overlap.comm.comm_streams import CommStream, WorkHandle
-from fsdp_overlap.engine.hsdp import Accept, ReplicaReduction
+from fsdp_overlap.comm.comm_streams import Accept, CommStream, WorkHandle
+from fsdp_overlap.engine.hsdp import ReplicaReduction
 from fsdp_overlap.engine.options import ReduceOptions, sent_sizes
 from fsdp_overlap.engine.param import is_placed_like, placed_like, tp_local_tensor
 from fsdp_overlap.engine.param_group import D2HCopy, ParamGroup, places_in_shard

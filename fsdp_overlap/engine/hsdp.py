@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_overlap.comm.collectives import PendingCollective, all_reduce, choose
-from fsdp_overlap.comm.comm_streams import CommStream, WorkHandle
+from fsdp_overlap.comm.comm_streams import Accept, CommStream, WorkHandle
 from fsdp_overlap.comm.process_groups import CommGroups, alive
 from fsdp_overlap.engine.mesh import MeshInfo
 from fsdp_overlap.layout import ParamGroupPlan, Plan, RowsPlan
@@ -161,8 +161,6 @@ class OuterShard:
 
 
 # ---- The all-reduce of gradients over replicas ----
-
-Accept = Callable[[torch.Tensor], None]
 
 
 class ReplicaReduction:
