@@ -17,8 +17,8 @@ T = TypeVar("T")
 
 def gather_objects(mine: T, group: dist.ProcessGroup, device: torch.device, what: str) -> list[T]:
     """Return what each rank of ``group`` gives, in the order of ranks. Travels in memory of
-    ``device``. ``what`` says in errors who asks. Collective; the host waits, and asks the group's
-    watchdog, which ``torch.distributed.all_gather_object()`` does not.
+    ``device``. ``what`` says in errors what it is for. Collective; the host waits, and polls the
+    group's watchdog, which ``torch.distributed.all_gather_object()`` does not.
 
     Raises:
         RuntimeError: a rank did not come.
@@ -46,14 +46,14 @@ def broadcast_object(
     is_mine = group.rank() == source
     sent = torch.frombuffer(bytearray(pickle.dumps(mine) if is_mine else b"-"), dtype=torch.uint8)
     size = torch.tensor([sent.numel()], device=device)
-    _wait(dist.broadcast(size, group=group, group_src=source, async_op=True), group, what)
+    wait_for(dist.broadcast(size, group=group, group_src=source, async_op=True), group, what)
     received = (
         sent.to(device) if is_mine else torch.empty(int(size), dtype=torch.uint8, device=device)
     )
-    _wait(dist.broadcast(received, group=group, group_src=source, async_op=True), group, what)
+    wait_for(dist.broadcast(received, group=group, group_src=source, async_op=True), group, what)
     held = received.cpu()
-    told: T = pickle.loads(ctypes.string_at(held.data_ptr(), held.numel()))
-    return told
+    given: T = pickle.loads(ctypes.string_at(held.data_ptr(), held.numel()))
+    return given
 
 
 def all_equal(number: int, group: dist.ProcessGroup, device: torch.device, what: str) -> bool:
@@ -64,16 +64,19 @@ def all_equal(number: int, group: dist.ProcessGroup, device: torch.device, what:
         RuntimeError: a rank did not come.
     """
     ends = torch.tensor([number, -number], device=device)
-    _wait(dist.all_reduce(ends, dist.ReduceOp.MAX, group=group, async_op=True), group, what)
+    wait_for(dist.all_reduce(ends, dist.ReduceOp.MAX, group=group, async_op=True), group, what)
     most, least = ends.tolist()
     return bool(most == -least)
 
 
 def _gather(mine: torch.Tensor, group: dist.ProcessGroup, what: str) -> list[torch.Tensor]:
     others = [torch.empty_like(mine) for _ in range(group.size())]
-    _wait(dist.all_gather(others, mine, group, async_op=True), group, what)
+    wait_for(dist.all_gather(others, mine, group, async_op=True), group, what)
     return others
 
 
-def _wait(work: dist.Work, group: dist.ProcessGroup, what: str) -> None:
-    HostWorkHandle(what, "", PendingCollective([work], lambda: torch.empty(0), group), None).wait()
+def wait_for(work: dist.Work, group: dist.ProcessGroup, what: str, label: str = "") -> None:
+    """Block the host until ``work`` is done, and poll the group's watchdog. ``what`` and ``label``,
+    a unit's, are named in errors."""
+    pending = PendingCollective([work], lambda: torch.empty(0), group)
+    HostWorkHandle(what, label, pending, None).wait()

@@ -112,7 +112,7 @@ def _difference(mesh_info: MeshInfo, param_groups: Sequence[ParamGroup], failure
     groups = mesh_info.groups_to_check
     for group in groups:
         # What differs in one group is made known to the next.
-        for _, its_shapes, its_summary in mesh_info.order_check.ask(
+        for _, its_shapes, its_summary in mesh_info.order_check.exchange(
             [START, shapes, summary], group
         ):
             shapes = shapes if its_shapes == shapes else DIFFERENT

@@ -596,7 +596,7 @@ class FsdpContext:
         self.lazy_init()  # so that a rank on which nothing ran yet meets the others too
         for mesh_info in self.mesh_infos:
             mesh_info.make_groups()
-        self.error_monitor.meet(sys.exception())
+        self.error_monitor.wait_for_resets(sys.exception())
         self.rest()
         self._groups.renew()
         self.captured_steps.lose_groups()

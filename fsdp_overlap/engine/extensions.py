@@ -238,7 +238,7 @@ class ExtensionParamGroup(ParamGroup):
         facts = repr([[(each.shape, each.dtype) for each in tensors] for tensors in inputs])
         mine = [START, hash_of(facts.encode()), 0]
         for group in self.mesh_info.groups_to_check:
-            if any(other != mine for other in self.mesh_info.order_check.ask(mine, group)):
+            if any(other != mine for other in self.mesh_info.order_check.exchange(mine, group)):
                 names = ", ".join(repr(spec.fqn) for spec in self.plan.specs)
                 raise RuntimeError(
                     f"fsdp_pre_all_gather gives other sizes or dtypes on other ranks, for one of "

@@ -115,7 +115,7 @@ class OwnerGroups:
         the others find it by asking."""
         self.connect(group)
         if group.mesh_info is not None:
-            group.mesh_info.error_monitor.begins("an optimizer's step", group.group)
+            group.mesh_info.error_monitor.begin_exchange("an optimizer's step", group.group)
 
     def add(self, parameters: Iterable[tuple[torch.Tensor, Split]]) -> None:
         """Find the owner groups of ``parameters``, each given with its split. At the first call for
@@ -169,7 +169,7 @@ class OwnerGroups:
         connected = [group for group in self._groups.values() if group.is_connected]
         for mesh_info in {group.mesh_info for group in connected}:
             if mesh_info is not None:
-                mesh_info.error_monitor.gave_up("Muon.step()", error)
+                mesh_info.error_monitor.give_up("Muon.step()", error)
         self._own_cache.close()
         self._own_cache = GroupCache(separate=False)
 

@@ -340,7 +340,7 @@ class WeightExchange:
 
     def _begin(self) -> None:
         if self.error_monitor is not None and self.group is not None:
-            self.error_monitor.begins(self.what, self.group)
+            self.error_monitor.begin_exchange(self.what, self.group)
 
     @property
     def rank(self) -> int:
