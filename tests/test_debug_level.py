@@ -87,7 +87,7 @@ def test_ours_trains_there_as_fsdp2_does() -> None:
 def aborted() -> list[str]:
     """The wrapper's abort() does nothing in torch 2.11."""
     with detailed() as group:
-        assert backend_name("cpu", group) == "gloo"
+        assert backend_name(group, "cpu") == "gloo"
         assert options_of(group, "cpu") is not None
         called: list[str] = []
 

@@ -186,7 +186,7 @@ def train_in_pieces(columns_too: bool) -> None:
     """Large parameters travel by themselves, in place, and what is small in a packed buffer."""
     for large in (1, 300):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(row_collectives, "LARGE_BYTES", large)
+            patch.setattr(row_collectives, "MIN_UNPACKED_BYTES", large)
             Twins(deep, shard_columns if columns_too else shard_layers, layout=PerTensor()).train(2)
 
 

@@ -324,7 +324,7 @@ def all_reduce(
 ) -> PendingCollective:
     """Replace ``values`` by their sum over ranks, divided by ``divisor``, which may be ``None`` as
     in :meth:`Collectives.reduce_scatter`. Collective over ``group``."""
-    if divisor is None and backend_name(values.device.type, group) in _WITHOUT_MEANS:
+    if divisor is None and backend_name(group, values.device.type) in _WITHOUT_MEANS:
         divisor = group.size()
     left = divide_early(values, divisor)
     is_host = not has_streams(values.device)  # elsewhere the current stream waits, not the host
@@ -335,16 +335,16 @@ def all_reduce(
     return PendingCollective((work,) if is_host else (), lambda: divided(values, left), group)
 
 
-def choose(device_type: str, group: dist.ProcessGroup, plan: ParamGroupPlan) -> RangeCollectives:
+def choose(group: dist.ProcessGroup, device_type: str, plan: ParamGroupPlan) -> RangeCollectives:
     """Return the fastest collectives known for ``plan`` on the backend of ``group`` on
     ``device_type``."""
     if not communicates(group):
         return LocalCollectives(plan)
-    if device_type == "cpu" and backend_name(device_type, group) == "gloo":
+    if device_type == "cpu" and backend_name(group, device_type) == "gloo":
         return GlooPairCollectives(plan) if group.size() == 2 else GlooCollectives(plan)
     if not plan.is_equal or is_in_python(group, device_type):
         return RaggedTensorCollectives(plan)
-    is_nccl = backend_name(device_type, group) == "nccl"
+    is_nccl = backend_name(group, device_type) == "nccl"
     return NcclCollectives(plan) if is_nccl else TensorCollectives(plan)
 
 

@@ -129,7 +129,7 @@ class ExtensionGather:
             rows = gathered.view(ranks, -1)
             outputs = [each for each in chain.from_iterable(self.outputs) if each.numel()]
             for extension in self.extensions:
-                extension.allocate_early()
+                extension.allocate_outputs()
             try:
                 _copy(
                     [output.view(ranks, -1) for output in outputs],
@@ -138,7 +138,7 @@ class ExtensionGather:
                 then()
             finally:
                 for extension in self.extensions:
-                    extension.release_early()
+                    extension.release_outputs()
             return full
 
         return PendingCollective(issued.works, finish, issued.group)

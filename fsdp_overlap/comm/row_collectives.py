@@ -36,7 +36,7 @@ from fsdp_overlap.tensor.comm_dtypes import as_comm_dtype
 
 # Parameters of at least this size travel by themselves. The collectives of smaller ones take longer
 # than a copy.
-LARGE_BYTES = 256 * 1024
+MIN_UNPACKED_BYTES = 256 * 1024
 
 
 class InPlaceRows(Collectives):
@@ -192,12 +192,12 @@ class _Division:
         return [chunks[index] for index in self._indices]
 
 
-def choose_for_rows(device_type: str, group: dist.ProcessGroup, plan: RowsPlan) -> Collectives:
+def choose_for_rows(group: dist.ProcessGroup, device_type: str, plan: RowsPlan) -> Collectives:
     """Return the fastest collectives known for ``plan`` on the backend of ``group`` on
     ``device_type``."""
-    if plan.is_in_place and backend_name(device_type, group) == "nccl":
+    if plan.is_in_place and backend_name(group, device_type) == "nccl":
         return InPlaceRows(plan)
-    return PackedRows(plan, choose(device_type, group, plan.packed), LARGE_BYTES)
+    return PackedRows(plan, choose(group, device_type, plan.packed), MIN_UNPACKED_BYTES)
 
 
 class _Views:

@@ -109,7 +109,7 @@ def use_symmetric_memory(backend: str, group: dist.ProcessGroup, device: torch.d
             f"set_symm_mem_for_comm({backend!r}): collectives are those of NCCL, and so is the "
             "memory; use 'NCCL'"
         )
-    name = backend_name(device.type, group)
+    name = backend_name(group, device.type)
     if name != "nccl" or not hasattr(streams_of(device), "MemPool"):
         raise ValueError(
             f"{name} has no symmetric memory on {device.type}, as NCCL has on GPUs: leave the call "

@@ -79,7 +79,7 @@ class RankGroup(Protocol):
     @property
     def device_type(self) -> str: ...
     @property
-    def groups_of_all(self) -> Sequence[dist.ProcessGroup]:
+    def groups_per_dim(self) -> Sequence[dist.ProcessGroup]:
         """Groups that together connect all these ranks. Empty if none were made yet."""
         ...
 
@@ -100,7 +100,7 @@ class OptimizerRanks:
     much they issue."""
 
     device_type: str
-    groups_of_all: Sequence[dist.ProcessGroup]
+    groups_per_dim: Sequence[dist.ProcessGroup]
     order_check: OrderCheck = _UNUSED_CHECK
     labels: Sequence[str] = ()
 
@@ -277,7 +277,7 @@ class ErrorMonitor:
         whether it is among them."""
         found: dict[str, list[int]] = {}
         for rank_group, statuses in posted:
-            for name, mine in self._groups.issued().items():
+            for name, mine in self._groups.collectives_issued().items():
                 for rank, status in statuses.items():
                     if name not in status.issued:
                         continue  # that rank is in another row or column of the mesh
@@ -309,7 +309,7 @@ class ErrorMonitor:
         serving = self._groups.of_optimizers
         others = [OptimizerRanks(own.device_type, [own.group]) for own in serving]
         for rank_group in [*self._rank_groups(), *others]:
-            for group in rank_group.groups_of_all:
+            for group in rank_group.groups_per_dim:
                 label = self._groups.label(group)
                 yield rank_group, group, f"{label}/{seen[label]}"
                 seen[label] += 1
@@ -327,7 +327,7 @@ class ErrorMonitor:
             self._event,
             self._failure,
             check.progress,
-            self._groups.issued(),
+            self._groups.collectives_issued(),
             {name: begun for name, (_, begun, _) in self._exchanges.copy().items()},
             self._has_reset,
             tuple(rank_group.labels),
@@ -393,7 +393,7 @@ class ErrorMonitor:
     def _is_ahead(self, check: OrderCheck, status: RankStatus) -> bool:
         """Return whether this rank has issued more than the one that posted ``status``. What nobody
         checks, such as an optimizer's step, counts too."""
-        issued = self._groups.issued()
+        issued = self._groups.collectives_issued()
         return status.progress < check.progress or any(
             (theirs or 0) < (issued.get(name) or 0)
             for name, theirs in status.issued.items()

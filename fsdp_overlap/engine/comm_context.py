@@ -279,7 +279,7 @@ class CommContext:
         # also on ranks that would otherwise wait for those that failed.
         for mesh_info in sorted(self._mesh_infos(), key=lambda mesh_info: mesh_info.mesh.size()):
             if mesh_info.has_reduced:
-                is_checked = mesh_info.groups.of_all and not self.reduce_scatter_stream.is_captured
+                is_checked = mesh_info.groups.per_dim and not self.reduce_scatter_stream.is_captured
                 self._stats.order_checks += bool(is_checked)
                 try:
                     agreed[mesh_info] = mesh_info.validate_and_sync(

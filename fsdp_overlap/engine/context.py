@@ -487,7 +487,7 @@ class FsdpContext:
         self.sync_max_reduce_inputs()
         if self.validate_layouts:
             for mesh_info in self.mesh_infos:
-                compare_plans(self.units, mesh_info, mesh_info.groups.of_all)
+                compare_plans(self.units, mesh_info, mesh_info.groups.per_dim)
         verify_params_across_ranks(
             param_group for item in self.units for param_group in item.param_groups
         )
@@ -498,7 +498,7 @@ class FsdpContext:
 
     def _watch_for_hangs(self) -> None:
         has_others = any(
-            has_peers(g) for mesh_info in self.mesh_infos for g in mesh_info.groups_of_all
+            has_peers(g) for mesh_info in self.mesh_infos for g in mesh_info.groups_per_dim
         )
         if self.hang_timeout is None or self._monitor is not None or not has_others:
             return

@@ -29,7 +29,7 @@ from fsdp_overlap.tensor.extension import (
     inner_tensors,
 )
 from fsdp_overlap.tensor.ragged_dtensor import users_attributes
-from fsdp_overlap.tensor.row_tensor import RowTensor, Sharded, read_numbers_of_wholes
+from fsdp_overlap.tensor.row_tensor import RowTensor, Sharded, read_full_scalars
 
 
 class ExtensionEdits(ParamGroupEdits):
@@ -101,7 +101,7 @@ class ExtensionParamGroup(ParamGroup):
             for local, item in zip(locals_, self.owned, strict=True)
         ]
         for each in rows:
-            read_numbers_of_wholes(each.device_mesh)
+            read_full_scalars(each.device_mesh)
         return rows
 
     def _room_for(self, whole: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -165,17 +165,18 @@ class ExtensionParamGroup(ParamGroup):
         self, post_forward_size: int | None, settings: UnitSettings, reduce_dtype: torch.dtype
     ) -> None:
         if self.extensions is None or not self._is_made:
+            contexts = self._extension_contexts()
             self.extensions = ExtensionGather(
                 [
-                    Extension(f"parameter {spec.fqn!r} of unit {self.label!r}", each, around)
-                    for spec, each, around in zip(
-                        self.plan.specs, self.sharded_parameters, self._surroundings(), strict=True
+                    Extension(f"parameter {spec.fqn!r} of unit {self.label!r}", each, context)
+                    for spec, each, context in zip(
+                        self.plan.specs, self.sharded_parameters, contexts, strict=True
                     )
                 ]
             )
         super().connect(post_forward_size, settings, reduce_dtype)
 
-    def _surroundings(self) -> list[ExtensionContext]:
+    def _extension_contexts(self) -> list[ExtensionContext]:
         return [
             ExtensionContext(
                 self.mesh_info.shard_mesh,

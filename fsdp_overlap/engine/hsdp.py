@@ -36,7 +36,7 @@ class PostForwardShard:
         self.plan = plan = full.plan.merged(size)
         # What no gather fills travels, too.
         self._gaps = full.gaps if isinstance(full.plan, RowsPlan) else []
-        self._collectives = choose(device_type, group, plan)
+        self._collectives = choose(group, device_type, plan)
         self._group = ref(group)
         rank = group.rank()
         self._start, self._numel = plan.shard_starts[rank], plan.shard_numels[rank]
@@ -108,12 +108,12 @@ class OuterShard:
 
     def __init__(self, param_group: ReplicatedShard, mesh_info: MeshInfo) -> None:
         self.param_group: ReplicatedShard = weakref.proxy(param_group)  # which owns this object
-        group = param_group.groups.across
+        group = param_group.groups.replicas
         assert group is not None
         first = mesh_info.shard_rank * mesh_info.num_replicas
         numels = param_group.plan.shard_numels[first : first + mesh_info.num_replicas]
         self.plan = plan = ParamGroupPlan((), (), numels)
-        self.collectives = choose(mesh_info.device_type, group, plan)
+        self.collectives = choose(group, mesh_info.device_type, plan)
         self.whole = FlatBuffer(plan, param_group.compute_dtype, param_group.device)
         self._work: WorkHandle | None = None
         self._version = -1
@@ -129,7 +129,7 @@ class OuterShard:
         if self.is_fresh or self.param_group.is_meta:
             return
         self.wait()
-        group = self.param_group.groups.across
+        group = self.param_group.groups.replicas
         assert group is not None
         # Compute edited the part. It also has waited for all all-gathers that read ``whole``, but
         # for those whose result nobody needs now.
@@ -190,7 +190,7 @@ class ReplicaReduction:
         """Enqueue the reduction of the sum of ``mean`` and what waits. ``accept`` gets the result.
         Collective over the replicas."""
         self.keep(mean)
-        group, replica_shard = self.param_group.groups.across, self.param_group.outer_shard
+        group, replica_shard = self.param_group.groups.replicas, self.param_group.outer_shard
         total, self._waiting = self._waiting, None
         assert group is not None
         assert total is not None

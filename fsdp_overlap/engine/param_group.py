@@ -65,7 +65,7 @@ from fsdp_overlap.tensor.ragged_dtensor import (
 from fsdp_overlap.tensor.row_tensor import (
     RowTensor,
     Sharded,
-    read_numbers_of_wholes,
+    read_full_scalars,
 )
 from fsdp_overlap.torch_internals import StridedShard
 
@@ -132,7 +132,7 @@ def make_sharded_tensors(
             )
         ]
         for each in rows:
-            read_numbers_of_wholes(each.device_mesh)
+            read_full_scalars(each.device_mesh)
         return [*rows]
     return [
         RaggedDTensor.wrap(
@@ -264,7 +264,7 @@ def choose_collectives(
     ``compute_dtype`` when it is gathered and in ``reduce_dtype`` when it is reduced, or else as
     ``policy`` says, or as the parameters themselves do by ``extensions``."""
     flat = plan.packed if isinstance(plan, RowsPlan) else plan
-    ranges: RangeCollectives = choose(mesh_info.device_type, group, flat)
+    ranges: RangeCollectives = choose(group, mesh_info.device_type, flat)
     is_alone = not communicates(group)
     is_custom = settings.comms != CustomComms()
     if policy is not None and not policy.applies_to(plan):
@@ -282,7 +282,7 @@ def choose_collectives(
     found: Collectives = ranges
     if isinstance(plan, RowsPlan) and not is_alone:
         is_free = not is_custom and not settings.uses_symmetric_memory
-        fastest = choose_for_rows(mesh_info.device_type, group, plan)
+        fastest = choose_for_rows(group, mesh_info.device_type, plan)
         found = fastest if is_free else PackedRows(plan, ranges)
     if extensions is not None:
         extensions.others = ranges
@@ -506,7 +506,7 @@ class ParamGroup:
         self.post_forward_shard = None
         validate_methods(self.label, self.sharded_parameters)
         if post_forward_size is not None:
-            group = mesh_info.group_cache.get_part(mesh_info.mesh, post_forward_size)
+            group = mesh_info.group_cache.get_neighbors(mesh_info.mesh, post_forward_size)
             assert isinstance(self.full, FlatBuffer)
             self.post_forward_shard = PostForwardShard(
                 self.full, post_forward_size, group, mesh_info.device_type

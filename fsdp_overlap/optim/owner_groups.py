@@ -60,14 +60,14 @@ class OwnerGroup:
     def connect(self, groups: GroupCache) -> None:
         """Take the process group from ``groups``. Collective over the ranks at the first call."""
         if not self.is_connected:
-            group = groups.connect(self.ranks, alive(self._like), self._device_type)
+            group = groups.get_for_optimizer(self.ranks, alive(self._like), self._device_type)
             self._group = ref(group)
 
     def has_ended(self, groups: GroupCache) -> bool:
         """Return whether ``groups`` no longer has the process group."""
         if self._group is None:
             return False
-        found = groups.find(self.ranks, alive(self._like), self._device_type)
+        found = groups.find_for_optimizer(self.ranks, alive(self._like), self._device_type)
         return found is None or found is not self._group()
 
     @property

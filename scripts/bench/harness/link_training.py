@@ -138,7 +138,7 @@ class OurAllGather(Ours, AllGather):
         async_op: bool = False,
     ) -> None:
         plan = plan_of(output_tensor.numel(), output_tensor.dtype, group.size())
-        gather = choose("cpu", group, plan).all_gather
+        gather = choose(group, "cpu", plan).all_gather
         finish(gather(output_tensor.view(-1), input_tensor.view(-1), group))
 
 
@@ -153,7 +153,7 @@ class OurReduceScatter(Ours, ReduceScatter):
     ) -> None:
         divisor = {dist.ReduceOp.AVG: None, dist.ReduceOp.SUM: 1.0}[op]
         plan = plan_of(input_tensor.numel(), input_tensor.dtype, group.size())
-        reduce = choose("cpu", group, plan).reduce_scatter
+        reduce = choose(group, "cpu", plan).reduce_scatter
         own = finish(reduce(input_tensor.view(-1), group, divisor))
         output_tensor.copy_(own.view_as(output_tensor))
 
@@ -312,7 +312,7 @@ def make_communication(
     rank, world_size = dist.get_rank(), dist.get_world_size()
     specs = [ParamSpec(n, tuple(p.shape), p.dtype) for n, p in model[0].named_parameters()]
     [plan] = plan_units([specs], world_size, Flat())
-    collectives = choose("cpu", gather_group, plan)
+    collectives = choose(gather_group, "cpu", plan)
     # Buffers are made beforehand and gathers share one: what it holds does not matter here.
     full, gradients = torch.zeros(plan.numel), torch.zeros(plan.numel)
     shard = torch.zeros(plan.shard_numels[rank])
