@@ -207,7 +207,7 @@ def ask_a_silent_store() -> None:
         asked = store_mailbox.StoreMailbox("asked", dist.group.WORLD)
         asked.post("note")
         assert asked.read() == {}
-        assert asked.meet(second) == {}
+        assert asked.barrier(second) == {}
         store.end.set()
 
 

@@ -201,7 +201,7 @@ class HostWorkHandle:
     def abandon(self) -> None:
         pending, self._pending = self._pending, None
         if pending is not None and pending.works:
-            with suppress(RuntimeError):  # the watchdog knows, and tells those who need a result
+            with suppress(RuntimeError):  # the watchdog has it for those who need a result
                 self._wait_for(pending)
 
 

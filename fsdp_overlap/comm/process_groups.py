@@ -477,7 +477,7 @@ class GroupCache:
                     f"{', '.join(PG_OPTION_KINDS)}"
                 )
         self.watchdog: Callable[[], Watchdog | None] = lambda: None
-        """Gives the watchdog that is asked when a collective lasts or fails. Does not keep it
+        """Returns the watchdog that is polled when a collective lasts or fails. Does not keep it
         alive."""
         self._groups: dict[tuple[str, tuple[int, ...]], ref[dist.ProcessGroup]] = {}
         self._given: dict[DeviceMesh, dict[str, ref[dist.ProcessGroup]]] = {}

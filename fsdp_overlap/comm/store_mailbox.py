@@ -24,12 +24,12 @@ ANSWER_SECONDS = 5.0
 _unanswered: WeakKeyDictionary[dist.Store, Thread] = WeakKeyDictionary()
 
 # The mailboxes for which this process waits. Meanwhile its store may answer nobody else.
-_meeting: set[StoreMailbox] = set()
+_in_barrier: set[StoreMailbox] = set()
 
 
-def is_meeting() -> bool:
+def in_barrier() -> bool:
     """Return whether this process waits for other ranks in a store."""
-    return bool(_meeting)
+    return bool(_in_barrier)
 
 
 def has_peers(group: dist.ProcessGroup) -> bool:
@@ -60,12 +60,12 @@ class StoreMailbox:
         if not self._is_silent():
             self._query(lambda: self._store.set(str(self._me), message), None, ANSWER_SECONDS)
 
-    def meet(self, timeout: timedelta | None, message: str = "") -> dict[int, str]:
+    def barrier(self, timeout: timedelta | None, message: str = "") -> dict[int, str]:
         """Post ``message`` and wait for all ranks to do so. Return those of the other ranks that
         did within ``timeout``. Works once for each name."""
         others = [str(rank) for rank in self.others]
 
-        def meet() -> dict[int, str]:
+        def wait() -> dict[int, str]:
             self._store.set(str(self._me), message)
             with suppress(RuntimeError):  # some are late
                 if timeout is None:
@@ -75,11 +75,11 @@ class StoreMailbox:
             return self._read_of(self.others)
 
         seconds = None if timeout is None else timeout.total_seconds() + ANSWER_SECONDS
-        _meeting.add(self)
+        _in_barrier.add(self)
         try:
-            return self._query(meet, {}, seconds)
+            return self._query(wait, {}, seconds)
         finally:
-            _meeting.remove(self)
+            _in_barrier.remove(self)
 
     def read(self, most: int | None = None) -> dict[int, str]:
         """Return what other ranks have posted, by their ranks in the default group: all,

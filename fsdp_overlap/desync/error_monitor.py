@@ -91,6 +91,7 @@ class RankGroup(Protocol):
         ...
 
 
+# Of ranks that issue nothing in a checked order.
 _UNUSED_CHECK = OrderCheck(torch.device("cpu"), False, tuple, str, lambda: None)
 
 
@@ -250,7 +251,7 @@ class ErrorMonitor:
             # other statuses at once.
             number = self._resets - self._resets_before[name]
             store = StoreMailbox(f"{name}/reset/{number}", group)
-            met = store.meet(timeout, self._status(rank_group))
+            met = store.barrier(timeout, self._status(rank_group))
             if late := [rank for rank in store.others if rank not in met]:
                 raise RuntimeError(
                     f"ranks {late} did not call ctx.reset() in time, or died: this rank "

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from fsdp_overlap.comm.comm_streams import REPLAY, CommStream, DeviceCommStream, LaunchedCollective
 from fsdp_overlap.comm.graphs import querying
-from fsdp_overlap.comm.store_mailbox import ANSWER_SECONDS, is_meeting
+from fsdp_overlap.comm.store_mailbox import ANSWER_SECONDS, in_barrier
 from fsdp_overlap.comm.streams import streams_of
 from fsdp_overlap.desync.error_monitor import ErrorMonitor, Fault
 
@@ -160,7 +160,7 @@ class DesyncMonitor:
 
     def poll(self) -> None:
         """Look at this rank, and if it stands still, at the others."""
-        if is_meeting():
+        if in_barrier():
             self._since = time.monotonic()  # ranks that reset wait for each other, and say so
             return
         if not querying.acquire(blocking=False):
@@ -221,7 +221,7 @@ class DesyncMonitor:
             }
             positions[me] = position
             silent = [rank for rank in ranks if rank not in positions]
-            if silent and (rounds < 2 or is_meeting()):
+            if silent and (rounds < 2 or in_barrier()):
                 continue
             if (text := describe_hang(positions, silent)) is not None:
                 self._report(text)
@@ -298,7 +298,7 @@ def _run(monitor: ref[DesyncMonitor], ended: threading.Event) -> None:
 
 @atexit.register
 def _end_threads() -> None:
-    """End the threads, because Python would end one that asks a store by aborting the whole
+    """End the threads, because Python would end one that queries a store by aborting the whole
     process."""
     for ended in list(_threads.values()):
         ended.set()

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_overlap.desync.order_check import START, greatest
+from fsdp_overlap.comm.objects import greatest
+from fsdp_overlap.desync.order_check import START
 from fsdp_overlap.engine.mesh import MeshInfo
 from fsdp_overlap.engine.param import (
     UNKNOWN,
