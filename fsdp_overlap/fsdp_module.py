@@ -16,8 +16,8 @@ from torch.distributed import fsdp as fsdp2
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
-from fsdp_overlap.comm.collectives import CustomComms
 from fsdp_overlap.comm.comm_streams import CommStream
+from fsdp_overlap.comm.custom_collectives import CustomComms
 from fsdp_overlap.comm.group_memory import check_memory
 from fsdp_overlap.comm.symmetric_memory import use_symmetric_memory
 from fsdp_overlap.engine import hooks

@@ -28,10 +28,10 @@ from fsdp_overlap import (
     TensorAtomic,
     fully_shard,
 )
-from fsdp_overlap.comm.collectives import PendingCollective
-from fsdp_overlap.comm.quantized import QuantizedFormat, QuantizedGather
+from fsdp_overlap.comm.quantized import QuantizedFormat, QuantizedRangesGather
 from fsdp_overlap.layout import LayoutRule, ParamGroupPlan, ParamSpec, Plan, RowsPlan, plan_units
 from fsdp_overlap.layout.quantized_plan import Block
+from support.one_process import OneProcessCollectives
 from support.quantized import LARGEST, as_gathered, quantize_twin
 from support.ranks import RankError, run_ranks
 from support.twins import COPIES, NAMES, Twins
@@ -45,27 +45,6 @@ FP8 = QuantizedCommPolicy(torch.float8_e4m3fn)
 # Exact against a plain program
 
 
-class Meeting:
-    """Stands for the ranks of one process: what each sends is there when all have sent."""
-
-    def __init__(self) -> None:
-        self.sent: list[torch.Tensor] = []
-
-    def reduce_scatter(self, *arguments: Any) -> PendingCollective:
-        raise NotImplementedError
-
-    def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, plan: ParamGroupPlan, group: Any
-    ) -> PendingCollective:
-        assert len(shard) == plan.shard_numels[group.rank()]
-        self.sent.append(shard.clone())
-
-        def finish() -> torch.Tensor:
-            return full.copy_(torch.cat(self.sent))
-
-        return PendingCollective((), finish)
-
-
 def gathered(
     wholes: list[torch.Tensor],
     plan: ParamGroupPlan,
@@ -76,16 +55,16 @@ def gathered(
     flat = torch.full([plan.numel], math.nan, dtype=wholes[0].dtype)
     for whole, offset in zip(wholes, plan.offsets, strict=True):
         flat[offset : offset + whole.numel()] = whole.flatten()
-    meeting: Any = Meeting()
+    collectives = OneProcessCollectives()
     codes = policy.gather_dtype
     wire, scale_dtype = policy.wire(plan, dtype, codes), policy.scale_dtype(dtype, codes)
     issued = []
     for rank, shard in enumerate(flat.split(plan.shard_numels)):
         travels = QuantizedFormat(wire, wire.segment(rank), policy.gather_dtype, scale_dtype)
-        collectives = QuantizedGather(travels, meeting)
+        gather = QuantizedRangesGather(travels, collectives)
         group = cast(dist.ProcessGroup, SimpleNamespace(rank=lambda rank=rank: rank))
         full = torch.full([plan.numel], math.nan, dtype=dtype)
-        issued.append(collectives.all_gather(full, shard, plan, group))
+        issued.append(gather.all_gather(full, shard, group))
     fulls = [each.finish() for each in issued]
     return [
         [

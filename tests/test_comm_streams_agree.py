@@ -10,19 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_overlap.comm.collectives import PendingCollective
-from fsdp_overlap.comm.comm_streams import (
-    CommStream,
-    ComputeEvent,
-    DeviceCommStream,
-    HostCommStream,
-    WorkHandle,
-)
+from fsdp_overlap.comm.comm_streams import CommStream, HostCommStream
 from fsdp_overlap.emulator import EmulatedDevice, fake_ranks, running
 from fsdp_overlap.layout import PerTensor, TensorAtomic
 from fsdp_overlap.schedule.stats import Stats
 from support.emulated import Program
-from support.recorded import Entry, RecordingCommStream
+from support.recorded import Entry, RecordingCommStream, RecordingDeviceStream
 from support.zoo import ZOO
 
 RANKS = 4
@@ -35,33 +28,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "copies, divided": {"dims": (2, 2), "shard_optimizer_over_replicas": True},
 }
 MakeCommStream = Callable[[str, torch.device], CommStream]
-
-
-class WrittenCommStream(DeviceCommStream):
-    """A stream that writes down what happens on it, as a recording comm stream does."""
-
-    def __init__(self, name: str, device: torch.device, log: list[Entry]) -> None:
-        super().__init__(device)
-        self.name, self.log = name, log
-
-    def allocate(self, label: str, buffer: Any) -> None:
-        self.log.append(Entry(self.name, "allocate", "", label))
-        super().allocate(label, buffer)
-
-    def enqueue(
-        self,
-        kind: str,
-        label: str,
-        issue: Callable[[], PendingCollective],
-        accept: Callable[[torch.Tensor], None] | None = None,
-        nbytes: int = 0,
-    ) -> WorkHandle:
-        self.log.append(Entry(self.name, "enqueue", kind, label))
-        return super().enqueue(kind, label, issue, accept, nbytes)
-
-    def free(self, label: str, buffer: Any, after: ComputeEvent, waits: bool = True) -> None:
-        self.log.append(Entry(self.name, "free", "", label))
-        super().free(label, buffer, after, waits)
 
 
 def trained(device: str, make_comm_stream: MakeCommStream, **options: Any) -> Stats:
@@ -77,7 +43,7 @@ def trained(device: str, make_comm_stream: MakeCommStream, **options: Any) -> St
 def on_streams(**options: Any) -> tuple[list[Entry], Stats]:
     log: list[Entry] = []
     stats = trained(
-        "emulated", lambda name, device: WrittenCommStream(name, device, log), **options
+        "emulated", lambda name, device: RecordingDeviceStream(name, log, device), **options
     )
     return log, stats
 
@@ -115,11 +81,11 @@ PROGRAMS = [
 
 
 @pytest.mark.parametrize(("name", "options"), PROGRAMS)
-def test_streams_are_given_and_count_what_lanes_of_a_cpu_do(
+def test_device_streams_do_and_count_what_host_streams_do(
     name: str, options: dict[str, Any]
 ) -> None:
     given, on_cpu = recorded(name=name, **options)
-    written, counted = on_streams(name=name, **options)
+    on_device, counted = on_streams(name=name, **options)
     assert counted == on_cpu
     assert counted.all_gathers > 0
     comm_streams = {entry.comm_stream for entry in given}
@@ -127,20 +93,20 @@ def test_streams_are_given_and_count_what_lanes_of_a_cpu_do(
         comm_streams.remove("all_reduce")
     for comm_stream in comm_streams:
         assert [e for e in given if e.comm_stream == comm_stream] == [
-            e for e in written if e.comm_stream == comm_stream
+            e for e in on_device if e.comm_stream == comm_stream
         ]
     # The host sums across replicas when it has waited for the shards' sums; a stream waits by
     # itself.
-    assert given == written or "dims" in options
+    assert given == on_device or "dims" in options
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_host_lanes_count_what_recording_lanes_count(options: dict[str, Any]) -> None:
+def test_host_streams_count_what_recording_streams_count(options: dict[str, Any]) -> None:
     _, counted = recorded(**options)
     assert trained("cpu", lambda *_: HostCommStream(), **options) == counted
 
 
 def test_another_order_is_noticed() -> None:
     given, _ = recorded(prefetch=1)
-    written, _ = on_streams(prefetch=2)
-    assert given != written
+    on_device, _ = on_streams(prefetch=2)
+    assert given != on_device

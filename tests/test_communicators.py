@@ -29,9 +29,9 @@ def nothing(*_: object) -> None:
 connect = process_groups.connect
 
 
-def connect_users(device_type: str, group: dist.ProcessGroup) -> None:
+def connect_users(group: dist.ProcessGroup, device_type: str) -> None:
     if not group.group_name.startswith("fsdp_overlap"):
-        connect(device_type, group)
+        connect(group, device_type)
 
 
 DEFECTS: dict[str, tuple[str, Callable[..., Any]]] = {
@@ -43,9 +43,9 @@ DEFECTS: dict[str, tuple[str, Callable[..., Any]]] = {
 
 def check_groups(twins: Twins) -> list[NcclLikeGroup]:
     """Returns the groups of the comm streams, each after a look at how it was connected."""
-    comm_streams, mesh = twins.ctx.groups, twins.ctx.mesh
+    groups, mesh = twins.ctx.groups, twins.ctx.mesh
     shard, copies = mesh.get_group(mesh.ndim - 1), mesh.get_group(0)
-    parents = {comm_streams.gather: shard, comm_streams.reduce: shard, comm_streams.across: copies}
+    parents = {groups.gather: shard, groups.reduce: shard, groups.replicas: copies}
     found = []
     for group, parent in parents.items():
         if group is not None:

@@ -149,14 +149,14 @@ def travel_on_a_comm_stream(dtype: torch.dtype) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     specs = [ParamSpec("weight", (4096, 8 * world), dtype)]
     [plan] = plan_units([specs], world, Flat())
-    group, collectives = dist.group.WORLD, TensorCollectives()
+    group, collectives = dist.group.WORLD, TensorCollectives(plan)
     assert group is not None
     own = plan.shard_numels[rank]
     full = torch.full((plan.numel,), torch.nan, dtype=dtype, device="cuda")
     shard = torch.full((own,), rank + 1, dtype=dtype, device="cuda")
     gradients = torch.arange(world, device="cuda").repeat_interleave(own).to(dtype) + rank
     comm_stream = DeviceCommStream(torch.device("cuda", torch.cuda.current_device()))
-    collectives.all_gather(full, shard, plan, group)  # which makes the communicator
+    collectives.all_gather(full, shard, group)  # which makes the communicator
     full.fill_(torch.nan)
     torch.cuda.synchronize()
 
@@ -165,12 +165,12 @@ def travel_on_a_comm_stream(dtype: torch.dtype) -> None:
         torch.cuda._sleep(100 * CYCLES)
     means: list[torch.Tensor] = []
     gathered = comm_stream.enqueue(
-        "all_gather", "weight", lambda: collectives.all_gather(full, shard, plan, group)
+        "all_gather", "weight", lambda: collectives.all_gather(full, shard, group)
     )
     reduced = comm_stream.enqueue(
         "reduce_scatter",
         "weight",
-        lambda: collectives.reduce_scatter(gradients, plan, group),
+        lambda: collectives.reduce_scatter(gradients, group),
         means.append,
     )
     assert not gathered.done(), "the host waited for the GPU"

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 
-from fsdp_overlap.comm.collectives import InPlaceRows, all_gather_coalesced, coalesces
+from fsdp_overlap.comm.collectives import all_gather_coalesced, coalesces
 from fsdp_overlap.comm.process_groups import OwnGroup, backend_name, backend_of, options_of
+from fsdp_overlap.comm.row_collectives import InPlaceRows
 from fsdp_overlap.layout import ParamSpec, PerTensor, RowsPlan
 from fsdp_overlap.torch_internals import unwrapped
 from support.ranks import run_ranks
@@ -38,7 +39,7 @@ def detailed() -> Iterator[dist.ProcessGroup]:
         coalesces.cache_clear()
 
 
-def pieces() -> None:
+def coalesced() -> None:
     """As for NCCL, on gloo, which the wrapper serves alike."""
     with detailed() as group:
         rank = group.rank()
@@ -49,7 +50,7 @@ def pieces() -> None:
         specs = tuple(ParamSpec(name, shape, torch.float32) for name, shape in SHAPES.items())
         plan = RowsPlan(specs, 2)
         gradients = torch.arange(plan.numel, dtype=torch.float32) * (rank + 1)
-        issued = InPlaceRows().reduce_scatter(gradients.clone(), plan, group, divisor=3.0)
+        issued = InPlaceRows(plan).reduce_scatter(gradients.clone(), group, divisor=3.0)
         total = torch.arange(plan.numel, dtype=torch.float32)
         whole = [
             total[offset : offset + spec.numel].view(2, -1)[rank]
@@ -61,8 +62,8 @@ def pieces() -> None:
 SHAPES = {"one": (4, 8), "other": (2, 16)}
 
 
-def test_pieces_travel_one_by_one_where_groups_are_wrapped() -> None:
-    run_ranks(pieces, 2)
+def test_collectives_are_issued_one_by_one_where_groups_are_wrapped() -> None:
+    run_ranks(coalesced, 2)
 
 
 def training() -> None:
@@ -86,7 +87,7 @@ def test_ours_trains_there_as_fsdp2_does() -> None:
 def aborted() -> list[str]:
     """The wrapper's abort() does nothing in torch 2.11."""
     with detailed() as group:
-        assert backend_name("cpu", group) == "gloo"
+        assert backend_name(group, "cpu") == "gloo"
         assert options_of(group, "cpu") is not None
         called: list[str] = []
 

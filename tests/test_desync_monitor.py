@@ -294,7 +294,7 @@ server = TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
 client = TCPStore("127.0.0.1", server.port, 1, False, wait_for_workers=False)
 
 class Asking(DesyncMonitor):
-    def look(self):
+    def poll(self):
         asking = threading.Thread(target=ask, daemon=True)
         asking.start()
         asking.join()

@@ -22,12 +22,11 @@ from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_overlap import FsdpContext, PerTensor, fully_shard
-from fsdp_overlap.comm.collectives import PendingCollective
 from fsdp_overlap.comm.extension_gather import ExtensionGather
-from fsdp_overlap.layout import ParamGroupPlan
 from fsdp_overlap.optim import AdamW, Muon
 from support.extension_twins import LOW, batches, both, check, train
 from support.extensions import TOLD, WIDTH, Net, Rounded, parts
+from support.one_process import OneProcessCollectives
 from support.ranks import run_ranks
 
 
@@ -108,20 +107,6 @@ def test_tensor_parallelism_may_have_cut_them() -> None:
     run_ranks(lies_over_both, 4)
 
 
-class Meeting:
-    """Stands for the ranks of one process: what each sends is there when all have sent."""
-
-    def __init__(self) -> None:
-        self.sent: list[torch.Tensor] = []
-
-    def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, plan: ParamGroupPlan, group: Any
-    ) -> PendingCollective:
-        assert len(shard) == plan.shard_numels[group.rank()]
-        self.sent.append(shard.clone())
-        return PendingCollective((), lambda: full.copy_(torch.cat(self.sent)))
-
-
 DTYPES = [torch.float64, torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.bool, torch.uint8]
 SENT = st.lists(
     st.lists(st.tuples(st.sampled_from(DTYPES), st.integers(0, 40)), max_size=3),
@@ -134,7 +119,7 @@ SENT = st.lists(
 def test_what_is_sent_arrives_in_every_dtype_and_size(
     sent: list[list[tuple[torch.dtype, int]]], ranks: int
 ) -> None:
-    meeting: Any = Meeting()
+    collectives = OneProcessCollectives()
     gathers, issued = [], []
     of_all: list[list[list[torch.Tensor]]] = []
     for rank in range(ranks):
@@ -145,7 +130,7 @@ def test_what_is_sent_arrives_in_every_dtype_and_size(
             ]
         )
         gather = ExtensionGather([])
-        gather.others = meeting
+        gather.others = collectives
         group: Any = SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: ranks)
         issued.append(gather.all_gather_first(of_all[-1], torch.empty(0), group))
         gathers.append(gather)

@@ -207,7 +207,7 @@ def ask_a_silent_store() -> None:
         asked = store_mailbox.StoreMailbox("asked", dist.group.WORLD)
         asked.post("note")
         assert asked.read() == {}
-        assert asked.meet(second) == {}
+        assert asked.barrier(second) == {}
         store.end.set()
 
 
@@ -248,7 +248,7 @@ def groups_are_freed() -> None:
         if step > 0:
             twins.ctx.reset()
         twins.train(1)
-        groups += [weakref.ref(group) for group in twins.ctx.groups.of_all]
+        groups += [weakref.ref(group) for group in twins.ctx.groups.per_dim]
         counts.append(len(os.listdir("/proc/self/task")))
     assert counts[0] == counts[1] == counts[2]
     del twins

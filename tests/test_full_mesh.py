@@ -354,8 +354,8 @@ def gradient_placed_wrongly(of_another_kind: bool) -> None:
     gradient = torch.ones(4, 4)
     if not of_another_kind:
         gradient = distribute_tensor(gradient, mesh, [Shard(0), Replicate()])
-    assert not lies.has_tile(gradient)
-    lies.summed(gradient, torch.float32)
+    assert not lies.is_reduced(gradient)
+    lies.reduce(gradient, torch.float32)
 
 
 CASES: dict[str, tuple[Callable[[], None], type[Exception], str]] = {

@@ -10,7 +10,7 @@ import torch
 from fsdp_overlap.layout import Flat, ParamSpec, plan_units
 from fsdp_overlap.tensor import flat_buffer, host_memory
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
-from fsdp_overlap.tensor.host_memory import LARGE_BYTES, FreedMemory
+from fsdp_overlap.tensor.host_memory import MMAP_BYTES, FreedMemory
 
 
 def asks_for_huge_pages(address: int) -> bool:
@@ -34,7 +34,7 @@ def buffer_of(nbytes: int) -> FlatBuffer:
     reason="needs huge pages",
 )
 def test_large_buffers_ask_for_huge_pages() -> None:
-    buffer = buffer_of(2 * LARGE_BYTES)
+    buffer = buffer_of(2 * MMAP_BYTES)
     for _ in range(2):  # memory is new each time
         buffer.allocate()
         buffer.flat.zero_()
@@ -46,9 +46,9 @@ def test_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     # Their pages may be huge all the same: numpy asks for memory that is used again.
     asked: list[int] = []
     monkeypatch.setattr(flat_buffer, "use_huge_pages", lambda address, nbytes: asked.append(nbytes))
-    for nbytes in (1 << 20, LARGE_BYTES):
+    for nbytes in (1 << 20, MMAP_BYTES):
         buffer_of(nbytes).allocate()
-    assert asked == [LARGE_BYTES]
+    assert asked == [MMAP_BYTES]
 
 
 MIB = 1 << 20
@@ -110,7 +110,7 @@ def test_what_a_step_takes_again_is_not(process: list[int]) -> None:
 )
 def test_memory_does_not_grow_with_every_gather() -> None:
     """Buffers of one size, of which two exist at once, and small tensors that outlive them."""
-    torch.empty(LARGE_BYTES - MIB, dtype=torch.uint8)  # so that malloc has the others on its heap
+    torch.empty(MMAP_BYTES - MIB, dtype=torch.uint8)  # so that malloc has the others on its heap
     buffers = [buffer_of(MIB + 2048) for _ in range(8)]
     kept: list[torch.Tensor] = []
     start = host_memory._resident()

@@ -156,8 +156,8 @@ def all_reduces_on_its_own() -> None:
     shard_layers(model, ctx)
     model(torch.zeros(1, 1, dtype=torch.int64)).sum().backward()
     groups = ctx.groups
-    assert groups.across is not None
-    assert len({id(groups.gather), id(groups.reduce), id(groups.across)}) == 3
+    assert groups.replicas is not None
+    assert len({id(groups.gather), id(groups.reduce), id(groups.replicas)}) == 3
     assert {entry.comm_stream for entry in log if entry.kind == "all_reduce"} == {"all_reduce"}
     assert {entry.comm_stream for entry in log if entry.kind == "reduce_scatter"} == {
         "reduce_scatter"

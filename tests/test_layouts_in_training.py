@@ -86,9 +86,9 @@ def travels_plainly() -> None:
     plans = [param_group.plan for unit in ctx.units for param_group in unit.param_groups]
     assert any(plan.padding for plan in plans)
     for plan in plans:
-        assert isinstance(choose("cuda", dist.group.WORLD, plan), TensorCollectives)
+        assert isinstance(choose(dist.group.WORLD, "cuda", plan), TensorCollectives)
     ragged = plan_units([[ParamSpec("w", (8, 8), torch.float32)]], 3, TensorAtomic())[0]
-    assert isinstance(choose("cuda", dist.group.WORLD, ragged), RaggedTensorCollectives)
+    assert isinstance(choose(dist.group.WORLD, "cuda", ragged), RaggedTensorCollectives)
 
 
 def test_equal_shards_on_request_take_the_plain_collectives() -> None:

@@ -80,8 +80,8 @@ def run_where_told(dims: tuple[int, ...]) -> None:
     assert used == set(wanted.values())
     for name in ("gather", "reduce"):
         assert getattr(twins.ctx.groups, name) is wanted[name]
-    assert twins.ctx.groups.across is wanted.get("replicas")
-    assert twins.ctx.groups.confirm_across is wanted.get("confirm")
+    assert twins.ctx.groups.replicas is wanted.get("replicas")
+    assert twins.ctx.groups.confirm is wanted.get("confirm")
     twins.optimizer.zero_grad()
     twins.train(3)
     twins.ctx.reset()
@@ -303,13 +303,13 @@ def by_comm_stream() -> None:
     options = {"all_gather": gathers, "all_reduce": across}
     contexts = [FsdpContext(mesh, pg_options=options) for _ in range(2)]
     first, second = (ctx.groups for ctx in contexts)
-    for group, wanted in ((first.gather, gathers), (first.across, across)):
+    for group, wanted in ((first.gather, gathers), (first.replicas, across)):
         made = lagging(group).given
         assert (made.max_ctas, made is wanted) == (wanted.max_ctas, False)
         assert made._timeout == theirs._timeout
     # The mesh's own has its own options, which a comm stream without others takes.
     assert first.reduce is mesh.get_group(1)
-    assert (first.gather, first.across) == (second.gather, second.across)
+    assert (first.gather, first.replicas) == (second.gather, second.replicas)
     assert FsdpContext(mesh).groups.gather is mesh.get_group(1)
     reduce = lagging(FsdpContext(mesh).groups.reduce)
     assert reduce.given.max_ctas == 4

@@ -17,8 +17,8 @@ from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_overlap import FsdpContext, PerTensor, fully_shard
-from fsdp_overlap.comm import collectives
-from fsdp_overlap.comm.collectives import InPlaceRows
+from fsdp_overlap.comm import row_collectives
+from fsdp_overlap.comm.row_collectives import InPlaceRows
 from fsdp_overlap.engine import param_group
 from fsdp_overlap.layout import Flat, ParamSpec, RowsPlan, TensorAtomic, plan_units
 from fsdp_overlap.optim import AdamW, Muon
@@ -176,9 +176,9 @@ def test_training_with_copies_and_kept_parts_and_beside_other_layouts() -> None:
 def train_in_place() -> None:
     """With the collectives that NCCL gets. Gloo has them too."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(param_group, "choose_for_rows", lambda *_: InPlaceRows())
-        patch.setattr(collectives, "AVG", dist.ReduceOp.SUM)  # gloo has no means
-        patch.setattr(collectives, "divided", lambda total, _: total / dist.get_world_size())
+        patch.setattr(param_group, "choose_for_rows", lambda *given: InPlaceRows(given[-1]))
+        patch.setattr(row_collectives, "AVG", dist.ReduceOp.SUM)  # gloo has no means
+        patch.setattr(row_collectives, "divided", lambda total, _: total / dist.get_world_size())
         Twins(deep, shard_layers, layout=PerTensor()).train(2)
 
 
@@ -186,7 +186,7 @@ def train_in_pieces(columns_too: bool) -> None:
     """Large parameters travel by themselves, in place, and what is small in a packed buffer."""
     for large in (1, 300):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(collectives, "LARGE_BYTES", large)
+            patch.setattr(row_collectives, "MIN_UNPACKED_BYTES", large)
             Twins(deep, shard_columns if columns_too else shard_layers, layout=PerTensor()).train(2)
 
 

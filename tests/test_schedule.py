@@ -257,7 +257,7 @@ def lazily_made() -> None:
             used = ctx.groups
             assert sorted(made) == sorted(comm_streams)  # each once
             # Of one rank, the mesh's own serves.
-            own = {used.gather, used.reduce} if len(mesh) == 1 else {used.across}
+            own = {used.gather, used.reduce} if len(mesh) == 1 else {used.replicas}
             assert own <= set(dist.distributed_c10d._world.pg_map) - groups
 
 

@@ -37,7 +37,7 @@ def counted(made: list[str]) -> Iterator[None]:
 
 def names_of(twins: Twins) -> set[str]:
     groups = twins.ctx.groups
-    return {each.group_name for each in (groups.gather, groups.reduce, groups.across) if each}
+    return {each.group_name for each in (groups.gather, groups.reduce, groups.replicas) if each}
 
 
 def side_by_side(**options: Any) -> None:

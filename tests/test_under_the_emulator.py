@@ -13,11 +13,10 @@ import torch
 
 from fsdp_overlap.checkpoint import stager
 from fsdp_overlap.checkpoint.staging import StagedSave, StagingBuffers
-from fsdp_overlap.comm import quantized
-from fsdp_overlap.comm.collectives import PackedRows
 from fsdp_overlap.comm.comm_streams import DeviceCommStream, DeviceWorkHandle
 from fsdp_overlap.comm.extension_gather import ExtensionGather
-from fsdp_overlap.comm.quantized import QuantizedReduction, QuantizedRowsReduction
+from fsdp_overlap.comm.quantized import QuantizedGather, QuantizedReduction
+from fsdp_overlap.comm.row_collectives import PackedRows
 from fsdp_overlap.desync.order_check import OrderCheck
 from fsdp_overlap.emulator import EmulatedDevice, active, fake_ranks, running
 from fsdp_overlap.engine import comm_context
@@ -73,13 +72,12 @@ COPIED = "torch._foreach_copy_(targets, sources)"
 IN_ONE = "one launch, odd parameters"
 TOGETHER = "all_gather_coalesced((received, sent), group)"
 BITS = "gathered in 8 bits, flat"
-DECODED = "decode(gathered, full)"
+DECODED = "self._decode(gathered, full)"
 ENCODED = "wire.encode_own(shard.to(full.device, non_blocking=True), own, full.dtype)"
 BITS_BACK = "reduced in torch.float8_e5m2, flat"
 ROWS_BACK = "reduced in torch.float8_e5m2, rows"
 SUMMED = "wire.add_up(received.view(len(sizes), -1), mine, rank, total)"
-SENT = "sent = self._encode(gradients)"
-SENT_ROWS = "sent = self._encode(regions, plan)"
+SENT = "sent, mine = self._encode(gradients, group)"
 KEPT_LOW = "gradients kept in bfloat16"
 CAST = "mean = mean.to(self.param_group.grad_dtype)"
 EXTENDED = "extensions"
@@ -241,24 +239,12 @@ DEFECTS = [
     Defect(Exchange, "finish_scatter", "self._work.wait()", EXCHANGED),
     Defect(PackedRows, "all_gather", COPIED, ROWS, new=aside("full", COPIED)),
     Defect(PackedRows, "reduce_scatter", COPIED, ROWS, new=aside("gradients", COPIED)),
-    Defect(quantized, "_gather", DECODED, BITS, new=aside("full", DECODED)),
-    Defect(quantized, "_gather", ENCODED, BITS, new=aside("full", ENCODED)),
-    Defect(quantized, "_reduce", SUMMED, BITS_BACK, new=aside("mine", SUMMED)),
-    Defect(quantized, "_reduce", SUMMED, ROWS_BACK, new=aside("mine", SUMMED)),
-    Defect(
-        QuantizedRowsReduction,
-        "reduce_scatter",
-        SENT_ROWS,
-        ROWS_BACK,
-        new=aside("gradients", SENT_ROWS),
-    ),
-    Defect(
-        QuantizedReduction,
-        "reduce_scatter",
-        SENT,
-        BITS_BACK,
-        new=aside("gradients", SENT),
-    ),
+    Defect(QuantizedGather, "all_gather", DECODED, BITS, new=aside("full", DECODED)),
+    Defect(QuantizedGather, "all_gather", ENCODED, BITS, new=aside("full", ENCODED)),
+    Defect(QuantizedReduction, "reduce_scatter", SUMMED, BITS_BACK, new=aside("mine", SUMMED)),
+    Defect(QuantizedReduction, "reduce_scatter", SUMMED, ROWS_BACK, new=aside("mine", SUMMED)),
+    Defect(QuantizedReduction, "reduce_scatter", SENT, BITS_BACK, new=aside("gradients", SENT)),
+    Defect(QuantizedReduction, "reduce_scatter", SENT, ROWS_BACK, new=aside("gradients", SENT)),
     Defect(ParamGroupGradients, "_accept", CAST, KEPT_LOW, new=aside("mean", CAST)),
     Defect(ExtensionGather, "_gather", TAKEN, EXTENDED, new=aside("full", TAKEN)),
     Defect(

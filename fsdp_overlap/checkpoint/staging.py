@@ -11,7 +11,7 @@ import torch
 
 from fsdp_overlap.comm.streams import has_streams, streams_of
 from fsdp_overlap.engine.param_group import D2HCopy, copy_to_host
-from fsdp_overlap.tensor.boxes import chunks_of
+from fsdp_overlap.tensor.boxes import boxes_of
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
 from fsdp_overlap.tensor.row_tensor import Sharded
 
@@ -94,7 +94,7 @@ class StagedShard:
         local = tensor._local_tensor.detach()
         if isinstance(tensor, RaggedDTensor):
             first, _ = tensor.local_range
-            for box in chunks_of(tensor._spec):
+            for box in boxes_of(tensor._spec):
                 start = box.start - first
                 source = local[start : start + box.numel].view(box.sizes)
                 self.chunks[box.offsets] = StagedChunk(source)

@@ -1,31 +1,32 @@
 """How a param group is gathered and reduced, chosen once per param group from its backend.
 
-Everything above says only "gather this", "reduce that". ``docs/performance.md`` holds the
-measurements behind the choices.
+Here are the collectives of param groups of which each rank has one range, and what those of rows
+(:mod:`~fsdp_overlap.comm.row_collectives`), of the user and in few bits are built on.
+``docs/performance.md`` holds the measurements behind the choices.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from math import inf, prod
-from typing import Any, Protocol, TypeVar
+from functools import cache
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from fsdp_overlap.comm.process_groups import backend_name, communicates, is_in_python
 from fsdp_overlap.comm.streams import has_streams
-from fsdp_overlap.layout import ParamGroupPlan, Plan, RowsPlan
+from fsdp_overlap.layout import ParamGroupPlan
 from fsdp_overlap.tensor.comm_dtypes import COMM_DTYPES, as_comm_dtype, comm_dtype_ranges
-from fsdp_overlap.torch_internals import AllGather, AllgatherOptions, ReduceScatter
+from fsdp_overlap.torch_internals import AllgatherOptions
 
+Op = dist.ReduceOp.RedOpType
 AVG, SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
 
 
-def _reducing(options: Any, op: dist.ReduceOp.RedOpType, async_op: bool = False) -> Any:
+def _reducing(options: Any, op: Op, async_op: bool = False) -> Any:
     options.reduceOp = dist.ReduceOp(op)
     options.asyncOp = async_op
     return options
@@ -56,10 +57,6 @@ def _from_rank(rank: int) -> Any:
     return options
 
 
-# Parameters of at least this size travel by themselves. The collectives of smaller ones take longer
-# than a copy.
-LARGE_BYTES = 256 * 1024
-
 # Backends that cannot reduce to a mean, on any device.
 _WITHOUT_MEANS = ("gloo", "mpi")
 
@@ -68,8 +65,8 @@ _WITHOUT_MEANS = ("gloo", "mpi")
 class PendingCollective:
     """A collective on its way: ``finish()`` gives its result once all ``works`` are done.
 
-    ``works`` lists every piece. One handle for several pieces, which waits for the group alone, was
-    seen to return before all outputs were written.
+    ``works`` has one for each collective of the backend. One handle for several, which waits for
+    the group alone, was seen to return before all outputs were written.
     """
 
     works: Sequence[dist.Work]
@@ -78,27 +75,22 @@ class PendingCollective:
     """The group that the works run on. ``None`` if there are none."""
 
 
-P = TypeVar("P", contravariant=True)
+class Collectives(Protocol):
+    """Gathers and reduces one param group, of a plan that is given before. ``full`` and
+    ``gradients`` have shape ``[plan.numel]``, ``shard`` and the result of a reduction
+    ``[plan.shard_numels[rank]]``. Each method is collective over ``group``."""
 
-
-class Collectives(Protocol[P]):
-    """Gathers and reduces one param group. ``full`` and ``gradients`` have shape ``[plan.numel]``,
-    ``shard`` and the result of a reduction ``[plan.shard_numels[rank]]``. Each method is collective
-    over ``group``."""
-
+    @abstractmethod
     def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, plan: P, group: dist.ProcessGroup
+        self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup
     ) -> PendingCollective:
         """Fill ``full`` in place from every rank's ``shard``, cast to ``full``'s dtype. The shard
         may lie in the host's memory. It is read from there in the order of the current stream."""
         ...
 
+    @abstractmethod
     def reduce_scatter(
-        self,
-        gradients: torch.Tensor,
-        plan: P,
-        group: dist.ProcessGroup,
-        divisor: float | None = None,
+        self, gradients: torch.Tensor, group: dist.ProcessGroup, divisor: float | None = None
     ) -> PendingCollective:
         """Return this rank's range of the sum of all ranks' ``gradients``, divided by ``divisor``.
         ``None`` stands for the number of ranks, in whichever way the backend takes a mean.
@@ -106,96 +98,101 @@ class Collectives(Protocol[P]):
         ...
 
 
-Coalesced = tuple[list[torch.Tensor], list[torch.Tensor]]
-"""What a coalesced all-gather fills, and what this rank sends for each. Flat."""
+GatherTensors = tuple[list[torch.Tensor], list[torch.Tensor]]
+"""The outputs of coalesced all-gathers, and this rank's input to each. All are flat."""
 
 
-class CoalescedAllGather(ABC):
-    """Collectives whose all-gather NCCL can run as one with those of other param groups."""
+class RangeCollectives(Collectives):
+    """For a plan by which each rank has one range of the flat buffer."""
 
-    @abstractmethod
-    def prepare_coalesced(
-        self, full: torch.Tensor, shard: torch.Tensor, plan: Any, group: dist.ProcessGroup
-    ) -> Coalesced:
-        """Put this rank's shard where it is sent from, and return what is to be gathered. The
-        arguments are those of :meth:`Collectives.all_gather`."""
+    def __init__(self, plan: ParamGroupPlan) -> None:
+        self.plan = plan
+
+    def for_plan(self, plan: ParamGroupPlan) -> RangeCollectives:
+        """Return the same collectives for another plan."""
+        return type(self)(plan)
 
 
-class LocalCollectives:
+def end(work: dist.Work | None) -> None:
+    """End a synchronous collective, for which some backends return a work all the same."""
+    if work is not None:
+        work.wait()
+
+
+def reduce_into(
+    own: torch.Tensor, gradients: torch.Tensor, group: dist.ProcessGroup, op: Op
+) -> None:
+    """Fill ``own`` with this rank's range of all ranks' ``gradients``, reduced by ``op``, which is
+    a sum or a mean. Ranges are equal. Collective over ``group``."""
+    end(group._reduce_scatter_base(as_real(own), as_real(gradients), REDUCE_SCATTER[op]))
+
+
+def gather_into(full: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Fill ``full`` with all ranks' ``own``. Ranges are equal. Collective over ``group``."""
+    end(group._allgather_base(as_comm_dtype(full), as_comm_dtype(own), GATHER))
+
+
+# ---- For each backend ----
+
+
+class LocalCollectives(RangeCollectives):
     """One rank: nothing travels."""
 
     def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, plan: Plan, group: dist.ProcessGroup
+        self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup
     ) -> PendingCollective:
         full.copy_(shard, non_blocking=True)
         return PendingCollective((), lambda: full)
 
     def reduce_scatter(
-        self,
-        gradients: torch.Tensor,
-        plan: Plan,
-        group: dist.ProcessGroup,
-        divisor: float | None = None,
+        self, gradients: torch.Tensor, group: dist.ProcessGroup, divisor: float | None = None
     ) -> PendingCollective:
         return PendingCollective((), lambda: divided(gradients.clone(), divisor))
 
 
-class TensorCollectives:
+class TensorCollectives(RangeCollectives):
     """For equal shards on a device with streams: one collective over the flat tensors."""
 
     def all_gather(
-        self,
-        full: torch.Tensor,
-        shard: torch.Tensor,
-        plan: ParamGroupPlan,
-        group: dist.ProcessGroup,
+        self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup
     ) -> PendingCollective:
-        sent = self._sent(full, shard, plan, group)
+        sent = self._sent(full, shard, group)
         if full.dtype in COMM_DTYPES:
             end(group._allgather_base(full, sent, GATHER))
         else:
-            end(group._allgather_base(as_comm_dtype(full), as_comm_dtype(sent), GATHER))
+            gather_into(full, sent, group)
         return PendingCollective((), lambda: full)
 
-    def prepare_coalesced(
-        self,
-        full: torch.Tensor,
-        shard: torch.Tensor,
-        plan: ParamGroupPlan,
-        group: dist.ProcessGroup,
-    ) -> Coalesced:
-        """Do as :meth:`CoalescedAllGather.prepare_coalesced`."""
-        return [as_comm_dtype(full)], [as_comm_dtype(self._sent(full, shard, plan, group))]
-
     def _sent(
-        self,
-        full: torch.Tensor,
-        shard: torch.Tensor,
-        plan: ParamGroupPlan,
-        group: dist.ProcessGroup,
+        self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup
     ) -> torch.Tensor:
         if shard.dtype == full.dtype and shard.is_cpu == full.is_cpu:
             return shard
-        return own_range(full, plan, group).copy_(shard, non_blocking=True)
+        return own_range(full, self.plan, group).copy_(shard, non_blocking=True)
 
     def reduce_scatter(
-        self,
-        gradients: torch.Tensor,
-        plan: ParamGroupPlan,
-        group: dist.ProcessGroup,
-        divisor: float | None = None,
+        self, gradients: torch.Tensor, group: dist.ProcessGroup, divisor: float | None = None
     ) -> PendingCollective:
         left = divide_early(gradients, divisor)
-        own = gradients.new_empty(plan.shard_numels[group.rank()])
-        reduce_into(own, gradients, group, AVG if divisor is None else SUM)
+        own = gradients.new_empty(self.plan.shard_numels[group.rank()])
+        self._reduce(own, gradients, group, AVG if divisor is None else SUM)
         return PendingCollective((), lambda: divided(own, left))
 
-
-class NcclCollectives(TensorCollectives, CoalescedAllGather):
-    """For equal shards on NCCL."""
+    _reduce = staticmethod(reduce_into)
 
 
-class RaggedTensorCollectives:
+class NcclCollectives(TensorCollectives):
+    """For equal shards on NCCL, which can run the all-gathers of several param groups as one."""
+
+    def gather_tensors(
+        self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup
+    ) -> GatherTensors:
+        """Copy this rank's shard to where it is sent from, and return what is to be gathered. The
+        arguments are those of :meth:`all_gather`."""
+        return [as_comm_dtype(full)], [as_comm_dtype(self._sent(full, shard, group))]
+
+
+class RaggedTensorCollectives(TensorCollectives):
     """For ragged shards on NCCL: lists of ranges of different sizes. NCCL makes one group of
     broadcasts or reduces of a list; from 2.29 on, which comes with torch 2.13, it runs the
     broadcasts as one.
@@ -206,33 +203,21 @@ class RaggedTensorCollectives:
     """
 
     def all_gather(
-        self,
-        full: torch.Tensor,
-        shard: torch.Tensor,
-        plan: ParamGroupPlan,
-        group: dist.ProcessGroup,
+        self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup
     ) -> PendingCollective:
-        own_range(full, plan, group).copy_(shard, non_blocking=True)
-        ranges = comm_dtype_ranges(full, plan.shard_numels)
+        own_range(full, self.plan, group).copy_(shard, non_blocking=True)
+        ranges = comm_dtype_ranges(full, self.plan.shard_numels)
         end(dist.all_gather(list(ranges), ranges[group.rank()], group, async_op=True))
         return PendingCollective((), lambda: full)
 
-    def reduce_scatter(
-        self,
-        gradients: torch.Tensor,
-        plan: ParamGroupPlan,
-        group: dist.ProcessGroup,
-        divisor: float | None = None,
-    ) -> PendingCollective:
-        left = divide_early(gradients, divisor)
-        own = gradients.new_empty(plan.shard_numels[group.rank()])
-        ranges = list(as_real(gradients).split(list(plan.shard_numels)))
-        op = AVG if divisor is None else SUM
+    def _reduce(
+        self, own: torch.Tensor, gradients: torch.Tensor, group: dist.ProcessGroup, op: Op
+    ) -> None:
+        ranges = list(as_real(gradients).split(list(self.plan.shard_numels)))
         end(dist.reduce_scatter(as_real(own), ranges, op, group, async_op=True))
-        return PendingCollective((), lambda: divided(own, left))
 
 
-class GlooCollectives:
+class GlooCollectives(RangeCollectives):
     """For equal or ragged shards on gloo: a broadcast of each rank's range in place, and two
     all-to-alls with a local sum.
 
@@ -241,14 +226,10 @@ class GlooCollectives:
     """
 
     def all_gather(
-        self,
-        full: torch.Tensor,
-        shard: torch.Tensor,
-        plan: ParamGroupPlan,
-        group: dist.ProcessGroup,
+        self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup
     ) -> PendingCollective:
-        own_range(full, plan, group).copy_(shard)
-        ranges = comm_dtype_ranges(full, plan.shard_numels)
+        own_range(full, self.plan, group).copy_(shard)
+        ranges = comm_dtype_ranges(full, self.plan.shard_numels)
         works = [
             group.broadcast([held], _from_rank(rank))
             for rank, held in enumerate(ranges)
@@ -257,15 +238,11 @@ class GlooCollectives:
         return PendingCollective(works, lambda: full, group)
 
     def reduce_scatter(
-        self,
-        gradients: torch.Tensor,
-        plan: ParamGroupPlan,
-        group: dist.ProcessGroup,
-        divisor: float | None = None,
+        self, gradients: torch.Tensor, group: dist.ProcessGroup, divisor: float | None = None
     ) -> PendingCollective:
         # One all-to-all to the ranks before this one, and one to the ranks after it. A single one
         # would also send this rank its own range, and so need memory for it twice.
-        numels, rank = plan.shard_numels, group.rank()
+        numels, rank = self.plan.shard_numels, group.rank()
         left = divide_early(gradients, len(numels) if divisor is None else divisor)
         before, after = rank, len(numels) - rank - 1
         own = numels[rank]
@@ -311,14 +288,10 @@ class GlooPairCollectives(GlooCollectives):
     """
 
     def reduce_scatter(
-        self,
-        gradients: torch.Tensor,
-        plan: ParamGroupPlan,
-        group: dist.ProcessGroup,
-        divisor: float | None = None,
+        self, gradients: torch.Tensor, group: dist.ProcessGroup, divisor: float | None = None
     ) -> PendingCollective:
         left = divide_early(gradients, 2 if divisor is None else divisor)
-        ranges, rank = gradients.split(list(plan.shard_numels)), group.rank()
+        ranges, rank = gradients.split(list(self.plan.shard_numels)), group.rank()
         mine, sent = ranges[rank], ranges[1 - rank]
         received, received_sizes, sent_sizes = torch.empty_like(mine), [0, 0], [0, 0]
         received_sizes[1 - rank], sent_sizes[1 - rank] = len(mine), len(sent)
@@ -351,7 +324,7 @@ def all_reduce(
 ) -> PendingCollective:
     """Replace ``values`` by their sum over ranks, divided by ``divisor``, which may be ``None`` as
     in :meth:`Collectives.reduce_scatter`. Collective over ``group``."""
-    if divisor is None and backend_name(values.device.type, group) in _WITHOUT_MEANS:
+    if divisor is None and backend_name(group, values.device.type) in _WITHOUT_MEANS:
         divisor = group.size()
     left = divide_early(values, divisor)
     is_host = not has_streams(values.device)  # elsewhere the current stream waits, not the host
@@ -362,19 +335,17 @@ def all_reduce(
     return PendingCollective((work,) if is_host else (), lambda: divided(values, left), group)
 
 
-def choose(
-    device_type: str, group: dist.ProcessGroup, plan: ParamGroupPlan
-) -> Collectives[ParamGroupPlan]:
+def choose(group: dist.ProcessGroup, device_type: str, plan: ParamGroupPlan) -> RangeCollectives:
     """Return the fastest collectives known for ``plan`` on the backend of ``group`` on
     ``device_type``."""
     if not communicates(group):
-        return LocalCollectives()
-    if device_type == "cpu" and backend_name(device_type, group) == "gloo":
-        return GlooPairCollectives() if group.size() == 2 else GlooCollectives()
+        return LocalCollectives(plan)
+    if device_type == "cpu" and backend_name(group, device_type) == "gloo":
+        return GlooPairCollectives(plan) if group.size() == 2 else GlooCollectives(plan)
     if not plan.is_equal or is_in_python(group, device_type):
-        return RaggedTensorCollectives()
-    is_nccl = backend_name(device_type, group) == "nccl"
-    return NcclCollectives() if is_nccl else TensorCollectives()
+        return RaggedTensorCollectives(plan)
+    is_nccl = backend_name(group, device_type) == "nccl"
+    return NcclCollectives(plan) if is_nccl else TensorCollectives(plan)
 
 
 @cache
@@ -385,31 +356,14 @@ def coalesces() -> bool:
     return dist.get_debug_level() != dist.DebugLevel.DETAIL
 
 
-def all_gather_coalesced(tensors: Coalesced, group: dist.ProcessGroup) -> None:
-    """Fill the first of ``tensors`` from the second, in one launch. Collective over ``group``."""
-    received, sent = tensors
+def all_gather_coalesced(tensors: GatherTensors, group: dist.ProcessGroup) -> None:
+    """Gather ``tensors``, in one launch. Collective over ``group``."""
+    outputs, inputs = tensors
     if coalesces():
-        end(group.allgather_into_tensor_coalesced(received, sent, GATHER))
+        end(group.allgather_into_tensor_coalesced(outputs, inputs, GATHER))
         return
-    for full, own in zip(received, sent, strict=True):
-        end(group._allgather_base(full, own, GATHER))
-
-
-def reduce_into(
-    own: torch.Tensor,
-    gradients: torch.Tensor,
-    group: dist.ProcessGroup,
-    op: dist.ReduceOp.RedOpType,
-) -> None:
-    """Fill ``own`` with this rank's range of all ranks' ``gradients``, reduced by ``op``, which is
-    a sum or a mean. Ranges are equal. Collective over ``group``."""
-    end(group._reduce_scatter_base(as_real(own), as_real(gradients), REDUCE_SCATTER[op]))
-
-
-def end(work: dist.Work | None) -> None:
-    """End a synchronous collective, for which some backends return a work all the same."""
-    if work is not None:
-        work.wait()
+    for full, own in zip(outputs, inputs, strict=True):
+        gather_into(full, own, group)
 
 
 def divide_early(gradients: torch.Tensor, divisor: float | None) -> float | None:
@@ -439,309 +393,53 @@ def own_range(full: torch.Tensor, plan: ParamGroupPlan, group: dist.ProcessGroup
     return full.narrow(0, plan.shard_starts[rank], plan.shard_numels[rank])
 
 
-# ---- Rows: a rank has a chunk of each parameter. In a shard the chunks of one rank follow each
-# other, and in a flat buffer the chunks of one parameter. ----
+# ---- In memory of somebody else ----
 
 
-class InPlaceRows(CoalescedAllGather):
-    """For NCCL, which runs many collectives as one: a collective for each parameter, in place in
-    the flat buffer."""
+class StagedCollectives(RangeCollectives):
+    """For equal shards: collectives in memory that is allocated for them alone. Parameters and
+    gradients are views of other memory, so what travels is copied there and back."""
 
-    def __init__(self) -> None:
-        self._regions = _Views(regions_of)
+    has_means = True
+    """Whether :meth:`_reduce` can take a mean."""
 
-    def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, plan: RowsPlan, group: dist.ProcessGroup
-    ) -> PendingCollective:
-        all_gather_coalesced(self.prepare_coalesced(full, shard, plan, group), group)
-        return PendingCollective((), lambda: full)
+    @abstractmethod
+    def _gather_output(self, full: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        """Return memory for what fills ``full``."""
 
-    def prepare_coalesced(
-        self, full: torch.Tensor, shard: torch.Tensor, plan: RowsPlan, group: dist.ProcessGroup
-    ) -> Coalesced:
-        regions = self._regions.of(full, plan)
-        own = [region[group.rank()] for region in regions]
-        torch._foreach_copy_(own, chunks_of(shard, plan), non_blocking=True)
-        received = [as_comm_dtype(region.view(-1)) for region in regions]
-        return received, [as_comm_dtype(chunk) for chunk in own]
+    @abstractmethod
+    def _gather(self, full: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Do as :func:`gather_into`."""
 
-    def reduce_scatter(
-        self,
-        gradients: torch.Tensor,
-        plan: RowsPlan,
-        group: dist.ProcessGroup,
-        divisor: float | None = None,
-    ) -> PendingCollective:
-        left = divide_early(gradients, divisor)
-        own = _new(gradients, plan.shard_numels[group.rank()], plan)
-        received = [as_real(chunk) for chunk in chunks_of(own, plan)]
-        sent = [as_real(region.view(-1)) for region in self._regions.of(gradients, plan)]
-        op = AVG if divisor is None else SUM
-        if coalesces():
-            end(group.reduce_scatter_tensor_coalesced(received, sent, REDUCE_SCATTER[op]))
-        else:
-            for mine, of_all in zip(received, sent, strict=True):
-                reduce_into(mine, of_all, group, op)
-        return PendingCollective((), lambda: divided(own, left))
+    @abstractmethod
+    def _reduce_buffers(
+        self, gradients: torch.Tensor, group: dist.ProcessGroup
+    ) -> Iterable[torch.Tensor]:
+        """Return memory for ``gradients``, and for this rank's range of the result."""
 
-
-class PackedRows:
-    """For any backend: ``others`` gather into a packed buffer, where shards follow each other, and
-    reduce one. Chunks are copied between it and the flat buffer.
-
-    Parameters of at least ``large_bytes`` are left out of the packed buffer, which would take as
-    much memory again. ``others`` gather and reduce each of them by itself, in place.
-    """
-
-    def __init__(self, others: Collectives[ParamGroupPlan], large_bytes: float = inf) -> None:
-        self._others = others
-        self._large_bytes = large_bytes
-        self._regions = _Views(regions_of)
-        self._divisions: dict[int, _Division] = {}
-        """By the size of an element."""
+    @abstractmethod
+    def _reduce(
+        self, own: torch.Tensor, gradients: torch.Tensor, group: dist.ProcessGroup, op: Op
+    ) -> None:
+        """Do as :func:`reduce_into`."""
 
     def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, plan: RowsPlan, group: dist.ProcessGroup
+        self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup
     ) -> PendingCollective:
-        division = self._division(plan, full)
-        regions, chunks = self._regions.of(full, plan), chunks_of(shard, plan)
-        parts = [
-            self._others.all_gather(regions[index].view(-1), chunks[index], alone, group)
-            for index, alone in division.large
-        ]
-        small = division.small
-        if not small.specs:
-            return _together(parts, lambda: full)
-        packed = full.new_empty(small.packed.numel)
-        if division.large:
-            shard = packed.view(small.world_size, -1)[group.rank()]
-            torch._foreach_copy_(chunks_of(shard, small), division.of_small(chunks))
-        parts.append(self._others.all_gather(packed, shard, small.packed, group))
-
-        def finish() -> torch.Tensor:
-            for part in parts:
-                part.finish()
-            targets, sources = division.places.of(full, plan), _packed_chunks(packed, small)
-            torch._foreach_copy_(targets, sources)
-            return full
-
-        return _together(parts, finish)
-
-    def reduce_scatter(
-        self,
-        gradients: torch.Tensor,
-        plan: RowsPlan,
-        group: dist.ProcessGroup,
-        divisor: float | None = None,
-    ) -> PendingCollective:
-        division = self._division(plan, gradients)
-        regions = self._regions.of(gradients, plan)
-        parts = [
-            self._others.reduce_scatter(regions[index].view(-1), alone, group, divisor)
-            for index, alone in division.large
-        ]
-        small = division.small
-        if small.specs:
-            packed = _new(gradients, small.packed.numel, small)
-            targets, sources = _packed_chunks(packed, small), division.places.of(gradients, plan)
-            torch._foreach_copy_(targets, sources)
-            parts.append(self._others.reduce_scatter(packed, small.packed, group, divisor))
-
-        def finish() -> torch.Tensor:
-            if not division.large:
-                return parts[0].finish()
-            own = _new(gradients, plan.shard_numels[0], plan)
-            chunks = chunks_of(own, plan)
-            for part, (index, _) in zip(parts, division.large, strict=False):
-                chunks[index].copy_(part.finish())
-            if small.specs:
-                shard = parts[-1].finish()
-                torch._foreach_copy_(division.of_small(chunks), chunks_of(shard, small))
-            return own
-
-        return _together(parts, finish)
-
-    def _division(self, plan: RowsPlan, flat: torch.Tensor) -> _Division:
-        size = flat.element_size()
-        if size not in self._divisions:
-            self._divisions[size] = _Division(plan, self._large_bytes / size)
-        return self._divisions[size]
-
-
-def _together(
-    parts: Sequence[PendingCollective], finish: Callable[[], torch.Tensor]
-) -> PendingCollective:
-    """Return several collectives of one group as one, whose result ``finish`` gives."""
-    return PendingCollective(
-        [work for part in parts for work in part.works], finish, parts[0].group
-    )
-
-
-class _Division:
-    """Which parameters of a param group travel by themselves: those of at least ``large`` elements.
-    The others are ``small``."""
-
-    def __init__(self, plan: RowsPlan, large: float) -> None:
-        ranks = plan.world_size
-        sizes = list(zip(plan.specs, plan.chunks, strict=True))
-        self.large = [
-            (index, ParamGroupPlan((), (), (chunk,) * ranks))
-            for index, (spec, chunk) in enumerate(sizes)
-            if spec.cut_dim == 0 and chunk * ranks >= large
-        ]
-        """The number of each, and its plan."""
-        alone = {index for index, _ in self.large}
-        self._indices = [index for index in range(len(sizes)) if index not in alone]
-        self.small = RowsPlan(tuple(plan.specs[index] for index in self._indices), ranks)
-        self.places = _Views(partial(_chunks_in, indices=self._indices))
-        """Where the chunks of :func:`_packed_chunks` lie in a flat buffer."""
-
-    def of_small(self, chunks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [chunks[index] for index in self._indices]
-
-
-def choose_for_rows(
-    device_type: str, group: dist.ProcessGroup, plan: RowsPlan
-) -> Collectives[RowsPlan]:
-    """Return the fastest collectives known for ``plan`` on the backend of ``group`` on
-    ``device_type``."""
-    if plan.is_in_place and backend_name(device_type, group) == "nccl":
-        return InPlaceRows()
-    return PackedRows(choose(device_type, group, plan.packed), LARGE_BYTES)
-
-
-class _Views:
-    """Views of the flat buffers of one param group, made once for each."""
-
-    def __init__(self, make: Callable[[torch.Tensor, RowsPlan], list[torch.Tensor]]) -> None:
-        self._make = make
-        self._known: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
-
-    def of(self, flat: torch.Tensor, plan: RowsPlan) -> list[torch.Tensor]:
-        for known, views in self._known:
-            if known is flat:
-                return views
-        with torch.inference_mode(False), torch.no_grad():
-            views = self._make(flat, plan)
-        self._known.append((flat, views))
-        return views
-
-
-def _new(like: torch.Tensor, numel: int, plan: RowsPlan) -> torch.Tensor:
-    """Return memory for gradients. What no parameter fills is zero, because it travels too."""
-    return like.new_empty(numel) if plan.is_even else like.new_zeros(numel)
-
-
-def regions_of(flat: torch.Tensor, plan: RowsPlan) -> list[torch.Tensor]:
-    """Return what each parameter takes of a flat buffer, with a row for each rank's chunk."""
-    ranks = plan.world_size
-    return [
-        flat[offset : offset + ranks * chunk].view(ranks, chunk)
-        for offset, chunk in zip(plan.offsets, plan.chunks, strict=True)
-    ]
-
-
-def chunks_of(shard: torch.Tensor, plan: RowsPlan) -> list[torch.Tensor]:
-    """Return the chunks in a shard, flat."""
-    parts = list(shard.split_with_sizes(plan.sizes))
-    return parts[::2] if plan.has_gaps else parts
-
-
-def _chunks_in(flat: torch.Tensor, plan: RowsPlan, indices: Sequence[int]) -> list[torch.Tensor]:
-    """Return where the chunks of :func:`_packed_chunks` lie in a flat buffer: those of the
-    parameters ``indices``."""
-    found = []
-    regions = regions_of(flat, plan)
-    for index in indices:
-        spec, offset = plan.specs[index], plan.offsets[index]
-        if spec.cut_dim == 0:
-            found.append(regions[index])
-            continue
-        whole = flat[offset : offset + spec.numel].view(spec.shape)
-        for rank in range(plan.world_size):
-            first, last = plan.held(spec, rank)
-            found.append(whole.narrow(spec.cut_dim, first, last - first))
-    return found
-
-
-def _packed_chunks(packed: torch.Tensor, plan: RowsPlan) -> list[torch.Tensor]:
-    """Return the chunks in a packed buffer: of all ranks together, with a row for each, or one by
-    one if the parameter is not cut along its first dimension."""
-    columns = list(packed.view(plan.world_size, -1).split_with_sizes(plan.sizes, 1))
-    if plan.has_gaps:
-        columns = columns[::2]
-    if plan.is_in_place:
-        return columns
-    found: list[torch.Tensor] = []
-    for spec, column in zip(plan.specs, columns, strict=True):
-        if spec.cut_dim == 0:
-            found.append(column)
-            continue
-        for rank, chunk in enumerate(column):
-            shape = plan.chunk_shape(spec, rank)
-            found.append(chunk[: prod(shape)].view(shape))
-    return found
-
-
-# ---- Collectives of the user's own ----
-
-
-@dataclass(frozen=True)
-class CustomComms:
-    """A user's collectives, with FSDP2's interfaces. ``None`` stands for the library's own."""
-
-    all_gather: AllGather | None = None
-    reduce_scatter: ReduceScatter | None = None
-
-
-class CustomCollectives:
-    """For equal shards: the collectives of ``comms``, and those of ``others`` where it has none.
-
-    The user's objects work on memory that they allocate, and may use it again for their next call.
-    Parameters and gradients are views of other memory, so what travels is copied. On a CPU each
-    collective is waited for at once.
-    """
-
-    def __init__(self, comms: CustomComms, others: Collectives[ParamGroupPlan]) -> None:
-        self._comms = comms
-        self._others = others
-
-    def all_gather(
-        self,
-        full: torch.Tensor,
-        shard: torch.Tensor,
-        plan: ParamGroupPlan,
-        group: dist.ProcessGroup,
-    ) -> PendingCollective:
-        comm = self._comms.all_gather
-        if comm is None:
-            return self._others.all_gather(full, shard, plan, group)
-        gathered = comm.allocate(full.shape, dtype=full.dtype, device=full.device)
-        own = own_range(gathered, plan, group).copy_(shard, non_blocking=True)
-        sent, received = as_comm_dtype(own), as_comm_dtype(gathered)
-        end(comm(output_tensor=received, input_tensor=sent, group=group, async_op=False))
-        full.copy_(gathered)
+        output = self._gather_output(full, group)
+        own = own_range(output, self.plan, group).copy_(shard, non_blocking=True)
+        self._gather(output, own, group)
+        full.copy_(output)
         return PendingCollective((), lambda: full)
 
     def reduce_scatter(
-        self,
-        gradients: torch.Tensor,
-        plan: ParamGroupPlan,
-        group: dist.ProcessGroup,
-        divisor: float | None = None,
+        self, gradients: torch.Tensor, group: dist.ProcessGroup, divisor: float | None = None
     ) -> PendingCollective:
-        comm = self._comms.reduce_scatter
-        if comm is None:
-            return self._others.reduce_scatter(gradients, plan, group, divisor)
+        if divisor is None and not self.has_means:
+            divisor = group.size()
         left = divide_early(gradients, divisor)
-        source, own = (
-            comm.allocate((numel,), dtype=gradients.dtype, device=gradients.device)
-            for numel in (plan.numel, plan.shard_numels[group.rank()])
-        )
+        source, own = self._reduce_buffers(gradients, group)
         source.copy_(gradients)
-        op = AVG if divisor is None else SUM
-        sent, received = as_real(source), as_real(own)
-        work = comm(output_tensor=received, input_tensor=sent, group=group, op=op, async_op=False)
-        end(work)
+        self._reduce(own, source, group, AVG if divisor is None else SUM)
         mean = divided(own.clone(), left)
         return PendingCollective((), lambda: mean)

@@ -6,6 +6,7 @@ the host. On a CPU it is a queue of asynchronous work, and compute waits by bloc
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -25,9 +26,12 @@ from fsdp_overlap.torch_internals import profiler_enabled
 ComputeEvent = Any
 """A point in the compute enqueued so far, as :meth:`CommStream.record_compute_event` gives it."""
 
-CollectiveOp = tuple[Callable[[], PendingCollective], Callable[[torch.Tensor], None] | None, int]
+Issue = Callable[[], PendingCollective]
+"""Issues a collective."""
+Accept = Callable[[torch.Tensor], None]
+"""Takes the result of a collective."""
+CollectiveOp = tuple[Issue, Accept | None, int]
 """What :meth:`CommStream.enqueue` runs and gives the result to, and how many bytes travel then."""
-
 
 REPLAY = "replay of a CUDA graph"
 """What is launched instead of collectives where these are in a graph."""
@@ -82,7 +86,7 @@ class WorkHandle(Protocol):
         ...
 
 
-class CommStream:
+class CommStream(ABC):
     """A queue of communication. What it need not do on a CPU does nothing here.
 
     ``label`` names the unit in errors and traces, ``kind`` names the collective.
@@ -102,9 +106,9 @@ class CommStream:
     def after_event(self, event: torch.Event) -> None:
         """Start what is enqueued from now on after ``event``."""
 
+    @abstractmethod
     def after_work(self, work: WorkHandle) -> None:
         """Start what is enqueued from now on after ``work``, which is of another stream."""
-        raise NotImplementedError
 
     def after_replay(self) -> None:
         """Start what is enqueued from now on after a graph that was just enqueued as compute, which
@@ -117,27 +121,22 @@ class CommStream:
         """Return a mark of the compute enqueued so far."""
         return None
 
+    @abstractmethod
     def allocate(self, label: str, buffer: Buffer) -> None:
         """Give ``buffer`` storage, in the comm stream's order."""
-        raise NotImplementedError
 
+    @abstractmethod
     def enqueue(
-        self,
-        kind: str,
-        label: str,
-        issue: Callable[[], PendingCollective],
-        accept: Callable[[torch.Tensor], None] | None = None,
-        nbytes: int = 0,
+        self, kind: str, label: str, issue: Issue, accept: Accept | None = None, nbytes: int = 0
     ) -> WorkHandle:
         """Run ``issue`` and give its result to ``accept``, in the comm stream's order. ``nbytes``
         is how many bytes travel to or from this rank, 0 if they were not counted."""
-        raise NotImplementedError
 
+    @abstractmethod
     def free(self, label: str, buffer: Buffer, after: ComputeEvent, waits: bool = True) -> None:
         """Free what this comm stream allocated, once the compute up to ``after`` is done (None: at
         once). If the comm stream need not wait (``waits``), what is enqueued from now on may start
         before that, in other memory."""
-        raise NotImplementedError
 
 
 class HostWorkHandle:
@@ -150,7 +149,7 @@ class HostWorkHandle:
         kind: str,
         label: str,
         pending: PendingCollective,
-        accept: Callable[[torch.Tensor], None] | None,
+        accept: Accept | None,
     ) -> None:
         self.kind = kind
         self.label = label
@@ -202,7 +201,7 @@ class HostWorkHandle:
     def abandon(self) -> None:
         pending, self._pending = self._pending, None
         if pending is not None and pending.works:
-            with suppress(RuntimeError):  # the watchdog knows, and tells those who need a result
+            with suppress(RuntimeError):  # the watchdog has it for those who need a result
                 self._wait_for(pending)
 
 
@@ -217,12 +216,7 @@ class HostCommStream(CommStream):
         buffer.allocate()
 
     def enqueue(
-        self,
-        kind: str,
-        label: str,
-        issue: Callable[[], PendingCollective],
-        accept: Callable[[torch.Tensor], None] | None = None,
-        nbytes: int = 0,
+        self, kind: str, label: str, issue: Issue, accept: Accept | None = None, nbytes: int = 0
     ) -> WorkHandle:
         if not profiler_enabled():
             return HostWorkHandle(kind, label, issue(), accept)
@@ -339,12 +333,7 @@ class DeviceCommStream(CommStream):
             buffer.allocate()
 
     def enqueue(
-        self,
-        kind: str,
-        label: str,
-        issue: Callable[[], PendingCollective],
-        accept: Callable[[torch.Tensor], None] | None = None,
-        nbytes: int = 0,
+        self, kind: str, label: str, issue: Issue, accept: Accept | None = None, nbytes: int = 0
     ) -> WorkHandle:
         with span(kind, label, nbytes), self._streams.stream(self.stream):
             result = issue().finish()

@@ -11,8 +11,8 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.comm.collectives import Collectives, PendingCollective, own_range
-from fsdp_overlap.layout import ParamGroupPlan, RowsPlan
+from fsdp_overlap.comm.collectives import PendingCollective, RangeCollectives, own_range
+from fsdp_overlap.layout import ParamGroupPlan
 from fsdp_overlap.tensor.extension import Extension, is_subclass
 
 # Where a tensor may begin among bytes, so that they can be seen in its dtype.
@@ -47,7 +47,7 @@ class ExtensionGather:
 
     def __init__(self, extensions: Sequence[Extension]) -> None:
         self.extensions = extensions
-        self.others: Collectives[ParamGroupPlan]
+        self.others: RangeCollectives
         self._layout: SendLayout | None = None
         self.outputs: list[list[torch.Tensor]] = []
         """For each parameter, what is gathered of each tensor that its extension gives, flat."""
@@ -64,7 +64,7 @@ class ExtensionGather:
 
     @torch.no_grad()
     def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, plan: RowsPlan, group: dist.ProcessGroup
+        self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup
     ) -> PendingCollective:
         """Fill the unsharded parameters. ``full`` and ``shard`` are empty, but ``full`` is where
         compute is."""
@@ -121,7 +121,7 @@ class ExtensionGather:
             own.zero_()  # gaps travel, too
         sources = [each.reshape(-1) for each in chain.from_iterable(inputs) if each.numel()]
         _copy([own[at].view(dtype) for at, dtype in layout.ranges], sources)
-        issued = self.others.all_gather(gathered, own, all_ranks, group)
+        issued = self.others.for_plan(all_ranks).all_gather(gathered, own, group)
 
         @torch.no_grad()
         def finish() -> torch.Tensor:
@@ -129,7 +129,7 @@ class ExtensionGather:
             rows = gathered.view(ranks, -1)
             outputs = [each for each in chain.from_iterable(self.outputs) if each.numel()]
             for extension in self.extensions:
-                extension.allocate_early()
+                extension.allocate_outputs()
             try:
                 _copy(
                     [output.view(ranks, -1) for output in outputs],
@@ -138,7 +138,7 @@ class ExtensionGather:
                 then()
             finally:
                 for extension in self.extensions:
-                    extension.release_early()
+                    extension.release_outputs()
             return full
 
         return PendingCollective(issued.works, finish, issued.group)

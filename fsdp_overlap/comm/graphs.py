@@ -1,4 +1,4 @@
-"""CUDA graphs: when one is captured and replayed, and who has to know.
+"""CUDA graphs: callbacks when one is captured and replayed.
 
 A replay runs no Python, so nothing counts the edits of weights that it makes. The class of graphs
 is therefore extended where it begins, ends and replays a capture.
@@ -18,7 +18,7 @@ from fsdp_overlap.comm.streams import streams_of
 
 
 class Replays(Protocol):
-    """Is told of each replay of one graph."""
+    """Callbacks of each replay of one graph."""
 
     def before(self) -> None:
         """Prepare for the current stream to run the graph."""
@@ -30,11 +30,11 @@ class Replays(Protocol):
 
 
 class Watcher(Protocol):
-    """Is told of each capture, on the capturing stream."""
+    """Callbacks of each capture, on the capturing stream."""
 
     def capture_begins(self) -> None: ...
     def capture_ends(self) -> Replays | None:
-        """Prepare for the capture to end. Return who is to be told of its replays."""
+        """Prepare for the capture to end. Return the callbacks of its replays."""
         ...
 
     def capture_ended(self) -> None:
@@ -66,7 +66,7 @@ def capture_under_way() -> object | None:
 
 
 def watch(device: torch.device, watcher: Watcher) -> None:
-    """Tell ``watcher``, which it refers to weakly, of the graphs of ``device``."""
+    """Call ``watcher``, which it refers to weakly, for the graphs of ``device``."""
     kind = getattr(streams_of(device), "CUDAGraph", None)
     if kind is None:
         return
@@ -100,7 +100,7 @@ def _extend(kind: Any) -> None:
         global _capture, _is_guarded
         watchers = list(_watchers)
         try:
-            told = [replays for each in watchers if (replays := each.capture_ends()) is not None]
+            found = [replays for each in watchers if (replays := each.capture_ends()) is not None]
         finally:
             _capture = None
             try:
@@ -109,7 +109,7 @@ def _extend(kind: Any) -> None:
                 if _is_guarded:
                     _is_guarded = False
                     querying.release()
-        _replays[graph] = told
+        _replays[graph] = found
         try:
             for watcher in watchers:
                 watcher.capture_ended()
@@ -118,12 +118,13 @@ def _extend(kind: Any) -> None:
             raise
 
     @wraps(replay)
-    def replay_and_tell(graph: Any) -> None:
-        told = _replays.get(graph, ())
-        for each in told:
+    def replay_with_callbacks(graph: Any) -> None:
+        callbacks = _replays.get(graph, ())
+        for each in callbacks:
             each.before()
         replay(graph)
-        for each in told:
+        for each in callbacks:
             each.after()
 
-    kind.capture_begin, kind.capture_end, kind.replay = capture_begin, capture_end, replay_and_tell
+    kind.capture_begin, kind.capture_end = capture_begin, capture_end
+    kind.replay = replay_with_callbacks

@@ -45,6 +45,6 @@ def check_memory(group: dist.ProcessGroup, device: torch.device) -> None:
     backend = backend_of(group, device.type)
     if not hasattr(streams_of(device), "MemPool") or not backend.supports_tensor_alloc(device):
         raise ValueError(
-            f"{backend_name(device.type, group)} allocates no memory on {device.type} here, as "
+            f"{backend_name(group, device.type)} allocates no memory on {device.type} here, as "
             "NCCL does on GPUs with NVLink SHARP: leave the call out"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import pickle
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
@@ -11,14 +12,15 @@ import torch.distributed as dist
 
 from fsdp_overlap.comm.collectives import PendingCollective
 from fsdp_overlap.comm.comm_streams import HostWorkHandle
+from fsdp_overlap.comm.streams import has_streams
 
 T = TypeVar("T")
 
 
 def gather_objects(mine: T, group: dist.ProcessGroup, device: torch.device, what: str) -> list[T]:
     """Return what each rank of ``group`` gives, in the order of ranks. Travels in memory of
-    ``device``. ``what`` says in errors who asks. Collective; the host waits, and asks the group's
-    watchdog, which ``torch.distributed.all_gather_object()`` does not.
+    ``device``. ``what`` says in errors what it is for. Collective; the host waits, and polls the
+    group's watchdog, which ``torch.distributed.all_gather_object()`` does not.
 
     Raises:
         RuntimeError: a rank did not come.
@@ -46,14 +48,14 @@ def broadcast_object(
     is_mine = group.rank() == source
     sent = torch.frombuffer(bytearray(pickle.dumps(mine) if is_mine else b"-"), dtype=torch.uint8)
     size = torch.tensor([sent.numel()], device=device)
-    _wait(dist.broadcast(size, group=group, group_src=source, async_op=True), group, what)
+    wait_for(dist.broadcast(size, group=group, group_src=source, async_op=True), group, what)
     received = (
         sent.to(device) if is_mine else torch.empty(int(size), dtype=torch.uint8, device=device)
     )
-    _wait(dist.broadcast(received, group=group, group_src=source, async_op=True), group, what)
+    wait_for(dist.broadcast(received, group=group, group_src=source, async_op=True), group, what)
     held = received.cpu()
-    told: T = pickle.loads(ctypes.string_at(held.data_ptr(), held.numel()))
-    return told
+    given: T = pickle.loads(ctypes.string_at(held.data_ptr(), held.numel()))
+    return given
 
 
 def all_equal(number: int, group: dist.ProcessGroup, device: torch.device, what: str) -> bool:
@@ -64,16 +66,31 @@ def all_equal(number: int, group: dist.ProcessGroup, device: torch.device, what:
         RuntimeError: a rank did not come.
     """
     ends = torch.tensor([number, -number], device=device)
-    _wait(dist.all_reduce(ends, dist.ReduceOp.MAX, group=group, async_op=True), group, what)
+    wait_for(dist.all_reduce(ends, dist.ReduceOp.MAX, group=group, async_op=True), group, what)
     most, least = ends.tolist()
     return bool(most == -least)
 
 
+def greatest(values: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
+    """Replace ``values`` in place by their maximum over the ranks that ``groups`` together
+    connect. Collective over ``groups``."""
+    for group in groups:
+        work = dist.all_reduce(values, dist.ReduceOp.MAX, group, async_op=True)
+        if has_streams(values.device):
+            work.wait()
+        else:  # a rank that strays may never come to it
+            wait_for(work, group, "order_check")
+    return values
+
+
 def _gather(mine: torch.Tensor, group: dist.ProcessGroup, what: str) -> list[torch.Tensor]:
     others = [torch.empty_like(mine) for _ in range(group.size())]
-    _wait(dist.all_gather(others, mine, group, async_op=True), group, what)
+    wait_for(dist.all_gather(others, mine, group, async_op=True), group, what)
     return others
 
 
-def _wait(work: dist.Work, group: dist.ProcessGroup, what: str) -> None:
-    HostWorkHandle(what, "", PendingCollective([work], lambda: torch.empty(0), group), None).wait()
+def wait_for(work: dist.Work, group: dist.ProcessGroup, what: str, label: str = "") -> None:
+    """Block the host until ``work`` is done, and poll the group's watchdog. ``what`` and ``label``,
+    a unit's, are named in errors."""
+    pending = PendingCollective([work], lambda: torch.empty(0), group)
+    HostWorkHandle(what, label, pending, None).wait()

@@ -93,21 +93,21 @@ def communicates(group: dist.ProcessGroup) -> bool:
     return group.size() > 1 or one_rank_communicates
 
 
-def can_split(device_type: str, group: dist.ProcessGroup) -> bool:
+def can_split(group: dist.ProcessGroup, device_type: str) -> bool:
     """Return whether ``group`` has a communicator on this device that another group's can be split
     from, as NCCL's. Splitting takes less time and memory than a new connection."""
     is_there = has_streams(torch.device(device_type)) and communicates(group)
-    if backend_name(device_type, group) == "fake":  # says so from torch 2.15 on, and connects none
+    if backend_name(group, device_type) == "fake":  # says so from torch 2.15 on, and connects none
         return False
     return is_there and bool(getattr(backend_of(group, device_type), "supports_splitting", False))
 
 
-def connect(device_type: str, group: dist.ProcessGroup) -> None:
+def connect(group: dist.ProcessGroup, device_type: str) -> None:
     """Make the communicator of ``group``, which else comes with its first collective, and wait on
     the host until nothing is under way on it. Only then memory can be registered with it, and
     others can be split from it. Do nothing for backends without communicators to split.
     Collective over ``group``."""
-    if can_split(device_type, group):
+    if can_split(group, device_type):
         device = current_device(device_type)  # a new group would guess another one
         dist.barrier(group=group, device_ids=[device.index])
 
@@ -123,17 +123,17 @@ def options_of(group: dist.ProcessGroup, device_type: str) -> Any:
     return getattr(backend_of(group, device_type), "options", None)
 
 
-def backend_name(device_type: str, group: dist.ProcessGroup) -> str:
+def backend_name(group: dist.ProcessGroup, device_type: str) -> str:
     """Return ``"gloo"``, ``"nccl"``, ...: the backend that serves ``device_type`` in ``group``."""
     backend = backend_of(group, device_type)
     name: str = dist.get_backend(group) if backend is None else backend.name()
     return name.lower()
 
 
-def can_close(device_type: str, group: dist.ProcessGroup) -> bool:
+def can_close(group: dist.ProcessGroup, device_type: str) -> bool:
     """Return whether the host waits for the collectives of ``group``, and they can be made to
     end."""
-    return device_type == "cpu" and backend_name(device_type, group) == "gloo"
+    return device_type == "cpu" and backend_name(group, device_type) == "gloo"
 
 
 def group_timeout(group: dist.ProcessGroup, device_type: str) -> timedelta | None:
@@ -254,18 +254,18 @@ def own_group(
         options = options_of(like, device_type)
     options, split_from = _copied(options, timeout), None
     try:
-        if ranks == dist.get_process_group_ranks(like) and can_split(device_type, like):
-            connect(device_type, like)
+        if ranks == dist.get_process_group_ranks(like) and can_split(like, device_type):
+            connect(like, device_type)
             split_from = backend_of(like, device_type)
         group = make_group(f"{name}_{number}", ranks, backend, options, timeout, split_from)
-        connect(device_type, group)
+        connect(group, device_type)
     except RuntimeError as error:
         raise RuntimeError(
             f"ranks {ranks} did not all come within {timeout} to make the process group of their "
             f"{purpose}s: a rank died or runs something else, or ctx.reset() was not called on "
             f"every rank: {error}"
         ) from error
-    own = OwnGroup(ref(group), device_type, can_close(device_type, group))
+    own = OwnGroup(ref(group), device_type, can_close(group, device_type))
     if not own.is_closable:
         registry.shared[name] = own
     return own
@@ -390,14 +390,13 @@ def _check(group: object, name: str, mesh: DeviceMesh) -> None:
 
 
 class CommGroups:
-    """The groups that a param group's collectives run on. A communicator runs one collective at a
-    time, so collectives that are to run beside each other need a group each.
+    """The groups that a param group's collectives run on, with the names of :class:`MeshGroups`. A
+    communicator runs one collective at a time, so collectives that are to run beside each other
+    need a group each.
 
-    ``gather`` and ``reduce`` connect the ranks among which parameters are sharded. ``across`` and
-    ``confirm_across`` connect the ranks that hold replicas. Both are ``None`` on a mesh of one
-    dimension, and ``confirm_across`` also where nothing is confirmed. It is apart from ``across``
-    because a reduction across replicas starts at another moment on each rank. It would hold up a
-    confirmation that other ranks need before they start theirs.
+    ``replicas`` and ``confirm`` are ``None`` on a mesh of one dimension, and ``confirm`` also where
+    nothing is confirmed. They are two, because a reduction over replicas starts at another moment
+    on each rank. It would hold up a confirmation that other ranks need before they start theirs.
 
     Groups are referred to weakly, so that the user can destroy them. Afterwards the properties
     raise.
@@ -407,41 +406,41 @@ class CommGroups:
         self,
         gather: dist.ProcessGroup,
         reduce: dist.ProcessGroup,
-        across: dist.ProcessGroup | None = None,
-        confirm_across: dist.ProcessGroup | None = None,
+        replicas: dist.ProcessGroup | None = None,
+        confirm: dist.ProcessGroup | None = None,
     ) -> None:
         self._gather = ref(gather)
         self._reduce = ref(reduce)
-        self._across = None if across is None else ref(across)
-        self._confirm_across = None if confirm_across is None else ref(confirm_across)
+        self._replicas = None if replicas is None else ref(replicas)
+        self._confirm = None if confirm is None else ref(confirm)
 
     @property
     def gather(self) -> dist.ProcessGroup:
-        return self._gather() or alive(self._gather)  # asked for each collective
+        return self._gather() or alive(self._gather)  # read for each collective
 
     @property
     def reduce(self) -> dist.ProcessGroup:
         return self._reduce() or alive(self._reduce)
 
     @property
-    def across(self) -> dist.ProcessGroup | None:
-        return None if self._across is None else alive(self._across)
+    def replicas(self) -> dist.ProcessGroup | None:
+        return None if self._replicas is None else alive(self._replicas)
 
     @property
-    def confirm_across(self) -> dist.ProcessGroup | None:
-        return None if self._confirm_across is None else alive(self._confirm_across)
+    def confirm(self) -> dist.ProcessGroup | None:
+        return None if self._confirm is None else alive(self._confirm)
 
     @property
     def to_confirm(self) -> list[dist.ProcessGroup]:
         """Groups for confirmations that together connect all ranks of the mesh."""
-        groups = (self.reduce, self.confirm_across)
+        groups = (self.reduce, self.confirm)
         return [group for group in groups if group is not None and communicates(group)]
 
     @property
-    def of_all(self) -> list[dist.ProcessGroup]:
-        """Groups that together connect all ranks of the mesh: one for each of its dimensions."""
-        groups = [self.reduce] if self.across is None else [self.reduce, self.across]
-        return [group for group in groups if communicates(group)]
+    def per_dim(self) -> list[dist.ProcessGroup]:
+        """A group for each dimension of the mesh, if it has more than one rank."""
+        groups = (self.reduce, self.replicas)
+        return [group for group in groups if group is not None and communicates(group)]
 
 
 class GroupCache:
@@ -478,7 +477,7 @@ class GroupCache:
                     f"{', '.join(PG_OPTION_KINDS)}"
                 )
         self.watchdog: Callable[[], Watchdog | None] = lambda: None
-        """Gives the watchdog that is asked when a collective lasts or fails. Does not keep it
+        """Returns the watchdog that is polled when a collective lasts or fails. Does not keep it
         alive."""
         self._groups: dict[tuple[str, tuple[int, ...]], ref[dist.ProcessGroup]] = {}
         self._given: dict[DeviceMesh, dict[str, ref[dist.ProcessGroup]]] = {}
@@ -525,7 +524,7 @@ class GroupCache:
         """
         for comm_stream, options in self.options.items():
             shard = mesh.get_group(mesh.ndim - 1)
-            backend = backend_name(mesh.device_type, shard)
+            backend = backend_name(shard, mesh.device_type)
             if backend == "gloo":
                 raise TypeError(f"pg_options: gloo, which {mesh} has, takes none; leave them out")
             suitable = options_of(shard, mesh.device_type)
@@ -548,13 +547,13 @@ class GroupCache:
         reduce = self._get("reduce_scatter", shard, mesh) if separate else gather
         if mesh.ndim == 1:
             return CommGroups(gather, reduce)
-        replicas = mesh.get_group(0)
-        across = self._get("all_reduce", replicas, mesh)
-        if not can_close(mesh.device_type, replicas):
-            return CommGroups(gather, reduce, across)
-        return CommGroups(gather, reduce, across, self._get("order_check", replicas, mesh))
+        like = mesh.get_group(0)
+        replicas = self._get("all_reduce", like, mesh)
+        is_confirmed = can_close(like, mesh.device_type)
+        confirm = self._get("order_check", like, mesh) if is_confirmed else None
+        return CommGroups(gather, reduce, replicas, confirm)
 
-    def get_part(self, mesh: DeviceMesh, size: int) -> dist.ProcessGroup:
+    def get_neighbors(self, mesh: DeviceMesh, size: int) -> dist.ProcessGroup:
         """Return the group of ``size`` neighbours that this rank belongs to, along the dimension
         that ``mesh`` shards over. ``size`` divides that dimension. Collective over the mesh at its
         first call."""
@@ -566,7 +565,7 @@ class GroupCache:
             self._make(key, shard, mesh.device_type, "all_gather")
         return alive(self._groups[key])
 
-    def find(
+    def find_for_optimizer(
         self, ranks: Sequence[int], like: dist.ProcessGroup, device_type: str
     ) -> dist.ProcessGroup | None:
         """Return the group that an optimizer's step uses to connect ``ranks``, in this order. It
@@ -577,14 +576,14 @@ class GroupCache:
             if its == tuple(ranks):
                 return alive(group)
         is_enough = list(ranks) == dist.get_process_group_ranks(like)
-        return like if is_enough and not can_close(device_type, like) else None
+        return like if is_enough and not can_close(like, device_type) else None
 
-    def connect(
+    def get_for_optimizer(
         self, ranks: Sequence[int], like: dist.ProcessGroup, device_type: str
     ) -> dist.ProcessGroup:
-        """Return the group that :meth:`find` gives, or a new one, made as ``like``. Collective over
-        ``ranks`` at its first call."""
-        group = self.find(ranks, like, device_type)
+        """Return the group that :meth:`find_for_optimizer` gives, or a new one, made as ``like``.
+        Collective over ``ranks`` at its first call."""
+        group = self.find_for_optimizer(ranks, like, device_type)
         if group is None:
             group = self._make((OPTIMIZER, tuple(ranks)), like, device_type, OPTIMIZER)
         return group
@@ -607,7 +606,7 @@ class GroupCache:
         """Return whether the group of this name was closed or aborted."""
         return name in self._own and self._own[name].is_closed
 
-    def issued(self) -> dict[str, int | None]:
+    def collectives_issued(self) -> dict[str, int | None]:
         """Return how many collectives this rank issued on each group, by the group's name; ``None``
         where its backend does not count."""
         groups = [alive(group) for group in self._groups.values()]
@@ -655,13 +654,13 @@ class GroupCache:
             is_taken = any(group is other() for other in self._groups.values())
             is_needed = (is_taken and self.separate) or purpose in self.options
             is_needed &= not is_in_python(group, mesh.device_type)
-            if communicates(group) and (is_needed or can_close(mesh.device_type, group)):
+            if communicates(group) and (is_needed or can_close(group, mesh.device_type)):
                 return self._make(key, group, mesh.device_type, purpose)
             self._groups[key] = ref(group)
         group = alive(self._groups[key])
         if group.group_name not in self._uses:
             self._count_use(group)
-            connect(mesh.device_type, group)
+            connect(group, mesh.device_type)
         return group
 
     def _make(

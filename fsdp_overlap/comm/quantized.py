@@ -7,22 +7,22 @@ reduce input before, one of rows takes one; both take one over as much memory af
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from fsdp_overlap.comm.collectives import (
-    Collectives,
     PendingCollective,
+    RangeCollectives,
     all_to_all,
-    chunks_of,
     divide_early,
     divided,
     own_range,
-    regions_of,
 )
+from fsdp_overlap.comm.row_collectives import chunks_of, regions_of
 from fsdp_overlap.layout import ParamGroupPlan, RowsPlan
 from fsdp_overlap.layout.quantized_plan import QuantizedPlan, QuantizedRun, Segment
 from fsdp_overlap.tensor.quantization import at_once, decode_into, encode, multiply
@@ -231,23 +231,44 @@ def scales_of(scales: torch.Tensor, run: QuantizedRun) -> torch.Tensor:
     return scales[..., run.scale : run.scale + run.scales].unflatten(-1, (rows, blocks))
 
 
-class QuantizedGather:
-    """Gathers a param group of ranges in few bits. ``others`` carry the bytes."""
+class QuantizedGather(ABC):
+    """Gathers a param group in few bits: what all ranks send arrives in a buffer of the plan
+    ``segments``. ``others`` carry the bytes."""
 
-    def __init__(self, wire: QuantizedFormat, others: Collectives[ParamGroupPlan]) -> None:
+    def __init__(
+        self, wire: QuantizedFormat, segments: ParamGroupPlan, others: RangeCollectives
+    ) -> None:
         self._wire = wire
-        self._segments = Segments(wire)
-        self._others = others
+        self._plan = segments
+        self._others = others.for_plan(segments)
 
     def all_gather(
-        self,
-        full: torch.Tensor,
-        shard: torch.Tensor,
-        plan: ParamGroupPlan,
-        group: dist.ProcessGroup,
+        self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup
     ) -> PendingCollective:
-        segments = self._wire.plan.packed
-        return _gather(self._wire, full, shard, segments, group, self._others, self._decode)
+        wire = self._wire
+        gathered = torch.empty(self._plan.numel, dtype=torch.uint8, device=full.device)
+        own = own_range(gathered, self._plan, group)
+        wire.encode_own(shard.to(full.device, non_blocking=True), own, full.dtype)
+        issued = self._others.all_gather(gathered, own, group)
+
+        def finish() -> torch.Tensor:
+            issued.finish()
+            self._decode(gathered, full)
+            return full
+
+        return PendingCollective(issued.works, finish, issued.group)
+
+    @abstractmethod
+    def _decode(self, gathered: torch.Tensor, full: torch.Tensor) -> None:
+        """Fill ``full`` from what all ranks have sent."""
+
+
+class QuantizedRangesGather(QuantizedGather):
+    """Gathers a param group of ranges in few bits."""
+
+    def __init__(self, wire: QuantizedFormat, others: RangeCollectives) -> None:
+        super().__init__(wire, wire.plan.packed, others)
+        self._segments = Segments(wire)
 
     def _decode(self, gathered: torch.Tensor, full: torch.Tensor) -> None:
         segments = self._segments
@@ -260,28 +281,18 @@ class QuantizedGather:
         copy_all(segments.kept_in(full), segments.kept(gathered, full.dtype))
 
 
-class QuantizedRowsGather:
-    """Gathers a param group of rows in few bits. ``others`` carry the bytes. The plan of ``wire``
-    is that of one rank, because all are alike: in a shard each chunk has room for as many rows."""
+class QuantizedRowsGather(QuantizedGather):
+    """Gathers a param group of rows in few bits. The plan of ``wire`` is that of one rank, because
+    all are alike: in a shard each chunk has room for as many rows."""
 
-    def __init__(
-        self, wire: QuantizedFormat, others: Collectives[ParamGroupPlan], ranks: int
-    ) -> None:
-        self._wire = wire
-        self._packed = ParamGroupPlan((), (), wire.plan.packed.shard_numels * ranks)
-        self._others = others
+    def __init__(self, wire: QuantizedFormat, plan: RowsPlan, others: RangeCollectives) -> None:
+        numels = wire.plan.packed.shard_numels * plan.world_size
+        super().__init__(wire, ParamGroupPlan((), (), numels), others)
+        self._rows = plan
 
-    def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, plan: RowsPlan, group: dist.ProcessGroup
-    ) -> PendingCollective:
-        def decode(gathered: torch.Tensor, full: torch.Tensor) -> None:
-            self._decode(gathered.view(plan.world_size, -1), full, plan)
-
-        return _gather(self._wire, full, shard, self._packed, group, self._others, decode)
-
-    def _decode(self, segments: torch.Tensor, full: torch.Tensor, plan: RowsPlan) -> None:
-        wire = self._wire
-        codes, scales, kept = wire.parts_of(segments, full.dtype)
+    def _decode(self, gathered: torch.Tensor, full: torch.Tensor) -> None:
+        wire, plan = self._wire, self._rows
+        codes, scales, kept = wire.parts_of(gathered.view(plan.world_size, -1), full.dtype)
         regions = regions_of(full, plan)
         for run in wire.own.runs:
             first = run.start - plan.starts[run.index]
@@ -292,30 +303,51 @@ class QuantizedRowsGather:
         copy_all(targets, [kept[:, place.at : place.at + place.numel] for place in wire.own.kept])
 
 
-class QuantizedReduction:
-    """Reduces a param group of ranges in few bits: what each rank sends arrives by an all-to-all,
-    and is summed in the dtype of the gradients. A rank's own gradients do not travel, and are
-    exact."""
+class QuantizedReduction(ABC):
+    """Reduces a param group in few bits: each rank gets a segment from every rank by an all-to-all,
+    and sums them in the dtype of the gradients. ``sizes`` are those of the ranks' segments. A
+    rank's own gradients do not travel, and are exact."""
 
-    def __init__(self, wire: QuantizedFormat) -> None:
+    def __init__(self, wire: QuantizedFormat, sizes: Sequence[int]) -> None:
         self._wire = wire
-        self._segments = Segments(wire)
+        self._sizes = list(sizes)
 
     def reduce_scatter(
-        self,
-        gradients: torch.Tensor,
-        plan: ParamGroupPlan,
-        group: dist.ProcessGroup,
-        divisor: float | None = None,
+        self, gradients: torch.Tensor, group: dist.ProcessGroup, divisor: float | None = None
     ) -> PendingCollective:
-        sizes = list(self._wire.plan.packed.shard_numels)
+        wire, sizes, rank = self._wire, self._sizes, group.rank()
         left = divide_early(gradients, len(sizes) if divisor is None else divisor)
-        sent = self._encode(gradients)
-        mine = own_range(gradients, plan, group)
-        return _reduce(self._wire, sent, sizes, mine, group, left)
+        sent, mine = self._encode(gradients, group)
+        arriving = [sizes[rank]] * len(sizes)
+        received = sent.new_empty(sum(arriving))
+        issued = all_to_all(received, sent, arriving, sizes, group)
 
-    def _encode(self, gradients: torch.Tensor) -> torch.Tensor:
-        """Return the segments for all ranks."""
+        def finish() -> torch.Tensor:
+            total = torch.zeros_like(mine)
+            if len(mine):
+                wire.add_up(received.view(len(sizes), -1), mine, rank, total)
+            return divided(total, left)
+
+        return PendingCollective(issued.works, finish, issued.group)
+
+    @abstractmethod
+    def _encode(
+        self, gradients: torch.Tensor, group: dist.ProcessGroup
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the segments for all ranks, and what this rank keeps of ``gradients``."""
+
+
+class QuantizedRangesReduction(QuantizedReduction):
+    """Reduces a param group of ranges in few bits."""
+
+    def __init__(self, wire: QuantizedFormat, plan: ParamGroupPlan) -> None:
+        super().__init__(wire, wire.plan.packed.shard_numels)
+        self._plan = plan
+        self._segments = Segments(wire)
+
+    def _encode(
+        self, gradients: torch.Tensor, group: dist.ProcessGroup
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         wire, plan, segments = self._wire, self._wire.plan, self._segments
         sent = torch.zeros(plan.packed.numel, dtype=torch.uint8, device=gradients.device)
         codes = torch.zeros_like(gradients, dtype=wire.codes)
@@ -325,90 +357,30 @@ class QuantizedReduction:
         if wire.scales is not None:
             segments.put_scales(sent, scales)
         copy_all(segments.kept(sent, gradients.dtype), segments.kept_in(gradients))
-        return sent
+        return sent, own_range(gradients, self._plan, group)
 
 
-class QuantizedRowsReduction:
-    """Reduces a param group of rows as :class:`QuantizedReduction` does one of ranges. The plan of
-    ``wire`` is that of one rank."""
+class QuantizedRowsReduction(QuantizedReduction):
+    """Reduces a param group of rows in few bits. The plan of ``wire`` is that of one rank."""
 
-    def __init__(self, wire: QuantizedFormat) -> None:
-        self._wire = wire
+    def __init__(self, wire: QuantizedFormat, plan: RowsPlan) -> None:
+        super().__init__(wire, [wire.plan.packed.numel] * plan.world_size)
+        self._plan = plan
 
-    def reduce_scatter(
-        self,
-        gradients: torch.Tensor,
-        plan: RowsPlan,
-        group: dist.ProcessGroup,
-        divisor: float | None = None,
-    ) -> PendingCollective:
-        ranks = plan.world_size
-        left = divide_early(gradients, ranks if divisor is None else divisor)
+    def _encode(
+        self, gradients: torch.Tensor, group: dist.ProcessGroup
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        wire, plan = self._wire, self._plan
         regions = regions_of(gradients, plan)
-        sent = self._encode(regions, plan)
-        mine = gradients.new_zeros(plan.shard_numels[0])
-        own = [region[group.rank()] for region in regions]
-        torch._foreach_copy_(chunks_of(mine, plan), own)
-        return _reduce(self._wire, sent.flatten(), [sent.shape[1]] * ranks, mine, group, left)
-
-    def _encode(self, regions: list[torch.Tensor], plan: RowsPlan) -> torch.Tensor:
-        """Return the segments for all ranks, with a row for each."""
-        wire = self._wire
-        size = wire.plan.packed.numel
-        sent = regions[0].new_zeros((plan.world_size, size), dtype=torch.uint8)
-        codes, scales, kept = wire.parts_of(sent, regions[0].dtype)
+        sent = gradients.new_zeros((len(self._sizes), self._sizes[0]), dtype=torch.uint8)
+        codes, scales, kept = wire.parts_of(sent, gradients.dtype)
         for run in wire.own.runs:
             first = run.start - plan.starts[run.index]
             values = regions[run.index][:, first : first + run.numel]
             wire.encode_run(values, run, codes[:, run.start : run.start + run.numel], scales)
         targets = [kept[:, place.at : place.at + place.numel] for place in wire.own.kept]
         copy_all(targets, [regions[place.index] for place in wire.own.kept])
-        return sent
-
-
-def _gather(
-    wire: QuantizedFormat,
-    full: torch.Tensor,
-    shard: torch.Tensor,
-    segments: ParamGroupPlan,
-    group: dist.ProcessGroup,
-    others: Collectives[ParamGroupPlan],
-    decode: Callable[[torch.Tensor, torch.Tensor], None],
-) -> PendingCollective:
-    """Gather what all ranks send into a buffer of the plan ``segments``, from which ``decode``
-    fills ``full``."""
-    gathered = torch.empty(segments.numel, dtype=torch.uint8, device=full.device)
-    own = own_range(gathered, segments, group)
-    wire.encode_own(shard.to(full.device, non_blocking=True), own, full.dtype)
-    issued = others.all_gather(gathered, own, segments, group)
-
-    def finish() -> torch.Tensor:
-        issued.finish()
-        decode(gathered, full)
-        return full
-
-    return PendingCollective(issued.works, finish, issued.group)
-
-
-def _reduce(
-    wire: QuantizedFormat,
-    sent: torch.Tensor,
-    sizes: list[int],
-    mine: torch.Tensor,
-    group: dist.ProcessGroup,
-    divisor: float | None,
-) -> PendingCollective:
-    """Send each rank its segment of ``sent``, which have ``sizes``, and sum those that arrive
-    with ``mine``. The sum is divided by ``divisor``."""
-    rank = group.rank()
-    arriving = [sizes[rank]] * len(sizes)
-    received = sent.new_empty(sum(arriving))
-    issued = all_to_all(received, sent, arriving, sizes, group)
-
-    def finish() -> torch.Tensor:
-        total = torch.zeros_like(mine)
-        if len(mine):
-            wire.add_up(received.view(len(sizes), -1), mine, rank, total)
-        return divided(total, divisor)
-
-    return PendingCollective(issued.works, finish, issued.group)
+        mine = gradients.new_zeros(plan.shard_numels[0])
+        own = [region[group.rank()] for region in regions]
+        torch._foreach_copy_(chunks_of(mine, plan), own)
+        return sent.flatten(), mine

@@ -1,4 +1,4 @@
-"""Notes that ranks leave for each other in the store at which they met. They can be read while
+"""Messages that ranks leave for each other in the store of the rendezvous. They can be read while
 collectives wait."""
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ T = TypeVar("T")
 # every timeout.
 ANSWER_SECONDS = 5.0
 
-# What still asks a store that has not answered in time.
+# The thread that still waits for a store that has not answered in time.
 _unanswered: WeakKeyDictionary[dist.Store, Thread] = WeakKeyDictionary()
 
-# The notes for which this process waits. Meanwhile its store may answer nobody else.
-_meeting: set[StoreMailbox] = set()
+# The mailboxes for which this process waits. Meanwhile its store may answer nobody else.
+_in_barrier: set[StoreMailbox] = set()
 
 
-def is_meeting() -> bool:
+def in_barrier() -> bool:
     """Return whether this process waits for other ranks in a store."""
-    return bool(_meeting)
+    return bool(_in_barrier)
 
 
 def has_peers(group: dist.ProcessGroup) -> bool:
@@ -42,8 +42,8 @@ def has_peers(group: dist.ProcessGroup) -> bool:
 
 
 class StoreMailbox:
-    """One note from each rank of ``group``, which the others read. Two objects of the same ``name``
-    show the same notes.
+    """One message from each rank of ``group``, which the others read. Two objects of the same
+    ``name`` have the same messages.
 
     No collective is used, and nothing raises: a store may have gone with its rank.
     """
@@ -52,21 +52,21 @@ class StoreMailbox:
         self._me = dist.get_rank()
         ranks = dist.get_process_group_ranks(group) if has_peers(group) else []
         self.others = [rank for rank in sorted(ranks) if rank != self._me]
-        self._whole = default_store()
-        self._store = dist.PrefixStore(f"fsdp_overlap/{name}", self._whole)
+        self._root = default_store()
+        self._store = dist.PrefixStore(f"fsdp_overlap/{name}", self._root)
 
-    def post(self, note: str) -> None:
-        """Replace this rank's note by ``note``. Do nothing while the store does not answer."""
+    def post(self, message: str) -> None:
+        """Replace this rank's message. Do nothing while the store does not answer."""
         if not self._is_silent():
-            self._ask(lambda: self._store.set(str(self._me), note), None, ANSWER_SECONDS)
+            self._query(lambda: self._store.set(str(self._me), message), None, ANSWER_SECONDS)
 
-    def meet(self, timeout: timedelta | None, note: str = "") -> dict[int, str]:
-        """Post ``note`` and wait for all ranks to do so. Return the notes of the other ranks
-        that did within ``timeout``. Works once for each name."""
+    def barrier(self, timeout: timedelta | None, message: str = "") -> dict[int, str]:
+        """Post ``message`` and wait for all ranks to do so. Return those of the other ranks that
+        did within ``timeout``. Works once for each name."""
         others = [str(rank) for rank in self.others]
 
-        def meet() -> dict[int, str]:
-            self._store.set(str(self._me), note)
+        def wait() -> dict[int, str]:
+            self._store.set(str(self._me), message)
             with suppress(RuntimeError):  # some are late
                 if timeout is None:
                     self._store.wait(others)
@@ -75,18 +75,18 @@ class StoreMailbox:
             return self._read_of(self.others)
 
         seconds = None if timeout is None else timeout.total_seconds() + ANSWER_SECONDS
-        _meeting.add(self)
+        _in_barrier.add(self)
         try:
-            return self._ask(meet, {}, seconds)
+            return self._query(wait, {}, seconds)
         finally:
-            _meeting.remove(self)
+            _in_barrier.remove(self)
 
     def read(self, most: int | None = None) -> dict[int, str]:
-        """Return the notes that other ranks have posted, by their ranks in the default group: all,
+        """Return what other ranks have posted, by their ranks in the default group: all,
         or those of the first ``most`` of them. Empty while the store does not answer."""
         if self._is_silent():
             return {}
-        return self._ask(lambda: self._read_of(self.others[:most]), {}, ANSWER_SECONDS)
+        return self._query(lambda: self._read_of(self.others[:most]), {}, ANSWER_SECONDS)
 
     def _read_of(self, ranks: Sequence[int]) -> dict[int, str]:
         there = [rank for rank in ranks if self._store.check([str(rank)])]
@@ -94,21 +94,21 @@ class StoreMailbox:
 
     def _is_silent(self) -> bool:
         """Return whether the store still owes an answer that did not come in time."""
-        asking = _unanswered.get(self._whole)
-        return asking is not None and asking.is_alive()
+        thread = _unanswered.get(self._root)
+        return thread is not None and thread.is_alive()
 
-    def _ask(self, question: Callable[[], T], otherwise: T, seconds: float | None) -> T:
-        """Return what the store answers to ``question`` within ``seconds``, and else
+    def _query(self, query: Callable[[], T], otherwise: T, seconds: float | None) -> T:
+        """Return what the store answers to ``query`` within ``seconds``, and else
         ``otherwise``."""
         answers: list[T] = []
 
-        def ask() -> None:
+        def run() -> None:
             with suppress(RuntimeError):
-                answers.append(question())
+                answers.append(query())
 
-        asking = Thread(target=ask, name="fsdp_overlap_board", daemon=True)
-        asking.start()
-        asking.join(seconds)
-        if asking.is_alive():
-            _unanswered[self._whole] = asking
+        thread = Thread(target=run, name="fsdp_overlap_mailbox", daemon=True)
+        thread.start()
+        thread.join(seconds)
+        if thread.is_alive():
+            _unanswered[self._root] = thread
         return answers[0] if answers else otherwise

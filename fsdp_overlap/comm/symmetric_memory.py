@@ -5,22 +5,15 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.comm.collectives import (
-    PendingCollective,
-    TensorCollectives,
-    divide_early,
-    divided,
-    own_range,
-    reduce_into,
-)
+from fsdp_overlap.comm.collectives import StagedCollectives, gather_into, reduce_into
 from fsdp_overlap.comm.process_groups import backend_name
 from fsdp_overlap.comm.streams import streams_of
 from fsdp_overlap.layout import ParamGroupPlan, Plan
 from fsdp_overlap.torch_internals import symmetric_memory
 
 
-class SymmetricPiece:
-    """A piece of symmetric memory, which one collective after the other uses, on one comm stream.
+class SymmetricBuffer:
+    """Symmetric memory that one collective after the other uses, on one comm stream.
 
     It is taken from the device's pool for the first of them, as large as the largest needs it, and
     registered with each group for the first collective on that group. Registration is collective,
@@ -36,13 +29,13 @@ class SymmetricPiece:
         """The names of the groups that the memory is registered with."""
 
     def reserve(self, nbytes: int) -> None:
-        """Make the piece at least so large, if it has no memory yet."""
+        """Make the buffer at least so large, if it has no memory yet."""
         self._reserved = max(self._reserved, nbytes)
 
     def take(self, group: dist.ProcessGroup, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a flat tensor in the piece, for a collective of ``group`` on the current stream.
-        Later ones overwrite it. Collective over ``group`` if the piece is not registered with
-        it."""
+        """Return a flat tensor in the buffer, for a collective of ``group`` on the current stream.
+        Later ones overwrite it. Collective over ``group`` if the buffer is not registered
+        with it."""
         nbytes = numel * dtype.itemsize
         memory = self._memory
         if memory is None or memory.numel() < nbytes:
@@ -61,58 +54,48 @@ class SymmetricPiece:
 
 
 class SymmetricMemory:
-    """The pieces that the collectives over one mesh use: for full buffers, for reduce inputs, and
+    """The buffers that the collectives over one mesh use: for full buffers, for reduce inputs, and
     for the results of reductions."""
 
     def __init__(self, device: torch.device) -> None:
-        self.gathered = SymmetricPiece(device)
-        self.unreduced = SymmetricPiece(device)
-        self.reduced = SymmetricPiece(device)
+        self.gathered = SymmetricBuffer(device)
+        self.unreduced = SymmetricBuffer(device)
+        self.reduced = SymmetricBuffer(device)
 
     def reserve(self, plan: Plan, compute_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
-        """Make pieces large enough for a param group of equal shards."""
+        """Make the buffers large enough for a param group of equal shards."""
         self.gathered.reserve(plan.numel * compute_dtype.itemsize)
         if plan.specs[0].requires_grad:  # else they grow if it becomes trainable
             self.unreduced.reserve(plan.numel * reduce_dtype.itemsize)
             self.reduced.reserve(plan.shard_numels[0] * reduce_dtype.itemsize)
 
 
-class SymmetricCollectives:
-    """For equal shards on NCCL: collectives in ``memory``, on which NCCL has faster ones. What
-    travels is copied there and back."""
+class SymmetricCollectives(StagedCollectives):
+    """For equal shards on NCCL: collectives in ``memory``, on which NCCL has faster ones. In
+    symmetric memory NCCL 2.29 has sums, and no means."""
 
-    def __init__(self, memory: SymmetricMemory) -> None:
+    has_means = False
+
+    def __init__(self, plan: ParamGroupPlan, memory: SymmetricMemory) -> None:
+        super().__init__(plan)
         self._memory = memory
-        self._collectives = TensorCollectives()
 
-    def all_gather(
-        self,
-        full: torch.Tensor,
-        shard: torch.Tensor,
-        plan: ParamGroupPlan,
-        group: dist.ProcessGroup,
-    ) -> PendingCollective:
-        gathered = self._memory.gathered.take(group, plan.numel, full.dtype)
-        own = own_range(gathered, plan, group).copy_(shard, non_blocking=True)
-        self._collectives.all_gather(gathered, own, plan, group)
-        full.copy_(gathered)
-        return PendingCollective((), lambda: full)
+    def for_plan(self, plan: ParamGroupPlan) -> SymmetricCollectives:
+        return SymmetricCollectives(plan, self._memory)
 
-    def reduce_scatter(
-        self,
-        gradients: torch.Tensor,
-        plan: ParamGroupPlan,
-        group: dist.ProcessGroup,
-        divisor: float | None = None,
-    ) -> PendingCollective:
-        # In symmetric memory NCCL 2.29 has sums, and no means.
-        left = divide_early(gradients, group.size() if divisor is None else divisor)
-        source = self._memory.unreduced.take(group, plan.numel, gradients.dtype)
-        own = self._memory.reduced.take(group, plan.shard_numels[0], gradients.dtype)
-        source.copy_(gradients)
-        reduce_into(own, source, group, dist.ReduceOp.SUM)
-        mean = divided(own.clone(), left)
-        return PendingCollective((), lambda: mean)
+    def _gather_output(self, full: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        return self._memory.gathered.take(group, self.plan.numel, full.dtype)
+
+    _gather = staticmethod(gather_into)
+
+    def _reduce_buffers(
+        self, gradients: torch.Tensor, group: dist.ProcessGroup
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        plan, dtype = self.plan, gradients.dtype
+        source = self._memory.unreduced.take(group, plan.numel, dtype)
+        return source, self._memory.reduced.take(group, plan.shard_numels[0], dtype)
+
+    _reduce = staticmethod(reduce_into)
 
 
 def use_symmetric_memory(backend: str, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -126,7 +109,7 @@ def use_symmetric_memory(backend: str, group: dist.ProcessGroup, device: torch.d
             f"set_symm_mem_for_comm({backend!r}): collectives are those of NCCL, and so is the "
             "memory; use 'NCCL'"
         )
-    name = backend_name(device.type, group)
+    name = backend_name(group, device.type)
     if name != "nccl" or not hasattr(streams_of(device), "MemPool"):
         raise ValueError(
             f"{name} has no symmetric memory on {device.type}, as NCCL has on GPUs: leave the call "

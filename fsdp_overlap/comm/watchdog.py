@@ -1,4 +1,4 @@
-"""Whom a rank asks when a collective lasts or fails, because other ranks may know the reason."""
+"""What a host polls while it waits for a collective, because other ranks may know why it lasts."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 
-# How long a rank waits before it asks. Long compared to a step, short compared to the patience of
+# How long a rank waits before it polls. Long compared to a step, short compared to the patience of
 # people.
-FIRST_CHECK = timedelta(seconds=1)
+FIRST_POLL = timedelta(seconds=1)
 
 
 class Watchdog(Protocol):
-    """Is asked on the host, while collectives are under way."""
+    """Is polled by the host, while collectives are under way."""
 
     def poll(self) -> None:
-        """Look for a failure while a collective lasts. The other ranks may have told why.
+        """Look for a failure while a collective lasts. The other ranks may have posted why.
 
         Raises:
             RuntimeError: the collective will never be done; says why.
@@ -25,7 +25,7 @@ class Watchdog(Protocol):
         ...
 
     def explain(self, failure: RuntimeError) -> str:
-        """Return why a collective ended with ``failure``, as far as the other ranks tell."""
+        """Return why a collective ended with ``failure``, as far as the other ranks have posted."""
         ...
 
 
@@ -34,19 +34,18 @@ _watchdogs: WeakKeyDictionary[dist.ProcessGroup, ref[Watchdog]] = WeakKeyDiction
 
 
 def set_watchdog(group: dist.ProcessGroup, watchdog: Watchdog) -> None:
-    """Ask ``watchdog`` about collectives of ``group`` from now on, as long as ``watchdog``
-    lives."""
+    """Poll ``watchdog`` about collectives of ``group`` from now on, as long as it lives."""
     _watchdogs[group] = ref(watchdog)
 
 
 def watchdog_of(group: dist.ProcessGroup | None) -> Watchdog | None:
-    """Return the watchdog that is asked about collectives of ``group``, or ``None``."""
+    """Return the watchdog that is polled about collectives of ``group``, or ``None``."""
     found = None if group is None else _watchdogs.get(group)
     return None if found is None else found()
 
 
 def wait(work: dist.Work, watchdog: Watchdog | None) -> None:
-    """Block the host until ``work`` is done. Meanwhile ask ``watchdog``, if there is one, at
+    """Block the host until ``work`` is done. Meanwhile poll ``watchdog``, if there is one, at
     intervals that double.
 
     Raises:
@@ -55,7 +54,7 @@ def wait(work: dist.Work, watchdog: Watchdog | None) -> None:
     if watchdog is None:
         work.wait()
         return
-    patience = FIRST_CHECK
+    patience = FIRST_POLL
     while True:
         try:
             work.wait(patience)

@@ -1,7 +1,7 @@
-"""Says within seconds where every rank stands when ranks on devices with streams stop moving.
+"""Reports within seconds where every rank stands when ranks on devices with streams hang.
 
 There the host waits nowhere, so nobody notices until the backend's timeout, ten minutes with NCCL.
-A CPU's host waits for each collective, and asks by itself: see :mod:`~fsdp_overlap.comm.watchdog`.
+A CPU's host waits for each collective, and polls meanwhile: see :mod:`~fsdp_overlap.comm.watchdog`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from fsdp_overlap.comm.comm_streams import REPLAY, CommStream, DeviceCommStream, LaunchedCollective
 from fsdp_overlap.comm.graphs import querying
-from fsdp_overlap.comm.store_mailbox import ANSWER_SECONDS, is_meeting
+from fsdp_overlap.comm.store_mailbox import ANSWER_SECONDS, in_barrier
 from fsdp_overlap.comm.streams import streams_of
 from fsdp_overlap.desync.error_monitor import ErrorMonitor, Fault
 
@@ -29,9 +29,9 @@ POLLS = 5
 """How often a rank looks at itself within the timeout."""
 
 READERS = 4
-"""How many ranks of a group read what all others say. The rest read what these have found: a
-thousand ranks that read a thousand notes each would keep the store busy. Ranks that do not wait do
-not read, so with time more of those that do read all."""
+"""How many ranks of a group read what all others post. The rest read what these have found: a
+thousand ranks that read a thousand statuses each would keep the store busy. Ranks that do not wait
+do not read, so with time more of those that do read all."""
 
 PACKAGES = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 
@@ -68,7 +68,7 @@ def describe_hang(positions: Mapping[int, RankPosition], silent: Sequence[int]) 
 
     Args:
         positions: of the ranks that have not moved for a while, by rank.
-        silent: the ranks that have said nothing.
+        silent: the ranks that have posted nothing.
     """
     waiting = [rank for rank, each in positions.items() if each.state == "waits"]
     if not waiting:
@@ -122,9 +122,9 @@ class DesyncMonitor:
     rank that writes a checkpoint for a minute is waited for.
 
     Args:
-        comm streams: gives the comm streams that exist.
+        comm_streams: returns the comm streams that exist.
         timeout: seconds.
-        found: is called on its thread when this rank must not go on.
+        on_fault: is called on its thread when this rank must not go on.
     """
 
     def __init__(
@@ -133,14 +133,14 @@ class DesyncMonitor:
         comm_streams: Callable[[], Iterable[CommStream]],
         error_monitor: ErrorMonitor,
         timeout: float,
-        found: Callable[[], None],
+        on_fault: Callable[[], None],
     ) -> None:
         self.timeout = timeout
         self.report: Callable[[str], object] = _print
         self._device = device
         self._comm_streams = comm_streams
         self._error_monitor = error_monitor
-        self._found = found
+        self._on_fault = on_fault
         self._main = threading.current_thread().ident
         self._ended = threading.Event()
         self._progress: tuple[int, ...] = ()
@@ -160,7 +160,7 @@ class DesyncMonitor:
 
     def poll(self) -> None:
         """Look at this rank, and if it stands still, at the others."""
-        if is_meeting():
+        if in_barrier():
             self._since = time.monotonic()  # ranks that reset wait for each other, and say so
             return
         if not querying.acquire(blocking=False):
@@ -184,50 +184,50 @@ class DesyncMonitor:
             self._has_reported = False
             if self._rounds:
                 self._rounds = 0
-                self._tell("")
+                self._post("")
         elif (rounds := int((now - self._since) / self.timeout)) and position is not None:
             if rounds > self._rounds:
                 self._rounds = rounds
-                self._tell(json.dumps(asdict(position)))
+                self._post(json.dumps(asdict(position)))
             if position.state == "waits" and not self._has_reported:
-                self._ask(position, rounds)
+                self._find_reason(position, rounds)
 
-    def _tell(self, where: str, told: str = "") -> None:
-        self._error_monitor.where, self._error_monitor.told = where, told
+    def _post(self, position: str, hang_report: str = "") -> None:
+        self._error_monitor.position = position
+        self._error_monitor.hang_report = hang_report
         self._error_monitor.post()
 
-    def _ask(self, position: RankPosition, rounds: int) -> None:
+    def _find_reason(self, position: RankPosition, rounds: int) -> None:
         """Look for a reason among the others, ``rounds`` timeouts after this rank moved last."""
         me = dist.get_rank()
         readers = READERS * max(1, rounds - 2)
         if not any(me in ranks[:readers] for ranks in self._error_monitor.ranks()):
-            notes = [note for told in self._error_monitor.notes(READERS) for note in told.values()]
-            for found in [note.told for note in notes if note.told][:1]:
-                self._say(found)
-            return
+            for statuses in self._error_monitor.statuses(READERS):
+                for status in statuses.values():
+                    if status.hang_report:
+                        return self._report(status.hang_report)
+            return None
         try:
             self._error_monitor.poll()
         except Fault as fault:
-            self._found()
-            self._say(str(fault))
-            return
-        for ranks, told in zip(
-            self._error_monitor.ranks(), self._error_monitor.notes(), strict=True
-        ):
+            self._on_fault()
+            return self._report(str(fault))
+        monitor = self._error_monitor
+        for ranks, statuses in zip(monitor.ranks(), monitor.statuses(), strict=True):
             positions = {
-                rank: RankPosition(**json.loads(note.where))
-                for rank, note in told.items()
-                if note.where
+                rank: RankPosition(**json.loads(status.position))
+                for rank, status in statuses.items()
+                if status.position
             }
             positions[me] = position
             silent = [rank for rank in ranks if rank not in positions]
-            if silent and (rounds < 2 or is_meeting()):
+            if silent and (rounds < 2 or in_barrier()):
                 continue
             if (text := describe_hang(positions, silent)) is not None:
-                self._say(text)
-                self._tell(json.dumps(asdict(position)), text)
+                self._report(text)
+                self._post(json.dumps(asdict(position)), text)
 
-    def _say(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         self._has_reported = True
         self.report(f"[rank {dist.get_rank()}] fsdp_overlap: {text}")
 
@@ -298,7 +298,7 @@ def _run(monitor: ref[DesyncMonitor], ended: threading.Event) -> None:
 
 @atexit.register
 def _end_threads() -> None:
-    """End the threads, because Python would end one that asks a store by aborting the whole
+    """End the threads, because Python would end one that queries a store by aborting the whole
     process."""
     for ended in list(_threads.values()):
         ended.set()

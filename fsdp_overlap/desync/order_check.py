@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp_overlap.comm.collectives import PendingCollective
-from fsdp_overlap.comm.comm_streams import CommStream, HostWorkHandle, WorkHandle
+from fsdp_overlap.comm.comm_streams import CommStream, WorkHandle
+from fsdp_overlap.comm.objects import greatest, wait_for
 from fsdp_overlap.comm.streams import has_streams
 
 # How many collectives since the last check are remembered. Older ones only count in the digest.
@@ -179,7 +180,7 @@ class OrderCheck:
 
     def record_failure(self) -> None:
         """Make the next check of this mesh fail, because this rank found a difference on another
-        one. the next check of this one fails."""
+        mesh."""
         self._issued.append(FAILED_ELSEWHERE)
 
     def _confirm(self, code: int, subject: Subject, dtype: torch.dtype) -> None:
@@ -190,12 +191,12 @@ class OrderCheck:
             if any(other != mine for other in others):
                 raise RuntimeError(self._explain(subject.label))
 
-    def ask(self, mine: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:
-        """Tell ``mine``, three numbers, to the ranks of ``group``, and return those of each rank.
-        The first number says what is asked. Collective; the host waits.
+    def exchange(self, mine: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:
+        """All-gather ``mine``, three numbers, among the ranks of ``group``. The first says what is
+        exchanged. Collective; the host waits.
 
         Raises:
-            RuntimeError: a rank asks something else, or confirms a collective.
+            RuntimeError: a rank exchanges something else, or confirms a collective.
         """
         others = self._gather("", mine, group)
         if any(other[0] != mine[0] for other in others):
@@ -209,9 +210,7 @@ class OrderCheck:
         others = [torch.empty_like(sent) for _ in range(group.size())]
         work = dist.all_gather(others, sent, group, async_op=True)
         if self.confirms:
-            HostWorkHandle(
-                "order_check", label, PendingCollective([work], lambda: sent, group), None
-            ).wait()
+            wait_for(work, group, "order_check", label)
         else:
             # Not by a work handle, which wakes up after a second: that would make NCCL give up.
             work.wait()
@@ -325,17 +324,17 @@ def describe_difference(
     """Return what ranks issued at ``position`` since the last check. ``codes`` are those of the
     collectives and ``units`` the labels of all param groups, both by rank. ``exchanged`` is whether
     the collectives have exchanged data."""
-    said = {rank: _describe(code, units[rank]) for rank, code in sorted(codes.items())}
-    if len(set(said.values())) == 1:
+    names = {rank: _describe(code, units[rank]) for rank, code in sorted(codes.items())}
+    if len(set(names.values())) == 1:
         places = ", ".join(
-            f"{codes[rank] // N_KINDS + 1} of {len(units[rank])} on rank {rank}" for rank in said
+            f"{codes[rank] // N_KINDS + 1} of {len(units[rank])} on rank {rank}" for rank in names
         )
         return (
             "ranks have different units, or made them in another order: at "
-            f"{said.popitem()[1]}, which is unit {places}. Every rank must build the same model "
+            f"{names.popitem()[1]}, which is unit {places}. Every rank must build the same model "
             "and shard it in the same order"
         )
-    issued = "; ".join(f"rank {rank}: {what}" for rank, what in said.items())
+    issued = "; ".join(f"rank {rank}: {what}" for rank, what in names.items())
     harm = ""
     if exchanged:
         harm = (
@@ -359,17 +358,3 @@ def _describe(code: int, units: Sequence[str]) -> str:
         return "a new unit, given to fully_shard()"
     index, kind = divmod(code, N_KINDS)
     return f"{KINDS[kind]} of unit {units[index]!r}"
-
-
-def greatest(values: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
-    """Replace ``values`` in place by their maximum over the ranks that ``groups`` together
-    connect. Collective over ``groups``."""
-    for group in groups:
-        work = dist.all_reduce(values, dist.ReduceOp.MAX, group, async_op=True)
-        if has_streams(values.device):
-            work.wait()
-        else:  # a rank that strays may never come to it
-            HostWorkHandle(
-                "order_check", "", PendingCollective([work], lambda: values, group), None
-            ).wait()
-    return values

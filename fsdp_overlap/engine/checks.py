@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_overlap.desync.order_check import START, greatest
+from fsdp_overlap.comm.objects import greatest
+from fsdp_overlap.desync.order_check import START
 from fsdp_overlap.engine.mesh import MeshInfo
 from fsdp_overlap.engine.param import (
     UNKNOWN,
@@ -48,7 +49,7 @@ def compare_plans(units: Sequence[Unit], mesh_info: MeshInfo) -> None:
     ]
     of_all = {dist.get_rank(): mine}
     # The plans of all ranks are collected first, so that every rank finds the same difference.
-    for group in mesh_info.groups.of_all:  # which together connect all ranks
+    for group in mesh_info.groups.per_dim:  # which together connect all ranks
         known = [of_all] * group.size()
         dist.all_gather_object(known, of_all, group)
         of_all = {rank: theirs for part in known for rank, theirs in part.items()}
@@ -110,7 +111,7 @@ def _difference(mesh_info: MeshInfo, param_groups: Sequence[ParamGroup], failure
     groups = mesh_info.groups_to_check
     for group in groups:
         # What differs in one group is made known to the next.
-        for _, its_shapes, its_summary in mesh_info.order_check.ask(
+        for _, its_shapes, its_summary in mesh_info.order_check.exchange(
             [START, shapes, summary], group
         ):
             shapes = shapes if its_shapes == shapes else DIFFERENT

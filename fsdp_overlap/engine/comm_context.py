@@ -67,14 +67,14 @@ def gather(param_groups: Sequence[ParamGroup], comm_stream: CommStream, label: s
 
 def _issue(param_groups: Sequence[ParamGroup]) -> PendingCollective:
     """Gather param groups of one group: in one launch those that can, and each of the others."""
-    of_groups = [(param_group, param_group.prepare_coalesced()) for param_group in param_groups]
+    of_groups = [(param_group, param_group.gather_tensors()) for param_group in param_groups]
     group = param_groups[0].groups.gather
     if coalesced := [tensors for _, tensors in of_groups if tensors is not None]:
-        received, sent = (list(chain.from_iterable(side)) for side in zip(*coalesced, strict=True))
-        if len({tensor.dtype for tensor in sent}) > 1:
-            sides = received, sent
-            received, sent = ([tensor.view(torch.uint8) for tensor in side] for side in sides)
-        all_gather_coalesced((received, sent), group)
+        outputs, inputs = (list(chain.from_iterable(side)) for side in zip(*coalesced, strict=True))
+        if len({tensor.dtype for tensor in inputs}) > 1:
+            sides = outputs, inputs
+            outputs, inputs = ([tensor.view(torch.uint8) for tensor in side] for side in sides)
+        all_gather_coalesced((outputs, inputs), group)
     # Users' extensions may raise. So they come before what gloo writes into full buffers, which
     # ctx.reset() frees.
     rest = [param_group for param_group, tensors in of_groups if tensors is None]
@@ -265,7 +265,7 @@ class CommContext:
         # also on ranks that would otherwise wait for those that failed.
         for mesh_info in sorted(self._mesh_infos(), key=lambda mesh_info: mesh_info.mesh.size()):
             if mesh_info.has_reduced:
-                is_checked = mesh_info.groups.of_all and not self.reduce_scatter_stream.is_captured
+                is_checked = mesh_info.groups.per_dim and not self.reduce_scatter_stream.is_captured
                 self._stats.order_checks += bool(is_checked)
                 try:
                     agreed[mesh_info] = mesh_info.validate_and_sync(

@@ -371,7 +371,7 @@ class FsdpContext:
 
     def _watch_for_hangs(self) -> None:
         has_others = any(
-            has_peers(g) for mesh_info in self.mesh_infos for g in mesh_info.groups_of_all
+            has_peers(g) for mesh_info in self.mesh_infos for g in mesh_info.groups_per_dim
         )
         if self.hang_timeout is None or self._monitor is not None or not has_others:
             return
@@ -469,7 +469,7 @@ class FsdpContext:
         self.lazy_init()  # so that a rank on which nothing ran yet meets the others too
         for mesh_info in self.mesh_infos:
             mesh_info.groups  # noqa: B018, collective over the mesh if they were not made yet
-        self.error_monitor.meet(sys.exception())
+        self.error_monitor.wait_for_resets(sys.exception())
         self.rest()
         self._groups.renew()
         self.captured_steps.lose_groups()

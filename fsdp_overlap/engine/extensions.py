@@ -29,7 +29,7 @@ from fsdp_overlap.tensor.extension import (
     inner_tensors,
 )
 from fsdp_overlap.tensor.ragged_dtensor import users_attributes
-from fsdp_overlap.tensor.row_tensor import RowTensor, Sharded, read_numbers_of_wholes
+from fsdp_overlap.tensor.row_tensor import RowTensor, Sharded, read_full_scalars
 
 
 class ExtensionEdits(ParamGroupEdits):
@@ -103,7 +103,7 @@ class ExtensionParamGroup(ParamGroup):
             for local, item in zip(locals_, self.owned, strict=True)
         ]
         for parameter in rows:
-            read_numbers_of_wholes(parameter.device_mesh)
+            read_full_scalars(parameter.device_mesh)
         return rows
 
     def _room_for(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -168,17 +168,18 @@ class ExtensionParamGroup(ParamGroup):
         self, post_forward_size: int | None, settings: UnitSettings, reduce_dtype: torch.dtype
     ) -> None:
         if self.extensions is None or not self._is_made:
+            contexts = self._extension_contexts()
             self.extensions = ExtensionGather(
                 [
-                    Extension(f"parameter {spec.fqn!r} of unit {self.label!r}", each, around)
-                    for spec, each, around in zip(
-                        self.plan.specs, self.sharded_parameters, self._surroundings(), strict=True
+                    Extension(f"parameter {spec.fqn!r} of unit {self.label!r}", each, context)
+                    for spec, each, context in zip(
+                        self.plan.specs, self.sharded_parameters, contexts, strict=True
                     )
                 ]
             )
         super().connect(post_forward_size, settings, reduce_dtype)
 
-    def _surroundings(self) -> list[ExtensionContext]:
+    def _extension_contexts(self) -> list[ExtensionContext]:
         return [
             ExtensionContext(
                 self.mesh_info.shard_mesh,
@@ -241,7 +242,7 @@ class ExtensionParamGroup(ParamGroup):
         facts = repr([[(tensor.shape, tensor.dtype) for tensor in given] for given in inputs])
         mine = [START, hash_of(facts.encode()), 0]
         for group in self.mesh_info.groups_to_check:
-            if any(other != mine for other in self.mesh_info.order_check.ask(mine, group)):
+            if any(other != mine for other in self.mesh_info.order_check.exchange(mine, group)):
                 names = ", ".join(repr(spec.fqn) for spec in self.plan.specs)
                 raise RuntimeError(
                     f"fsdp_pre_all_gather gives other sizes or dtypes on other ranks, for one of "

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp_overlap.comm.comm_streams import CommStream, WorkHandle
-from fsdp_overlap.engine.hsdp import Accept, ReplicaReduction
+from fsdp_overlap.comm.comm_streams import Accept, CommStream, WorkHandle
+from fsdp_overlap.engine.hsdp import ReplicaReduction
 from fsdp_overlap.engine.options import ReduceOptions, sent_sizes
 from fsdp_overlap.engine.param import is_placed_like, placed_like, tp_local_tensor
 from fsdp_overlap.engine.param_group import D2HCopy, ParamGroup, places_in_shard
@@ -231,10 +231,7 @@ class ParamGroupGradients:
             "reduce_scatter",
             param_group.label,
             lambda: param_group.collectives.reduce_scatter(
-                self.reduce_scatter_input.flat,
-                param_group.gather_plan,
-                param_group.groups.reduce,
-                divisor,
+                self.reduce_scatter_input.flat, param_group.groups.reduce, divisor
             ),
             accept,
             nbytes=self._communicates,

@@ -212,7 +212,7 @@ def _error_to_raise(
     if error is None and (lost := compare(context.uncompared)) is not None:
         error = RuntimeError(lost)
     if error is not None:
-        context.error_monitor.raised(f"forward of unit {unit.name!r}", error)
+        context.error_monitor.post_error(f"forward of unit {unit.name!r}", error)
     return error
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_overlap.comm.collectives import PendingCollective, all_reduce, choose
-from fsdp_overlap.comm.comm_streams import CommStream, WorkHandle
+from fsdp_overlap.comm.comm_streams import Accept, CommStream, WorkHandle
 from fsdp_overlap.comm.process_groups import CommGroups, alive
 from fsdp_overlap.engine.mesh import MeshInfo
 from fsdp_overlap.layout import ParamGroupPlan, Plan, RowsPlan
@@ -36,7 +36,7 @@ class PostForwardShard:
         self.plan = plan = full.plan.merged(size)
         # What no gather fills travels, too.
         self._gaps = full.gaps if isinstance(full.plan, RowsPlan) else []
-        self._collectives = choose(device_type, group, plan)
+        self._collectives = choose(group, device_type, plan)
         self._group = ref(group)
         rank = group.rank()
         self._start, self._numel = plan.shard_starts[rank], plan.shard_numels[rank]
@@ -54,7 +54,7 @@ class PostForwardShard:
     def all_gather(self, full: torch.Tensor) -> PendingCollective:
         """Fill ``full`` from the neighbors' parts. Collective over the neighbors."""
         assert self._values is not None
-        return self._collectives.all_gather(full, self._values, self.plan, alive(self._group))
+        return self._collectives.all_gather(full, self._values, alive(self._group))
 
     def keeper(self, version: int) -> Callable[[torch.Tensor], None]:
         """Return a function that keeps this rank's part of a full buffer. The buffer was gathered
@@ -105,12 +105,12 @@ class OuterShard:
 
     def __init__(self, param_group: ReplicatedShard, mesh_info: MeshInfo) -> None:
         self.param_group: ReplicatedShard = weakref.proxy(param_group)  # which owns this object
-        group = param_group.groups.across
+        group = param_group.groups.replicas
         assert group is not None
         first = mesh_info.shard_rank * mesh_info.num_replicas
         numels = param_group.plan.shard_numels[first : first + mesh_info.num_replicas]
         self.plan = plan = ParamGroupPlan((), (), numels)
-        self.collectives = choose(mesh_info.device_type, group, plan)
+        self.collectives = choose(group, mesh_info.device_type, plan)
         self.full_shard = FlatBuffer(plan, param_group.compute_dtype, param_group.device)
         self._work: WorkHandle | None = None
         self._version = -1
@@ -126,7 +126,7 @@ class OuterShard:
         if self.is_fresh or self.param_group.is_meta:
             return
         self.wait()
-        group = self.param_group.groups.across
+        group = self.param_group.groups.replicas
         assert group is not None
         # Compute edited the part. It also has waited for all all-gathers that read ``full_shard``,
         # but for those whose result nobody needs now.
@@ -134,8 +134,9 @@ class OuterShard:
         if not self.full_shard.allocated:
             comm_stream.allocate(self.param_group.label, self.full_shard)
         version = self.param_group.version
-        shard, full_shard = self.param_group.shard, self.full_shard.flat
-        issue = partial(self.collectives.all_gather, full_shard, shard, self.plan, group)
+        issue = partial(
+            self.collectives.all_gather, self.full_shard.flat, self.param_group.shard, group
+        )
         self._work = comm_stream.enqueue(
             "copies_all_gather",
             self.param_group.label,
@@ -159,8 +160,6 @@ class OuterShard:
 
 
 # ---- The all-reduce of gradients over replicas ----
-
-Accept = Callable[[torch.Tensor], None]
 
 
 class ReplicaReduction:
@@ -190,7 +189,7 @@ class ReplicaReduction:
         """Enqueue the reduction of the sum of ``mean`` and what waits. ``accept`` gets the result.
         Collective over the replicas."""
         self.keep(mean)
-        group, outer_shard = self.param_group.groups.across, self.param_group.outer_shard
+        group, outer_shard = self.param_group.groups.replicas, self.param_group.outer_shard
         total, self._waiting = self._waiting, None
         assert group is not None
         assert total is not None
@@ -201,7 +200,7 @@ class ReplicaReduction:
         else:
             reduce_scatter = outer_shard.collectives.reduce_scatter
             kind, times = "copies_reduce_scatter", 1
-            issue = partial(reduce_scatter, total, outer_shard.plan, group, divisor)
+            issue = partial(reduce_scatter, total, group, divisor)
         nbytes = times * total.nbytes * (group.size() - 1) // group.size()
         work = comm_stream.enqueue(kind, self.param_group.label, issue, accept, nbytes)
         self._in_flight.append((work, total))

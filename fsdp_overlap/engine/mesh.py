@@ -280,15 +280,15 @@ class MeshInfo:
         return self.group_cache.get(self.mesh)
 
     @property
-    def groups_of_all(self) -> list[dist.ProcessGroup]:
+    def groups_per_dim(self) -> list[dist.ProcessGroup]:
         """Groups that together connect all ranks. Empty if :attr:`groups` were not made yet."""
-        return self.groups.of_all if "groups" in vars(self) else []
+        return self.groups.per_dim if "groups" in vars(self) else []
 
     @property
     def groups_to_check(self) -> list[dist.ProcessGroup]:
         """The groups on which ranks ask each other before the first collective."""
         groups = self.groups
-        return groups.to_confirm if self.order_check.confirms else groups.of_all
+        return groups.to_confirm if self.order_check.confirms else groups.per_dim
 
     @cached_property
     def order_check(self) -> OrderCheck:
@@ -296,7 +296,7 @@ class MeshInfo:
         me = weakref.proxy(self)
         return OrderCheck(
             self.device,
-            self.communicates and can_close(self.device.type, shard),
+            self.communicates and can_close(shard, self.device.type),
             lambda: me.groups.to_confirm,
             self.error_monitor.explain_difference,
             self._stats.count_confirmation,
@@ -425,7 +425,7 @@ class MeshInfo:
         flags = self._has_gradient
         self.forget_gradients()
         self.has_reduced = False
-        groups = self.groups.of_all
+        groups = self.groups.per_dim
         if not groups or comm_stream.is_captured:  # the host could not read what a replay finds
             return flags
         if failed:

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_overlap.comm.collectives import CustomComms
+from fsdp_overlap.comm.custom_collectives import CustomComms
 from fsdp_overlap.comm.streams import streams_of
 from fsdp_overlap.layout import ParamSpec, Plan, RowsPlan
 from fsdp_overlap.layout.quantized_plan import (

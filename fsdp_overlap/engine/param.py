@@ -274,7 +274,7 @@ def is_placed_like(
 ) -> bool:
     """Return whether a rank's tile of ``gradient`` is the gradient of its tile of ``parameter``."""
     if spmd is not None:
-        return spmd.has_tile(gradient)
+        return spmd.is_reduced(gradient)
     if not isinstance(parameter, DTensor):
         return True
     return isinstance(gradient, DTensor) and gradient.placements == parameter.placements
@@ -296,7 +296,7 @@ def placed_like(
     if is_placed_like(parameter, gradient, spmd):
         return gradient
     if spmd is not None:
-        return spmd.summed(gradient, dtype)
+        return spmd.reduce(gradient, dtype)
     assert isinstance(parameter, DTensor)
     if not isinstance(gradient, DTensor) or gradient.device_mesh != parameter.device_mesh:
         raise RuntimeError(
@@ -336,7 +336,7 @@ class ParamInfo:
     @property
     def is_tensor_parallel(self) -> bool:
         """Whether its gradient is a DTensor, or a part of a sum over tensor parallelism."""
-        is_part = self.spmd is not None and self.spmd.sums_plain
+        is_part = self.spmd is not None and self.spmd.plain_grad_is_partial
         return is_part or isinstance(self.parameter, DTensor)
 
     @cached_property

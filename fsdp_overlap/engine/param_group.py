@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 from weakref import ref
 
 import torch
@@ -18,27 +18,25 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_overlap.comm.collectives import (
-    Coalesced,
-    CoalescedAllGather,
     Collectives,
-    CustomCollectives,
-    CustomComms,
-    LocalCollectives,
-    PackedRows,
+    GatherTensors,
+    NcclCollectives,
     PendingCollective,
+    RangeCollectives,
     choose,
-    choose_for_rows,
 )
 from fsdp_overlap.comm.comm_streams import CollectiveOp, CommStream, ComputeEvent, WorkHandle
+from fsdp_overlap.comm.custom_collectives import CustomCollectives, CustomComms
 from fsdp_overlap.comm.extension_gather import ExtensionGather
 from fsdp_overlap.comm.process_groups import CommGroups, communicates
 from fsdp_overlap.comm.quantized import (
     QuantizedFormat,
-    QuantizedGather,
-    QuantizedReduction,
+    QuantizedRangesGather,
+    QuantizedRangesReduction,
     QuantizedRowsGather,
     QuantizedRowsReduction,
 )
+from fsdp_overlap.comm.row_collectives import InPlaceRows, PackedRows, choose_for_rows
 from fsdp_overlap.comm.streams import mark_enqueued
 from fsdp_overlap.comm.symmetric_memory import SymmetricCollectives
 from fsdp_overlap.engine.autograd import VersionCounters, graph_task, is_in_backward
@@ -59,7 +57,7 @@ from fsdp_overlap.layout import ParamGroupPlan, Plan, RowsPlan
 from fsdp_overlap.tensor.extension import GatheredTensors, is_subclass, missing_methods
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor, attributes_of, users_attributes
-from fsdp_overlap.tensor.row_tensor import RowTensor, Sharded, read_numbers_of_wholes
+from fsdp_overlap.tensor.row_tensor import RowTensor, Sharded, read_full_scalars
 from fsdp_overlap.torch_internals import StridedShard
 
 # ---- States ----
@@ -186,7 +184,7 @@ class ParamGroup:
         self.edits = ParamGroupEdits(mesh_info)
         self.mesh_info = mesh_info
         self.groups: CommGroups
-        self.collectives: Collectives[Any]
+        self.collectives: Collectives
         self.extensions: ExtensionGather | None = None
         self.compute_dtype = compute_dtype
         self.comm_policy = comm_policy
@@ -252,7 +250,7 @@ class ParamGroup:
                 local = local.view(plan.chunk_shape(spec, rank))
                 layout = mesh_info.spec(item, row_shard(item, spec.cut_dim), dtype)
                 tensors.append(RowTensor.wrap(local, layout, edits))
-                read_numbers_of_wholes(layout.mesh)
+                read_full_scalars(layout.mesh)
             else:
                 layout = mesh_info.spec(item, mesh_info.range_shard(plan, spec.fqn), dtype)
                 tensors.append(RaggedDTensor.wrap(local, layout, edits))
@@ -379,7 +377,7 @@ class ParamGroup:
         self.post_forward_shard = None
         self._validate_methods()
         if post_forward_size is not None:
-            group = mesh_info.group_cache.get_part(mesh_info.mesh, post_forward_size)
+            group = mesh_info.group_cache.get_neighbors(mesh_info.mesh, post_forward_size)
             assert isinstance(self.full, FlatBuffer)
             self.post_forward_shard = PostForwardShard(
                 self.full, post_forward_size, group, mesh_info.device_type
@@ -400,14 +398,14 @@ class ParamGroup:
                     "tensor: make it one of a class that has them, before fully_shard()"
                 )
 
-    def _choose_collectives(self, settings: UnitSettings, reduce_dtype: torch.dtype) -> Any:
-        """Return the :class:`~fsdp_overlap.comm.collectives.Collectives` that gather the param
-        group in its dtype of compute and reduce it in ``reduce_dtype``, unless it is quantized, or
-        its parameters say themselves how they are gathered."""
+    def _choose_collectives(self, settings: UnitSettings, reduce_dtype: torch.dtype) -> Collectives:
+        """Return what gathers the param group in its dtype of compute and reduces it in
+        ``reduce_dtype``, unless it is quantized, or its parameters say themselves how they are
+        gathered."""
         mesh_info, plan, group = self.mesh_info, self.gather_plan, self.groups.gather
         policy = self.comm_policy
         flat = plan.packed if isinstance(plan, RowsPlan) else plan
-        ranges: Collectives[ParamGroupPlan] = choose(mesh_info.device_type, group, flat)
+        ranges: RangeCollectives = choose(group, mesh_info.device_type, flat)
         is_alone = not communicates(group)
         is_custom = settings.comms != CustomComms()
         if policy is not None and not policy.applies_to(plan):
@@ -421,39 +419,38 @@ class ParamGroup:
             ranges = CustomCollectives(settings.comms, ranges)
         elif settings.uses_symmetric_memory and not is_alone:
             mesh_info.symmetric_memory.reserve(plan, self.compute_dtype, reduce_dtype)
-            ranges = SymmetricCollectives(mesh_info.symmetric_memory)
-        chosen: Any = ranges
-        if isinstance(plan, RowsPlan):
-            if is_alone:
-                chosen = LocalCollectives()
-            elif is_custom or settings.uses_symmetric_memory:
-                chosen = PackedRows(ranges)
-            else:
-                chosen = choose_for_rows(mesh_info.device_type, group, plan)
+            ranges = SymmetricCollectives(flat, mesh_info.symmetric_memory)
+        chosen: Collectives = ranges
+        if isinstance(plan, RowsPlan) and not is_alone:
+            is_free = not is_custom and not settings.uses_symmetric_memory
+            fastest = choose_for_rows(group, mesh_info.device_type, plan)
+            chosen = fastest if is_free else PackedRows(plan, ranges)
         if self.extensions is not None:
             self.extensions.others = ranges
             return CollectivePair(self.extensions.all_gather, chosen.reduce_scatter)
         if policy is None:
             return chosen
         gather, reduce = chosen.all_gather, chosen.reduce_scatter
-        in_rows = isinstance(plan, RowsPlan)
 
         def wire(dtype: torch.dtype, codes: torch.dtype) -> QuantizedFormat:
             travels = policy.wire(plan, dtype, codes)
-            own = travels.segment(0 if in_rows else group.rank())
+            own = travels.segment(0 if isinstance(plan, RowsPlan) else group.rank())
             return QuantizedFormat(travels, own, codes, policy.scale_dtype(dtype, codes))
 
         if policy.gather_dtype is not None:
             sent = wire(self.compute_dtype, policy.gather_dtype)
             gather = (
-                QuantizedRowsGather(sent, ranges, group.size())
-                if in_rows
-                else QuantizedGather(sent, ranges)
+                QuantizedRowsGather(sent, plan, ranges)
+                if isinstance(plan, RowsPlan)
+                else QuantizedRangesGather(sent, ranges)
             ).all_gather
         if policy.reduce_dtype is not None and not is_alone:
             sent = wire(reduce_dtype, policy.reduce_dtype)
-            quantized = QuantizedRowsReduction if in_rows else QuantizedReduction
-            reduce = quantized(sent).reduce_scatter
+            reduce = (
+                QuantizedRowsReduction(sent, plan)
+                if isinstance(plan, RowsPlan)
+                else QuantizedRangesReduction(sent, plan)
+            ).reduce_scatter
         return CollectivePair(gather, reduce)
 
     def make_unsharded(self) -> bool:
@@ -555,21 +552,19 @@ class ParamGroup:
             part.nbytes_of_others(self.full.flat) if is_kept else self.comm_nbytes,
         )
 
-    def prepare_coalesced(self) -> Coalesced | None:
-        """Do what :meth:`collective_op` does before its all-gather, if that can be coalesced with
-        those of other param groups. Else return ``None``. Call it in the comm stream's order."""
+    def gather_tensors(self) -> GatherTensors | None:
+        """Return what its all-gather fills and sends, if NCCL can run it as one with others of the
+        same group. Else ``None``. Call it in the comm stream's order."""
         own = self.collectives
-        if self.post_forward_shard is not None or not isinstance(own, CoalescedAllGather):
+        if self.post_forward_shard is not None or not isinstance(
+            own, NcclCollectives | InPlaceRows
+        ):
             return None
-        return own.prepare_coalesced(
-            self.full.flat, self._gathered_shard(), self.gather_plan, self.groups.gather
-        )
+        return own.gather_tensors(self.full.flat, self._gathered_shard(), self.groups.gather)
 
     def _all_gather(self) -> PendingCollective:
         shard = self.shard if self.outer_shard is None else self._gathered_shard()
-        return self.collectives.all_gather(
-            self.full.flat, shard, self.gather_plan, self.groups.gather
-        )
+        return self.collectives.all_gather(self.full.flat, shard, self.groups.gather)
 
     def _gathered_shard(self) -> torch.Tensor:
         if self.outer_shard is None:

@@ -60,14 +60,14 @@ class OwnerGroup:
     def connect(self, groups: GroupCache) -> None:
         """Take the process group from ``groups``. Collective over the ranks at the first call."""
         if not self.is_connected:
-            group = groups.connect(self.ranks, alive(self._like), self._device_type)
+            group = groups.get_for_optimizer(self.ranks, alive(self._like), self._device_type)
             self._group = ref(group)
 
     def has_ended(self, groups: GroupCache) -> bool:
         """Return whether ``groups`` no longer has the process group."""
         if self._group is None:
             return False
-        found = groups.find(self.ranks, alive(self._like), self._device_type)
+        found = groups.find_for_optimizer(self.ranks, alive(self._like), self._device_type)
         return found is None or found is not self._group()
 
     @property
@@ -115,7 +115,7 @@ class OwnerGroups:
         the others find it by asking."""
         self.connect(group)
         if group.mesh_info is not None:
-            group.mesh_info.error_monitor.begins("an optimizer's step", group.group)
+            group.mesh_info.error_monitor.begin_exchange("an optimizer's step", group.group)
 
     def add(self, parameters: Iterable[tuple[torch.Tensor, Split]]) -> None:
         """Find the owner groups of ``parameters``, each given with its split. At the first call for
@@ -169,7 +169,7 @@ class OwnerGroups:
         connected = [group for group in self._groups.values() if group.is_connected]
         for mesh_info in {group.mesh_info for group in connected}:
             if mesh_info is not None:
-                mesh_info.error_monitor.gave_up("Muon.step()", error)
+                mesh_info.error_monitor.give_up("Muon.step()", error)
         self._own_cache.close()
         self._own_cache = GroupCache(separate=False)
 

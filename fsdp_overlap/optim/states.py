@@ -96,6 +96,6 @@ def restore(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> 
 def _own_part(value: torch.Tensor, parameter: Sharded) -> torch.Tensor:
     """Return what this rank has of a loaded ``value``, which may be whole."""
     if isinstance(parameter, RowTensor):
-        return parameter.own_part(value)
+        return parameter.local_part(value)
     found: torch.Tensor = local_operand("load_state_dict", value, parameter)
     return found

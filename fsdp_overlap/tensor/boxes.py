@@ -91,7 +91,7 @@ def _boxes(
     yield from _boxes(shape[1:], 0, stop - last * row, (*outer, last), base + last * row)
 
 
-def chunks_of(spec: DTensorSpec) -> list[Box]:
+def boxes_of(spec: DTensorSpec) -> list[Box]:
     """Return boxes of a bounded size that cover what this rank holds. Their ``offsets`` count in
     the whole tensor, their ``start`` in the rank's tile."""
     meta = spec.tensor_meta

@@ -93,7 +93,7 @@ def _digest(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class ExtensionContext:
-    """What ``fsdp_pre_all_gather`` is told of the parameter it is called for, and of its unit."""
+    """What ``fsdp_pre_all_gather`` is given beside the sharded parameter."""
 
     mesh: DeviceMesh
     size: torch.Size
@@ -109,17 +109,17 @@ class ExtensionContext:
 class Extension:
     """Gathers one parameter by the two methods of its sharded form's local tensor."""
 
-    def __init__(self, name: str, sharded: DTensor, surroundings: ExtensionContext) -> None:
+    def __init__(self, name: str, sharded: DTensor, context: ExtensionContext) -> None:
         self.name = name
         self._sharded = sharded
-        self._around = surroundings
+        self._context = context
         self._metadata: Any = None
         self._outputs: tuple[torch.Tensor, ...] = ()
         self._parameter: nn.Parameter | None = None
-        self._early: list[tuple[torch.UntypedStorage, int]] = []
+        self._released: list[tuple[torch.UntypedStorage, int]] = []
         """The storages, with their sizes, that are needed only while the parameter is filled."""
-        self._is_told = False
-        """Whether the first method is told of more than the mesh."""
+        self._takes_module = False
+        """Whether the first method takes the module and more, not the mesh alone."""
 
     def check(self) -> None:
         """Check that the local tensor has both methods, which it may have got after it was made.
@@ -139,17 +139,17 @@ class Extension:
                 f"{type(local).__name__}.{PRE}{takes}, of {self.name}: it takes either mesh, or "
                 "mesh, outer_size, outer_stride, module and mp_policy"
             )
-        self._is_told = len(takes.parameters) == 5
+        self._takes_module = len(takes.parameters) == 5
 
     def inputs(self) -> list[torch.Tensor]:
         """Return what this rank sends."""
-        local, around = self._sharded._local_tensor, self._around
-        if local.device != around.device:
-            local = local.to(around.device, non_blocking=True)
+        local, context = self._sharded._local_tensor, self._context
+        if local.device != context.device:
+            local = local.to(context.device, non_blocking=True)
         pre: Any = getattr(local, PRE)
-        arguments: tuple[Any, ...] = (around.mesh,)
-        if self._is_told:
-            arguments += around.size, around.stride, around.module(), around.mp_policy
+        arguments: tuple[Any, ...] = (context.mesh,)
+        if self._takes_module:
+            arguments += context.size, context.stride, context.module(), context.mp_policy
         given, self._metadata = pre(*arguments)
         return list(given)
 
@@ -159,27 +159,27 @@ class Extension:
         """Return the unsharded tensor of what all ranks have sent, and whose storages it needs
         while it is used. ``outputs`` are flat, and are written by each later gather. ``sizes`` are
         those of what this rank sends."""
-        local, around = self._sharded._local_tensor, self._around
+        local, context = self._sharded._local_tensor, self._context
         shaped = tuple(
             output.data.view(-1, *size[1:])  # .data: writing them counts as no edit
             for output, size in zip(outputs, sizes, strict=True)
         )
         self._outputs = tuple(map(self._without_padding, shaped, sizes))
         post: Any = getattr(local, POST)
-        whole, inner = post(shaped, self._metadata, around.dtype)
+        whole, inner = post(shaped, self._metadata, context.dtype)
         self._metadata = None
-        whole = torch.as_strided(whole, around.size, around.stride, storage_offset=0)
+        whole = torch.as_strided(whole, context.size, context.stride, storage_offset=0)
         releases = getattr(local, RELEASES, None)
         if releases is None or not releases():
             return whole, [*outputs, *inner]
-        self._early = [(each.untyped_storage(), each.nbytes) for each in outputs]
-        early = {storage._cdata for storage, _ in self._early}
-        return whole, [each for each in inner if each.untyped_storage()._cdata not in early]
+        self._released = [(each.untyped_storage(), each.nbytes) for each in outputs]
+        released = {storage._cdata for storage, _ in self._released}
+        return whole, [each for each in inner if each.untyped_storage()._cdata not in released]
 
     def use(self, parameter: nn.Parameter) -> None:
         """Fill ``parameter``, which was made of what :meth:`make` gave, in later gathers."""
         self._parameter = parameter
-        self.release_early()
+        self.release_outputs()
 
     def fill(self) -> None:
         """Fill the unsharded parameter of what all ranks have sent.
@@ -193,7 +193,7 @@ class Extension:
         if isinstance(parameter, DTensor):
             edited = parameter, parameter._local_tensor
         with keep_version(edited):  # autograd need not know
-            given = post(self._outputs, self._metadata, self._around.dtype, out=parameter)
+            given = post(self._outputs, self._metadata, self._context.dtype, out=parameter)
         self._metadata = None
         if given is not None:
             self._check_is_filled(parameter, given[0] if isinstance(given, tuple) else given)
@@ -219,16 +219,16 @@ class Extension:
         """Return the rows of ``output`` that belong to the parameter, if it has rows of that.
         ``sent`` is the size of what each rank sent. An extension can copy them into the parameter
         then, while FSDP2 hands it the padding, too."""
-        rows, ranks = self._around.size[0], self._around.mesh.size()
-        padded = torch.Size((-(-rows // ranks), *self._around.size[1:]))
+        rows, ranks = self._context.size[0], self._context.mesh.size()
+        padded = torch.Size((-(-rows // ranks), *self._context.size[1:]))
         return output[:rows] if sent == padded else output
 
-    def allocate_early(self) -> None:
+    def allocate_outputs(self) -> None:
         """Give memory to what is needed only while the parameter is filled."""
-        for storage, nbytes in self._early:
+        for storage, nbytes in self._released:
             storage.resize_(nbytes)
 
-    def release_early(self) -> None:
-        """Free what :meth:`allocate_early` gave memory."""
-        for storage, _ in self._early:
+    def release_outputs(self) -> None:
+        """Free what :meth:`allocate_outputs` gave memory."""
+        for storage, _ in self._released:
             storage.resize_(0)

@@ -10,7 +10,7 @@ import torch
 
 from fsdp_overlap.layout import Plan
 from fsdp_overlap.layout.param_group_plan import align
-from fsdp_overlap.tensor.host_memory import LARGE_BYTES, freed_memory, use_huge_pages
+from fsdp_overlap.tensor.host_memory import MMAP_BYTES, freed_memory, use_huge_pages
 from fsdp_overlap.torch_internals import allow_access, refuse_access
 
 
@@ -51,7 +51,7 @@ class Buffer:
         storage = tensor.untyped_storage()
         self._storages.append((storage, storage.nbytes()))
         self._tensors.append(tensor)
-        if tensor.device.type == "cpu" and storage.nbytes() < LARGE_BYTES:
+        if tensor.device.type == "cpu" and storage.nbytes() < MMAP_BYTES:
             self._heap_bytes += storage.nbytes()
 
     @property
@@ -81,7 +81,7 @@ class Buffer:
     def _resize(self) -> None:
         for storage, nbytes in self._storages:
             storage.resize_(nbytes)
-            if nbytes >= LARGE_BYTES and storage.device.type == "cpu":
+            if nbytes >= MMAP_BYTES and storage.device.type == "cpu":
                 use_huge_pages(storage.data_ptr(), nbytes)
 
     def record_stream(self, stream: Any) -> None:

@@ -93,7 +93,7 @@ def requires_grad(tensor: torch.Tensor) -> bool:
         return tensor.requires_grad
 
 
-def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
+def tensor_operands(values: Iterable[Any]) -> list[torch.Tensor]:
     """Return the tensors among ``values``, and those in lists among ``values``."""
     found: list[torch.Tensor] = []
     for value in values:
@@ -109,7 +109,7 @@ def _source(operands: Iterable[Any]) -> torch.Tensor | None:
     if not torch.is_grad_enabled():
         return None
     with DisableTorchFunctionSubclass():
-        return next((each for each in tensors_in(operands) if each.requires_grad), None)
+        return next((each for each in tensor_operands(operands) if each.requires_grad), None)
 
 
 def _is_differentiable(value: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 # glibc takes memory of this size from the system each time, and gives it back each time. So all of
 # its pages are made anew, which takes longer than gathering into them.
-LARGE_BYTES = 32 * 1024 * 1024
+MMAP_BYTES = 32 * 1024 * 1024
 
 
 @cache

@@ -63,13 +63,13 @@ def call_with(
     return func(*map(change, args), **{name: change(value) for name, value in kwargs.items()})
 
 
-def whole_operand(value: Any) -> Any:
+def full_operand(value: Any) -> Any:
     """Return ``value``, with each sharded tensor replaced by its ``full_tensor()``. Collective over
     their mesh."""
     if isinstance(value, RaggedDTensor):
         return value.full_tensor()
     if isinstance(value, (list, tuple)):
-        return [whole_operand(item) for item in value]
+        return [full_operand(item) for item in value]
     return value
 
 
@@ -124,13 +124,13 @@ def elements(whole: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """Return elements ``[start, stop)`` of the flattened ``whole``, without flattening it all."""
     if whole.is_contiguous():
         return whole.reshape(-1)[start:stop]
-    pieces = []
+    parts = []
     for box in boxes(tuple(whole.shape), start, stop):
-        piece = whole
+        part = whole
         for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-            piece = piece.narrow(dim, offset, size)
-        pieces.append(piece.reshape(-1))
-    return torch.cat(pieces) if pieces else whole.new_empty(0)
+            part = part.narrow(dim, offset, size)
+        parts.append(part.reshape(-1))
+    return torch.cat(parts) if parts else whole.new_empty(0)
 
 
 def same_layout(first: DTensor, second: DTensor) -> bool:
@@ -145,8 +145,8 @@ _edits = attrgetter("edits")
 
 
 def record_edits(tensors: Iterable[torch.Tensor]) -> None:
-    """Do :func:`record_edit` for many tensors. by the count, full buffers of the parameters are
-    found stale. The parameters of a param group share a counter, which counts once."""
+    """Count an edit of each sharded tensor, so that full buffers of parameters are found stale. The
+    parameters of a param group share a counter, which counts once."""
     tensors = list(tensors)
     if not all(issubclass(each, Sharded) for each in set(map(type, tensors))):
         tensors = [tensor for tensor in tensors if isinstance(tensor, Sharded)]

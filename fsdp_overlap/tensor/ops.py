@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from fsdp_overlap.tensor import creation, pointwise, sums_and_norms, views
-from fsdp_overlap.tensor.gradient_errors import raise_in_backward, tensors_in
+from fsdp_overlap.tensor.gradient_errors import raise_in_backward, tensor_operands
 from fsdp_overlap.tensor.operands import own_elements
 from fsdp_overlap.tensor.ragged_dtensor import CANNOT_MOVE, RaggedDTensor, raise_unsupported
 from fsdp_overlap.torch_internals import DisableTorchFunctionSubclass
@@ -46,7 +46,7 @@ CONVERSIONS = frozenset("__bool__ __complex__ __float__ __index__ __int__ __long
 REDUCTIONS = frozenset("all amax amin any max mean min sum".split())
 
 # These gather the whole of each tensor.
-OF_WHOLES = frozenset(
+ON_FULL_TENSORS = frozenset(
     """
     allclose aminmax argmax argmin count_nonzero histc kron logsumexp median nanmean nanmedian
     nanquantile nansum prod quantile std std_mean var var_mean
@@ -154,7 +154,7 @@ def _resolve(func: Callable[..., Any]) -> tuple[Handler, str]:
 
 
 def _refuse(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
-    for value in tensors_in([*args, *kwargs.values()]):
+    for value in tensor_operands([*args, *kwargs.values()]):
         # As engine/param notes it. Results of ops belong to no unit.
         if isinstance(value, RaggedDTensor) and (owner := getattr(value, "_fsdp_owner", None)):
             raise RuntimeError(
@@ -253,10 +253,10 @@ def _max_or_min(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 def _product(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # A plain operand often is a batch, and then the unit was meant to run.
-    operands = tensors_in([*args, *kwargs.values()])
+    operands = tensor_operands([*args, *kwargs.values()])
     if not all(isinstance(value, RaggedDTensor) for value in operands):
         _refuse(name, func, args, kwargs)
-    return sums_and_norms.of_wholes(name, func, args, kwargs)
+    return sums_and_norms.on_full_tensors(name, func, args, kwargs)
 
 
 def _redistribute(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -285,8 +285,8 @@ TABLE: list[tuple[Collection[str], Handler]] = [
     (("_foreach_norm",), sums_and_norms.foreach_norm),
     (REDUCTIONS, sums_and_norms.reduction),
     (PRODUCTS, _product),
-    ((*CONVERSIONS, "item", "tolist"), sums_and_norms.of_wholes),
-    (OF_WHOLES, sums_and_norms.of_wholes),
+    ((*CONVERSIONS, "item", "tolist"), sums_and_norms.on_full_tensors),
+    (ON_FULL_TENSORS, sums_and_norms.on_full_tensors),
     (("dot",), sums_and_norms.dot),
     (("equal",), sums_and_norms.equal),
     (("_amp_foreach_non_finite_check_and_unscale_",), sums_and_norms.unscale),

@@ -18,13 +18,13 @@ from fsdp_overlap.tensor.gradient_errors import (
 )
 from fsdp_overlap.tensor.operands import (
     call_with,
+    full_operand,
     largest_sharded,
     local_operand,
     own_elements,
     record_edits,
     replicated,
     same_layout,
-    whole_operand,
 )
 from fsdp_overlap.tensor.placement import copied_dims, has_range
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor, raise_unsupported
@@ -54,7 +54,7 @@ def pointwise(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
     elif not isinstance(target, torch.Tensor):
         raise_unsupported(f"{name} of a {type(target).__name__}")
     else:
-        return call_with(whole_operand, func, args, kwargs)
+        return call_with(full_operand, func, args, kwargs)
     locals_ = [local_operand(name, value, model) for value in args]
     named = {key: local_operand(name, value, model) for key, value in kwargs.items()}
     if target is not None:
@@ -128,7 +128,7 @@ def _column(name: str, value: Any, tensors: Sequence[Any]) -> Any:
 def _operand(name: str, value: torch.Tensor, target: Any) -> torch.Tensor:
     if isinstance(target, RaggedDTensor):
         return local_operand(name, value, target)
-    return whole_operand(value)
+    return full_operand(value)
 
 
 def fused(name: str, func: Call, args: Args, kwargs: Kwargs) -> None:
@@ -193,7 +193,7 @@ def set_item(name: str, func: Call, args: Args, kwargs: Kwargs) -> None:
     """Run ``tensor[mask] = number`` and ``tensor[index] = value``."""
     target, index, value = args
     if not isinstance(target, RaggedDTensor):
-        target[whole_operand(index)] = whole_operand(value)
+        target[full_operand(index)] = full_operand(value)
         return
     if isinstance(index, RaggedDTensor):
         if isinstance(value, torch.Tensor) and value.dim():
@@ -224,7 +224,7 @@ def random(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
     whole = torch.empty(target._shape, dtype=local.dtype, device=local.device)
 
     def stand_in(value: Any) -> Any:
-        return whole if value is target else whole_operand(value)
+        return whole if value is target else full_operand(value)
 
     drawn = own_elements(call_with(stand_in, func, args, kwargs), target._spec).contiguous()
     for dim in copied_dims(target._spec) if not drawn.is_meta else ():

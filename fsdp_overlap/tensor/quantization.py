@@ -18,7 +18,7 @@ POWERS_OF_TWO = torch.float8_e8m0fnu
 """The dtype of scales that are powers of two, which multiply without rounding."""
 
 # See at_once().
-_PIECE, _CPU_PIECE = 4 * 1024 * 1024, 128 * 1024
+_CHUNK, _CPU_CHUNK = 4 * 1024 * 1024, 128 * 1024
 
 # Zero plus this is zero where the processor was told to flush denormals.
 _denormal = torch.tensor(2.0**-140, device="cpu")
@@ -36,7 +36,7 @@ def scale_dtype_for(compute_dtype: torch.dtype) -> torch.dtype:
 def at_once(like: torch.Tensor) -> int:
     """Return how many elements to work on at once: on a CPU what fits a core's cache, else what
     takes little memory."""
-    return _CPU_PIECE if like.is_cpu else _PIECE
+    return _CPU_CHUNK if like.is_cpu else _CHUNK
 
 
 def encode(blocks: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
@@ -51,8 +51,8 @@ def encode(blocks: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> N
         return
     step = max(1, at_once(blocks) * len(blocks) // max(1, blocks.numel()))
     for first in range(0, len(blocks), step):
-        piece = slice(first, first + step)
-        _encode(blocks[piece], codes[piece], scales[piece])
+        chunk = slice(first, first + step)
+        _encode(blocks[chunk], codes[chunk], scales[chunk])
 
 
 def _encode(blocks: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
-from fsdp_overlap.tensor.boxes import chunks_of, with_own_storage
+from fsdp_overlap.tensor.boxes import boxes_of, with_own_storage
 from fsdp_overlap.tensor.comm_dtypes import as_comm_dtype
 from fsdp_overlap.tensor.gradient_errors import needs_gradient, raise_in_backward
 from fsdp_overlap.tensor.placement import (
@@ -264,11 +264,11 @@ class RaggedDTensor(ShardedParamMixin, DTensor):
     def _chunks(self) -> list[ChunkStorageMetadata]:
         return [
             ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-            for box in chunks_of(self._spec)
+            for box in boxes_of(self._spec)
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        for box in chunks_of(self._spec):
+        for box in boxes_of(self._spec):
             if index.offset is None or tuple(index.offset) == box.offsets:
                 first = box.start - self.local_range[0]
                 values = self._local_tensor.detach()[first : first + box.numel].view(box.sizes)
@@ -313,19 +313,7 @@ def raise_unsupported(op: str) -> NoReturn:
 
 # The names that a sharded tensor itself has in its __dict__. All others are the user's.
 _OWN_ATTRIBUTES = frozenset(
-    {
-        "_local_tensor",
-        "_spec",
-        "_is_param",
-        "edits",
-        "is_watched",
-        "_given_grad_dtype",
-        "_grad_spec",
-        "_gradient",
-        "_given_gradient",
-        "unsharded_form",
-        "aliases",
-    }
+    (*ShardedParamMixin.__annotations__, "_is_param", "is_watched", "unsharded_form")
 )
 
 

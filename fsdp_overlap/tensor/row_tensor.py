@@ -108,7 +108,7 @@ class RowTensor(ShardedParamMixin, DTensor):
         if kind == "edit":
             _record_edits(args[0] if args else next(iter(kwargs.values())))
             if func is torch.Tensor.copy_ and isinstance(args[0], RowTensor):
-                args = (args[0], args[0]._laid_alike(args[1]), *args[2:])
+                args = (args[0], args[0]._in_own_layout(args[1]), *args[2:])
         elif kind == "hook" and args[0].edits is not None:
             args[0].edits.has_hooks = True
         if "out" in kwargs:
@@ -140,12 +140,12 @@ class RowTensor(ShardedParamMixin, DTensor):
         may_be_view = is_subclass(whole) or whole.untyped_storage()._cdata == of._cdata
         return whole.clone() if may_be_view else whole
 
-    def own_part(self, value: torch.Tensor) -> torch.Tensor:
+    def local_part(self, value: torch.Tensor) -> torch.Tensor:
         """Return what this rank has of ``value`` if it is laid out like this tensor. A plain tensor
         is whole. Collective over the mesh if ``value`` has another layout."""
-        return self._laid_alike(value)._local_tensor
+        return self._in_own_layout(value)._local_tensor
 
-    def _laid_alike(self, value: torch.Tensor) -> DTensor:
+    def _in_own_layout(self, value: torch.Tensor) -> DTensor:
         """Return ``value`` as torch's ops take it beside this tensor. Unlike FSDP2's parameters, it
         may be copied from whole tensors and from those of other layouts, as state dicts have
         them."""
@@ -320,7 +320,7 @@ def call_gradient_hooks(parameters: Iterable[Any], locals_: Iterable[torch.Tenso
                         f"gradient of shape {tuple(replaced.shape)}"
                     )
                 if isinstance(parameter, RowTensor):
-                    local.view(gradient._local_tensor.shape).copy_(parameter.own_part(replaced))
+                    local.view(gradient._local_tensor.shape).copy_(parameter.local_part(replaced))
                 else:
                     gradient.copy_(replaced)
             if getrefcount(gradient) > references:  # kept, and .grad may be edited later
@@ -340,7 +340,7 @@ def call_hooks(parameters: Iterable[torch.Tensor]) -> None:
 _meshes: WeakSet[DeviceMesh] = WeakSet()
 
 
-def read_numbers_of_wholes(mesh: DeviceMesh) -> None:
+def read_full_scalars(mesh: DeviceMesh) -> None:
     """Make ``float(x)``, ``x.item()`` and ``if x`` of DTensors over ``mesh``, over which rows of
     parameters lie, read the whole. torch gives this rank's part, also of a sum over ranks. Such a
     read is collective over the mesh, unless this rank has the whole."""

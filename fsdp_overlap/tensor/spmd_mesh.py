@@ -114,7 +114,7 @@ class SPMDMesh:
         return cast(tuple[str, ...], self.mesh.mesh_dim_names)
 
     @cached_property
-    def data_dims(self) -> frozenset[int]:
+    def dp_dims(self) -> frozenset[int]:
         """The numbers of the dimensions that data parallelism has."""
         return frozenset(self.names.index(name) for name in self.shard + self.replicate)
 
@@ -136,7 +136,7 @@ class SPMDMesh:
         parts = [
             data if dim == self.shard_dim else self.mesh[name]
             for dim, name in enumerate(self.names)
-            if dim == self.shard_dim or dim not in self.data_dims
+            if dim == self.shard_dim or dim not in self.dp_dims
         ]
         return parts[0] if len(parts) == 1 else DeviceMesh._concatenate(parts)
 
@@ -210,11 +210,11 @@ class SPMDPlacement:
     of_gradient: Placements | None = None
 
     @cached_property
-    def sums_plain(self) -> bool:
+    def plain_grad_is_partial(self) -> bool:
         """Whether a plain gradient is a part of a sum along dimensions that data parallelism has
         not."""
         return any(
-            placement.is_partial() and dim not in self.full.data_dims
+            placement.is_partial() and dim not in self.full.dp_dims
             for dim, placement in enumerate(self.of_gradient or ())
         )
 
@@ -240,25 +240,25 @@ class SPMDPlacement:
         for dim, own in enumerate(self.placements):
             if dim == full.shard_dim:
                 found += [*[Replicate()] * (data.ndim - 1), placement]
-            elif dim not in full.data_dims:
+            elif dim not in full.dp_dims:
                 found.append(own)
         return tuple(found)
 
-    def has_tile(self, gradient: torch.Tensor) -> bool:
+    def is_reduced(self, gradient: torch.Tensor) -> bool:
         """Return whether what this rank has of ``gradient`` is the gradient of its tile of the
         parameter, but for the sum over data parallelism."""
         if self.of_gradient is not None:
-            return not self.sums_plain
+            return not self.plain_grad_is_partial
         return isinstance(gradient, DTensor) and gradient.placements == self._wanted(gradient)
 
     def _wanted(self, gradient: DTensor) -> Placements:
         """Return how ``gradient`` lies once it is summed over all that is not data parallelism."""
         return tuple(
-            its if dim in self.full.data_dims and not its.is_shard() else own
+            its if dim in self.full.dp_dims and not its.is_shard() else own
             for dim, (its, own) in enumerate(zip(gradient.placements, self.placements, strict=True))
         )
 
-    def summed(self, gradient: torch.Tensor, dtype: torch.dtype) -> DTensor:
+    def reduce(self, gradient: torch.Tensor, dtype: torch.dtype) -> DTensor:
         """Return ``gradient``, summed in ``dtype`` over all dimensions that data parallelism has
         not. Collective over these.
 
@@ -273,7 +273,7 @@ class SPMDPlacement:
                 f"the gradient of a parameter over {mesh} is a {type(gradient).__name__} over "
                 f"{getattr(gradient, 'device_mesh', 'no mesh')}"
             )
-        if any(gradient.placements[dim].is_shard() for dim in self.full.data_dims):
+        if any(gradient.placements[dim].is_shard() for dim in self.full.dp_dims):
             raise RuntimeError(
                 f"the gradient of a parameter over {mesh} is placed as {gradient.placements}, cut "
                 "along a dimension of data parallelism"
@@ -308,7 +308,7 @@ def spmd_placement(where: str, parameter: torch.Tensor, full: SPMDMesh) -> SPMDP
             f"over the whole of {full.mesh}: distribute it over that, or leave dp_mesh_dims out "
             "and pass the dimensions of data parallelism alone as the mesh"
         )
-    for dim in sorted(full.data_dims):
+    for dim in sorted(full.dp_dims):
         if not parameter.placements[dim].is_replicate():
             raise ValueError(
                 f"{where} is placed as {parameter.placements}, and dp_mesh_dims gives "

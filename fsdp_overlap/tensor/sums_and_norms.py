@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from fsdp_overlap.tensor.comm_dtypes import COMM_DTYPES
-from fsdp_overlap.tensor.gradient_errors import raise_in_backward, tensors_in
-from fsdp_overlap.tensor.operands import call_with, local_operand, whole_operand
+from fsdp_overlap.tensor.gradient_errors import raise_in_backward, tensor_operands
+from fsdp_overlap.tensor.operands import call_with, full_operand, local_operand
 from fsdp_overlap.tensor.placement import cut_dims, is_on_mesh
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor, raise_unsupported
 from fsdp_overlap.torch_internals import DTensorSpec
@@ -174,7 +174,7 @@ def reduction(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
     if is_along_dims and name in ("max", "min"):
         raise_unsupported(f"{name} along a dimension")
     if is_along_dims or (name == "mean" and not final.is_floating_point):
-        found = of_wholes(name, func, args, kwargs)
+        found = on_full_tensors(name, func, args, kwargs)
     elif name in ("sum", "mean"):
         if final in HALF:  # wide, as torch itself sums
             partial = local.to(final).float().sum()
@@ -194,7 +194,7 @@ def reduction(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
 
 def dot(name: str, func: Call, args: Args, kwargs: Kwargs) -> torch.Tensor:
     """Run ``torch.dot`` of two flat tensors of the same layout."""
-    values: list[Any] = tensors_in([*args, *kwargs.values()])
+    values: list[Any] = tensor_operands([*args, *kwargs.values()])
     dtypes = {value.dtype for value in values}
     is_sharded = all(isinstance(value, RaggedDTensor) for value in values)
     if not is_sharded or "out" in kwargs or dtypes - COMM_DTYPES or len(dtypes) > 1:
@@ -208,11 +208,11 @@ def dot(name: str, func: Call, args: Args, kwargs: Kwargs) -> torch.Tensor:
     return cast(torch.Tensor, raise_in_backward(name, found, values))
 
 
-def of_wholes(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
+def on_full_tensors(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
     """Run an op on the whole of each tensor, and return its result."""
     if kwargs.get("out") is not None:
         raise_unsupported(f"{name} with out=")
-    return call_with(whole_operand, func, args, kwargs)
+    return call_with(full_operand, func, args, kwargs)
 
 
 def equal(name: str, func: Call, args: Args, kwargs: Kwargs) -> bool:

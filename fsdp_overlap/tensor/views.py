@@ -34,21 +34,21 @@ def view(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
             "view_as on a sharded parameter, which autograd does not know: zero-bubble pipelines "
             "need fully_shard(reshard_after_forward=False)"
         )
-    shadow = torch.empty(tensor._shape, dtype=tensor._local_tensor.dtype, device="meta")
+    meta = torch.empty(tensor._shape, dtype=tensor._local_tensor.dtype, device="meta")
 
     def stand_in(value: Any) -> Any:
         if value is tensor:
-            return shadow
+            return meta
         if isinstance(value, RaggedDTensor):  # the argument of view_as
             return torch.empty(value._shape, device="meta")
         return value
 
-    shadows = call_with(stand_in, func, args, kwargs)
-    if shadows is shadow:  # as flatten() of a flat tensor does
+    metas = call_with(stand_in, func, args, kwargs)
+    if metas is meta:  # as flatten() of a flat tensor does
         return tensor
-    if isinstance(shadows, torch.Tensor):
-        return _part(name, tensor, shadow, shadows)
-    return tuple(_part(name, tensor, shadow, item) for item in shadows)
+    if isinstance(metas, torch.Tensor):
+        return _view(name, tensor, meta, metas)
+    return tuple(_view(name, tensor, meta, item) for item in metas)
 
 
 def reinterpret(
@@ -63,7 +63,7 @@ def reinterpret(
     if not isinstance(tensor, RaggedDTensor):
         raise_unsupported(name)
     local, spec = tensor._local_tensor.detach(), tensor._spec
-    shadow = func(torch.empty(tensor._shape, dtype=local.dtype, device="meta"))
+    meta = func(torch.empty(tensor._shape, dtype=local.dtype, device="meta"))
     if name == "view_as_real":
         ranges = [(rank, 2 * start, 2 * stop) for rank, start, stop in tensor.placement.ranges]
         local = func(local).view(-1)
@@ -74,7 +74,7 @@ def reinterpret(
             raise_unsupported(f"{name} of a tensor that is cut between two halves of a number")
         ranges = [(rank, start // 2, stop // 2) for rank, start, stop in tensor.placement.ranges]
         local = func(local.view(-1, 2))
-    spec = with_range(spec, RaggedShard(tuple(ranges)), shadow.shape, shadow.dtype)
+    spec = with_range(spec, RaggedShard(tuple(ranges)), meta.shape, meta.dtype)
     return _alias(name, tensor, local, spec)
 
 
@@ -86,24 +86,24 @@ def _alias(
     return cast(RaggedDTensor, raise_in_backward(name, alias, [tensor]))
 
 
-def _part(
-    name: str, tensor: RaggedDTensor, shadow: torch.Tensor, part: torch.Tensor
+def _view(
+    name: str, tensor: RaggedDTensor, meta: torch.Tensor, result: torch.Tensor
 ) -> RaggedDTensor:
     is_range = (
-        part.untyped_storage()._cdata == shadow.untyped_storage()._cdata
-        and part.dtype == shadow.dtype
-        and part.is_contiguous()
+        result.untyped_storage()._cdata == meta.untyped_storage()._cdata
+        and result.dtype == meta.dtype
+        and result.is_contiguous()
     )
     if not is_range:
         raise_unsupported(f"{name} to a view that is not contiguous in the flattened tensor")
-    first = int(part.storage_offset())
-    last = first + part.numel()
+    first = int(result.storage_offset())
+    last = first + result.numel()
     if has_tiles(tensor._spec):
         # A contiguous part of the whole tensor may be no range, or several ranges, of a tile.
-        if part.shape != shadow.shape:
+        if result.shape != meta.shape:
             raise_unsupported(f"{name} of a tensor that is cut along {tensor._spec.placements}")
         return _alias(name, tensor, tensor._local_tensor.detach(), tensor._spec)
-    if (first, last) == (0, shadow.numel()):
+    if (first, last) == (0, meta.numel()):
         ranges = tensor.placement.ranges
     else:
         ranges = tuple(
@@ -116,4 +116,6 @@ def _part(
     start, stop = placement.local_range(tensor.range_rank)
     offset = first + start - here if stop > start else 0
     local = tensor._local_tensor.detach()[offset : offset + stop - start]
-    return _alias(name, tensor, local, with_range(tensor._spec, placement, part.shape, part.dtype))
+    return _alias(
+        name, tensor, local, with_range(tensor._spec, placement, result.shape, result.dtype)
+    )

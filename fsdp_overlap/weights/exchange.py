@@ -340,7 +340,7 @@ class WeightExchange:
 
     def _begin(self) -> None:
         if self.error_monitor is not None and self.group is not None:
-            self.error_monitor.begins(self.what, self.group)
+            self.error_monitor.begin_exchange(self.what, self.group)
 
     @property
     def rank(self) -> int:
@@ -379,8 +379,8 @@ class WeightExchange:
                 mine = received[sum(sizes[: self.rank]) :][: sizes[self.rank]]
                 _pack(mine, messages.sends[self.rank], sources)
                 plan = ParamGroupPlan((), (), tuple(sizes))
-                collectives = choose(self.device.type, self.group, plan)
-                return collectives.all_gather(received, mine, plan, self.group)
+                collectives = choose(self.group, self.device.type, plan)
+                return collectives.all_gather(received, mine, self.group)
             sent_sizes = _sizes(messages.sends, self.ranks)
             sent = torch.empty(sum(sent_sizes), dtype=torch.uint8, device=self.device)
             _pack(sent, _in_order(messages.sends), sources)
@@ -439,7 +439,7 @@ def exchange_of(model: nn.Module, weights: Collection[torch.Tensor], what: str) 
         return WeightExchange(what, None, context.device, comm_stream, plans=plan_cache_of(context))
     mesh_info = context.mesh_info_of(units[0].mesh)
     like = mesh_info.mesh.get_group(mesh_info.mesh.ndim - 1)
-    group = mesh_info.group_cache.connect(ranks, like, mesh_info.device_type)
+    group = mesh_info.group_cache.get_for_optimizer(ranks, like, mesh_info.device_type)
     return WeightExchange(
         what, group, context.device, comm_stream, context.error_monitor, plan_cache_of(context)
     )

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from fsdp_overlap.comm.collectives import PendingCollective
-from fsdp_overlap.comm.comm_streams import ComputeEvent, DeviceCommStream, WorkHandle
+from fsdp_overlap.comm.comm_streams import Accept, ComputeEvent, DeviceCommStream, Issue, WorkHandle
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 
 RANKS = int(os.environ.get("FSDP_OVERLAP_RANKS_ON_GPUS", 0)) or max(
@@ -57,12 +55,7 @@ class HostileCommStream(DeviceCommStream):
             buffer.flat.fill_(torch.nan)
 
     def enqueue(
-        self,
-        kind: str,
-        label: str,
-        issue: Callable[[], PendingCollective],
-        accept: Callable[[torch.Tensor], None] | None = None,
-        nbytes: int = 0,
+        self, kind: str, label: str, issue: Issue, accept: Accept | None = None, nbytes: int = 0
     ) -> WorkHandle:
         if self.late_compute:
             return LateWorkHandle(super().enqueue(kind, label, issue, accept, nbytes))

@@ -80,9 +80,9 @@ def forced_shards(padding: float, tensor_collectives: bool) -> Iterator[None]:
     ``tensor_collectives`` are those that NCCL gets. Gloo has them too.
     """
 
-    def choose(device: str, group: dist.ProcessGroup, plan: ParamGroupPlan) -> Any:
+    def choose(group: dist.ProcessGroup, device: str, plan: ParamGroupPlan) -> Any:
         assert plan.is_equal
-        return collectives.TensorCollectives()
+        return collectives.TensorCollectives(plan)
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(pack, "DEFAULT_PADDING", padding))

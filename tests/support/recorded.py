@@ -11,8 +11,16 @@ import torch
 from torch import nn
 
 from fsdp_overlap import FsdpContext
-from fsdp_overlap.comm.collectives import PendingCollective
-from fsdp_overlap.comm.comm_streams import ComputeEvent, HostCommStream, HostWorkHandle, WorkHandle
+from fsdp_overlap.comm.comm_streams import (
+    Accept,
+    CommStream,
+    ComputeEvent,
+    DeviceCommStream,
+    HostCommStream,
+    HostWorkHandle,
+    Issue,
+    WorkHandle,
+)
 from fsdp_overlap.tensor.flat_buffer import Buffer
 from support.twins import LENGTH, loss_of
 from support.zoo import ROWS, VOCABULARY, Model, shard_layers
@@ -41,14 +49,12 @@ class RecordingWorkHandle(HostWorkHandle):
         super().wait()
 
 
-class RecordingCommStream(HostCommStream):
-    """Runs like a host comm stream and logs to a list that comm streams may share, in program
-    order.
+class Recording(CommStream):
+    """Logs what happens on a comm stream to a list that comm streams may share, in program order.
+    The class of comm streams that does it comes next among the bases."""
 
-    The schedule is the same for every comm stream. So a test without a GPU can assert in which
-    order things are enqueued on one."""
-
-    def __init__(self, name: str, log: list[Entry]) -> None:
+    def __init__(self, name: str, log: list[Entry], *device: torch.device) -> None:
+        super().__init__(*device)
         self.name = name
         self.log = log
 
@@ -57,21 +63,33 @@ class RecordingCommStream(HostCommStream):
         super().allocate(label, buffer)
 
     def enqueue(
-        self,
-        kind: str,
-        label: str,
-        issue: Callable[[], PendingCollective],
-        accept: Callable[[torch.Tensor], None] | None = None,
-        nbytes: int = 0,
+        self, kind: str, label: str, issue: Issue, accept: Accept | None = None, nbytes: int = 0
     ) -> WorkHandle:
         self.log.append(Entry(self.name, "enqueue", kind, label))
-        work = RecordingWorkHandle(kind, label, issue(), accept)
-        work.log, work.comm_stream = self.log, self.name
-        return work
+        return super().enqueue(kind, label, issue, accept, nbytes)
 
     def free(self, label: str, buffer: Buffer, after: ComputeEvent, waits: bool = True) -> None:
         self.log.append(Entry(self.name, "free", "", label))
         super().free(label, buffer, after, waits)
+
+
+class RecordingCommStream(Recording, HostCommStream):
+    """A host comm stream that also logs when somebody waits.
+
+    The schedule is the same for every comm stream. So a test without a GPU can assert in which
+    order things are enqueued on one."""
+
+    def enqueue(
+        self, kind: str, label: str, issue: Issue, accept: Accept | None = None, nbytes: int = 0
+    ) -> WorkHandle:
+        made = super().enqueue(kind, label, issue, accept, nbytes)
+        work = RecordingWorkHandle(kind, label, made._pending, accept)
+        work.log, work.comm_stream = self.log, self.name
+        return work
+
+
+class RecordingDeviceStream(Recording, DeviceCommStream):
+    """A stream of a device that logs."""
 
 
 class Recorded:

@@ -172,12 +172,12 @@ class Twins:
 @contextmanager
 def impatient() -> Iterator[None]:
     """Ranks ask each other sooner than users would like, so that tests are quick."""
-    patience = watchdog.FIRST_CHECK
-    watchdog.FIRST_CHECK = timedelta(seconds=0.1)
+    patience = watchdog.FIRST_POLL
+    watchdog.FIRST_POLL = timedelta(seconds=0.1)
     try:
         yield
     finally:
-        watchdog.FIRST_CHECK = patience
+        watchdog.FIRST_POLL = patience
 
 
 def loss_of(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

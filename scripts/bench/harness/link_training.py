@@ -138,8 +138,8 @@ class OurAllGather(Ours, AllGather):
         async_op: bool = False,
     ) -> None:
         plan = plan_of(output_tensor.numel(), output_tensor.dtype, group.size())
-        gather = choose("cpu", group, plan).all_gather
-        finish(gather(output_tensor.view(-1), input_tensor.view(-1), plan, group))
+        gather = choose(group, "cpu", plan).all_gather
+        finish(gather(output_tensor.view(-1), input_tensor.view(-1), group))
 
 
 class OurReduceScatter(Ours, ReduceScatter):
@@ -153,8 +153,8 @@ class OurReduceScatter(Ours, ReduceScatter):
     ) -> None:
         divisor = {dist.ReduceOp.AVG: None, dist.ReduceOp.SUM: 1.0}[op]
         plan = plan_of(input_tensor.numel(), input_tensor.dtype, group.size())
-        reduce = choose("cpu", group, plan).reduce_scatter
-        own = finish(reduce(input_tensor.view(-1), plan, group, divisor))
+        reduce = choose(group, "cpu", plan).reduce_scatter
+        own = finish(reduce(input_tensor.view(-1), group, divisor))
         output_tensor.copy_(own.view_as(output_tensor))
 
 
@@ -312,19 +312,19 @@ def make_communication(
     rank, world_size = dist.get_rank(), dist.get_world_size()
     specs = [ParamSpec(n, tuple(p.shape), p.dtype) for n, p in model[0].named_parameters()]
     [plan] = plan_units([specs], world_size, Flat())
-    collectives = choose("cpu", gather_group, plan)
+    collectives = choose(gather_group, "cpu", plan)
     # Buffers are made beforehand and gathers share one: what it holds does not matter here.
     full, gradients = torch.zeros(plan.numel), torch.zeros(plan.numel)
     shard = torch.zeros(plan.shard_numels[rank])
 
     def communicate() -> float:
         uses = 2 * len(model) - (1 if prefetch else 0)
-        gathers = [collectives.all_gather(full, shard, plan, gather_group) for _ in range(uses)]
+        gathers = [collectives.all_gather(full, shard, gather_group) for _ in range(uses)]
         reductions: deque[PendingCollective] = deque()
         for _ in model:
             if len(reductions) == MAX_INPUTS:
                 finish(reductions.popleft())
-            reductions.append(collectives.reduce_scatter(gradients, plan, reduce_group))
+            reductions.append(collectives.reduce_scatter(gradients, reduce_group))
         for one in (*gathers, *reductions):
             finish(one)
         return 0.0
