@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fsdp_overlap.checkpoint import stager
-from fsdp_overlap.checkpoint.staging import StagedSave, StagingBuffers
+from fsdp_overlap.checkpoint.staged_save import StagedSave, StagingBuffers
 from fsdp_overlap.comm import quantized
 from fsdp_overlap.comm.collectives import PackedRows
 from fsdp_overlap.comm.comm_streams import DeviceCommStream, DeviceWorkHandle
