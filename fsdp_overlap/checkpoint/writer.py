@@ -100,21 +100,21 @@ class SafeFileSystemWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[Any]) -> None:
         try:
-            self._finish(metadata, results)
+            with paused_gc():
+                if isinstance(metadata, PlannedMetadata):
+                    metadata.folder = Path(self.path).absolute()
+                    metadata.values = merge_results(results)
+                    stored = metadata.values.storage_data.items()
+                    entries: Any = (WriteResult(index, info.length, info) for index, info in stored)
+                    super().finish(metadata.values, [entries])
+                else:
+                    super().finish(metadata, results)
+            self._write_checksum()
         except OSError:
             self._remove_metadata()
             raise
 
-    def _finish(self, metadata: Metadata, results: list[Any]) -> None:
-        with paused_gc():
-            if isinstance(metadata, PlannedMetadata):
-                metadata.folder = Path(self.path).absolute()
-                metadata.values = merge_results(results)
-                stored = metadata.values.storage_data.items()
-                entries: Any = (WriteResult(index, info.length, info) for index, info in stored)
-                super().finish(metadata.values, [entries])
-            else:
-                super().finish(metadata, results)
+    def _write_checksum(self) -> None:
         with (Path(self.path) / METADATA_FILE).open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         checksum = Path(self.path) / CHECKSUM_FILE

@@ -104,13 +104,9 @@ class OwnerGroups:
         """Return the ownership of a parameter that was passed to :meth:`add`."""
         return self._ownerships[parameter]
 
-    def connect(self, group: OwnerGroup) -> None:
-        """Connect ``group``. Collective over its ranks at the first call."""
-        group.connect(self._cache_of(group.mesh_info))
-
     def begin_step(self, group: OwnerGroup) -> None:
         """Connect ``group``, and report to the error monitor that this rank begins to exchange."""
-        self.connect(group)
+        group.connect(self._cache_of(group.mesh_info))
         if group.mesh_info is not None:
             group.mesh_info.error_monitor.begins("an optimizer's step", group.group)
 
@@ -137,7 +133,7 @@ class OwnerGroups:
                 gathered_members.setdefault(group, []).append((parameter, split))
         for group, members in gathered_members.items():
             # Ranges follow from tiles, so ranks of tensor parallelism may have other ranges.
-            self.connect(group)
+            group.connect(self._cache_of(group.mesh_info))
             own = [_shard_range(parameter) for parameter, _ in members]
             ranges_by_rank = gather_objects(own, group.group, group.device, "Muon")
             for member, ranges in zip(members, zip(*ranges_by_rank, strict=True), strict=True):
