@@ -22,7 +22,7 @@ from fsdp_overlap.optim.matrices import (
     uncut_part_rows,
 )
 from fsdp_overlap.optim.newton_schulz import COEFFICIENTS, orthogonalize, polynomials
-from fsdp_overlap.optim.orthogonalization import places
+from fsdp_overlap.optim.orthogonalization import chunk_views
 from fsdp_overlap.tensor.placement import Tile
 
 # The products
@@ -148,7 +148,7 @@ def test_every_element_is_in_one_matrix_and_with_all_who_hold_it(
         for chunk in shared.chunks:
             for holder in chunk.ranks:
                 assert ranges[holder].start <= chunk.first < chunk.last <= ranges[holder].stop
-            for place, first, last in places(together, chunk):
+            for place, first, last in chunk_views(together, chunk):
                 values = local[chunk.ranks[0]][chunk.first : chunk.last][first:last]
                 assert (place == -1).all()
                 place.copy_(values.view(place.shape))

@@ -74,7 +74,7 @@ class PerTensor(Layout):
 
 @dataclass(frozen=True)
 class TensorAtomic(Layout):
-    """No matrix is cut: each has one owner. For Muon and other optimizers of whole matrices.
+    """No matrix is cut: each has one owner. For optimizers of matrices, such as Muon.
 
     Three kinds of parameters are cut anywhere: those of less than two dimensions, embeddings, and
     those whose name matches one of ``split`` (shell patterns, such as ``"output.weight"`` or

@@ -33,12 +33,11 @@ class Muon(torch.optim.Optimizer):
     """``torch.optim.Muon`` (Keller Jordan, kellerjordan.github.io/posts/muon) for the matrices of a
     model, AdamW for its other parameters.
 
-    If each matrix lies whole on one rank, as under the layout ``TensorAtomic()``, :meth:`step`
-    sends nothing. If several ranks hold parts of a matrix, they send them to one rank, which
-    orthogonalizes the matrix once and sends the result back, while others are orthogonalized. Parts
-    are ranges, or what tensor parallelism left. Ranks that hold replicas share out the work in the
-    same way. The result is that of the unsharded model. Parameters that are not sharded are stepped
-    too, on every rank.
+    If one rank holds all of each matrix, as under the layout ``TensorAtomic()``, :meth:`step`
+    sends nothing. If several ranks hold parts of a matrix, by ranges or by tensor parallelism, they
+    send them to one rank, which orthogonalizes the matrix once and sends the result back, while
+    others are orthogonalized. Ranks that hold replicas divide the work in the same way. The result
+    is that of the unsharded model. Parameters that are not sharded are stepped too, on every rank.
 
     Args:
         params: a model, or parameters or groups as for any optimizer. In a model, AdamW steps the

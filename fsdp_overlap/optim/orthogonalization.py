@@ -94,7 +94,7 @@ def _copy_in(batch: Sequence[Task], matrices: Sequence[torch.Tensor]) -> None:
     for task, target in zip(batch, matrices, strict=True):
         chunks = [(next(directions), chunk) for _, chunk in task.own]
         for values, chunk in (*chunks, *task.received):
-            for place, first, last in places(target, chunk):
+            for place, first, last in chunk_views(target, chunk):
                 copies.append((place, values[first:last].view(place.shape)))
     _copy_all(copies)
 
@@ -105,11 +105,11 @@ def _copy_out(batch: Sequence[Task], matrices: Sequence[torch.Tensor]) -> None:
     slices, values = [], []
     for task, source in zip(batch, matrices, strict=True):
         for part, chunk in task.own:
-            for place, first, last in places(source, chunk):
+            for place, first, last in chunk_views(source, chunk):
                 slices.append(part._replace(first=part.first + first, last=part.first + last))
                 values.append(place.reshape(-1))
         for target, chunk in task.results:
-            for place, first, last in places(source, chunk):
+            for place, first, last in chunk_views(source, chunk):
                 copies.append((target[first:last].view(place.shape), place))
     move(slices, values)
     _copy_all(copies)
@@ -122,7 +122,9 @@ def _copy_all(copies: Sequence[Copy]) -> None:
         torch._foreach_copy_(targets, sources)
 
 
-def places(matrices: torch.Tensor, chunk: MatrixChunk) -> Iterator[tuple[torch.Tensor, int, int]]:
+def chunk_views(
+    matrices: torch.Tensor, chunk: MatrixChunk
+) -> Iterator[tuple[torch.Tensor, int, int]]:
     """Yield where ``chunk`` lies in ``matrices [rows, columns]``: views, each with the elements of
     the chunk that belong there."""
     first, last = chunk.first - chunk.start, chunk.last - chunk.start

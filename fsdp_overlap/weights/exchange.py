@@ -202,9 +202,10 @@ class WeightExchange:
             if key not in layouts:
                 layouts[key] = TensorLayout(*plain)
                 if isinstance(tensor, DTensor):
-                    by_rank, places = chunks_by_rank(tensor), self.places
+                    by_rank, group_ranks = chunks_by_rank(tensor), self.group_ranks
                     mesh = tensor.device_mesh.mesh.flatten().tolist()
-                    chunks = {places[r]: by_rank[r] for r in sorted(by_rank) if r in places}
+                    ranks = [rank for rank in sorted(by_rank) if rank in group_ranks]
+                    chunks = {group_ranks[rank]: by_rank[rank] for rank in ranks}
                     layouts[key] = TensorLayout(*plain, chunks, tuple(sorted(mesh)))
             return layouts[key]
 
@@ -214,12 +215,12 @@ class WeightExchange:
         )
 
     @cached_property
-    def places(self) -> Mapping[int, int]:
+    def group_ranks(self) -> Mapping[int, int]:
         """The group rank of each global rank."""
         if self.group is None:
             return {dist.get_rank() if dist.is_initialized() else 0: 0}
         ranks = dist.get_process_group_ranks(self.group)
-        return {rank: place for place, rank in enumerate(ranks)}
+        return {rank: group_rank for group_rank, rank in enumerate(ranks)}
 
     def gather_layouts(
         self, describe: Callable[[], RankLayouts], arguments: str

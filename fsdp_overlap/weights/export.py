@@ -30,7 +30,7 @@ def export_weights(
     prefetch: int = 1,
     piece_bytes: int | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Iterate over the whole weights of a sharded model, in its order, with their names.
+    """Iterate over the full weights of a sharded model, in its order, with their names.
 
     Parameters and persistent buffers come once each, also where several modules share one. They
     travel in pieces. A rank has memory for the weight that is used, for those that the next pieces
@@ -77,8 +77,8 @@ def export_weights(
 
     def make(has: Layouts) -> list[TransferRound]:
         """Plan that each target rank gets in full what it has parts of."""
-        places = exchange.places
-        among = None if targets is None else {places[rank] for rank in targets if rank in places}
+        group_ranks = exchange.group_ranks
+        among = None if targets is None else {group_ranks[r] for r in targets if r in group_ranks}
         wants = want_all(has, dtype, among)
         tensors = exchange.plan_transfers(has, wants, strict=False, unique_names=False)
         return exchange.rounds(tensors, piece_bytes)

@@ -85,7 +85,7 @@ def save_weights(
     file_bytes: int = 5 << 30,
     piece_bytes: int | None = None,
 ) -> None:
-    """Write the whole weights of a sharded model as ``transformers`` loads them: files of
+    """Write the full weights of a sharded model as ``transformers`` loads them: files of
     safetensors, and an index if there are several.
 
     Each rank writes files of its own, one weight while the next is on its way, and has no more than

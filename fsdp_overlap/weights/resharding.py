@@ -31,7 +31,7 @@ class WeightResharder:
     Each rank sends what another wants of it and nothing else, in pieces. It is planned once, and
     :meth:`run` copies the values of that moment into the tensors of ``target``, which keep their
     memory. Both sides may lie over any ranks of ``group`` in any way: ranges or rows of a sharded
-    model, DTensors of tensor parallelism on other ranks, whole tensors. Of a plain tensor that
+    model, DTensors of tensor parallelism on other ranks, full tensors. Of a plain tensor that
     several ranks have in ``source``, any rank's is taken.
 
     A tensor of ``target`` may be a view of another. So a weight that is fused elsewhere, as q, k
