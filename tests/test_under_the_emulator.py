@@ -34,7 +34,7 @@ from fsdp_overlap.optim import Muon, clip_grad_norm_
 from fsdp_overlap.optim.exchange import Exchange
 from fsdp_overlap.schedule.prefetch import Prefetcher
 from fsdp_overlap.schedule.reducer import GradReducer
-from fsdp_overlap.weights import WeightResharder, export, files
+from fsdp_overlap.weights import WeightResharder, export, save
 from fsdp_overlap.weights.exchange import WeightExchange
 from support.defects import Defect
 from support.emulated import Program, run
@@ -303,7 +303,7 @@ DEFECTS = [
     ),
     Defect(StagingBuffers, "copy", "source.record_stream(stream)", "a save that failed"),
     Defect(StagingBuffers, "copy", "streams.device(source.device), ", "saved by a thread", new=""),
-    Defect(files, "_write", "ready.wait(", "weights saved on another stream", new="str("),
+    Defect(save, "_write", "ready.wait(", "weights saved on another stream", new="str("),
     Defect(StagedSave, "copy_remaining", "buffers.before_compute()", f"{SAVED}, copied ahead"),
     Defect(StagedSave, "take", "values = copy.wait()", SAVED, new="values = copy.host"),
     Defect(stager, "_copy_remaining", "save.copy_remaining()", SAVED),

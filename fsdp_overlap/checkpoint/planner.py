@@ -6,11 +6,9 @@ large job receives all of it.
 
 from __future__ import annotations
 
-import gc
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import cache, cached_property, partial
 from hashlib import sha256
@@ -441,15 +439,3 @@ class PlannedStorageMeta(StorageMeta):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return StorageMeta, tuple(vars(self).values())
-
-
-@contextmanager
-def paused_gc() -> Iterator[None]:
-    """Pause the garbage collector, which would scan new objects again and again."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()

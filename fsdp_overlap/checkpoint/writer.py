@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import io
 import os
@@ -32,7 +33,6 @@ from fsdp_overlap.checkpoint.planner import (
     RankWriteResult,
     ShardedSavePlanner,
     merge_results,
-    paused_gc,
 )
 from fsdp_overlap.checkpoint.stager import StagedTensor, keep_planned
 from fsdp_overlap.tensor.dcp import wrap_method, writing
@@ -100,7 +100,7 @@ class SafeFileSystemWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[Any]) -> None:
         try:
-            with paused_gc():
+            with _paused_gc():
                 if isinstance(metadata, PlannedMetadata):
                     metadata.folder = Path(self.path).absolute()
                     metadata.values = merge_results(results)
@@ -180,6 +180,18 @@ class _Entries:
         if write_item.type != WriteItemType.BYTE_IO and streams_work():  # those are saved already
             stream = ChecksumStream(stream)
         return stream, descriptors
+
+
+@contextmanager
+def _paused_gc() -> Iterator[None]:
+    """Pause the garbage collector, which would scan new objects again and again."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def _check_savable(state_dict: Mapping[str, Any], paths: Mapping[str, Any]) -> None:

@@ -52,11 +52,11 @@ class RowsPlan:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        return self._places(self.chunks)[:-1]
+        return self._aligned_starts(self.chunks)[:-1]
 
     @cached_property
     def shard_numels(self) -> tuple[int, ...]:
-        return (self._places(self.chunks)[-1],) * self.world_size
+        return (self._aligned_starts(self.chunks)[-1],) * self.world_size
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -82,12 +82,12 @@ class RowsPlan:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        return self._places([chunk * self.world_size for chunk in self.chunks])[:-1]
+        return self._aligned_starts([chunk * self.world_size for chunk in self.chunks])[:-1]
 
     @cached_property
     def numel(self) -> int:
         """The size of the flat buffer, which is a multiple of the number of ranks."""
-        end = self._places([chunk * self.world_size for chunk in self.chunks])[-1]
+        end = self._aligned_starts([chunk * self.world_size for chunk in self.chunks])[-1]
         return align(end, self.specs[0].alignment * self.world_size)
 
     @property
@@ -135,9 +135,9 @@ class RowsPlan:
             )
         return "\n".join(lines)
 
-    def _places(self, numels: Sequence[int]) -> tuple[int, ...]:
+    def _aligned_starts(self, numels: Sequence[int]) -> tuple[int, ...]:
         """Return the start of each of ``numels`` elements, one after the other, and the end."""
-        unit, places = self.specs[0].alignment, [0]
+        alignment, starts = self.specs[0].alignment, [0]
         for numel in numels:
-            places.append(align(places[-1] + numel, unit))
-        return tuple(places)
+            starts.append(align(starts[-1] + numel, alignment))
+        return tuple(starts)

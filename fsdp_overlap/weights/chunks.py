@@ -13,7 +13,14 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_overlap.tensor.boxes import boxes
-from fsdp_overlap.tensor.placement import RaggedShard, local_range, range_dim, tile_at, tile_of
+from fsdp_overlap.tensor.placement import (
+    RaggedShard,
+    Tile,
+    local_range,
+    range_dim,
+    tile_at,
+    tile_of,
+)
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
 from fsdp_overlap.torch_internals import StridedShard
 
@@ -91,14 +98,9 @@ def local_chunks(tensor: torch.Tensor) -> list[tuple[Chunk, torch.Tensor]]:
     """Return the chunks of ``tensor``, sharded or not, on this rank, and views of their values."""
     if isinstance(tensor, RaggedDTensor):
         spec, local = tensor._spec, tensor._local_tensor.detach()
-        tile, (start, stop) = tile_of(spec), local_range(spec)
-        return [
-            (
-                Chunk(box.offsets, box.sizes).moved(tile.offsets),
-                local[box.start - start : box.start - start + box.numel].view(box.sizes),
-            )
-            for box in boxes(tile.shape, start, stop)
-        ]
+        chunks = _chunks_of_range(tile_of(spec), *local_range(spec))
+        parts = local.split([chunk.numel for chunk in chunks])
+        return [(chunk, part.view(chunk.sizes)) for chunk, part in zip(chunks, parts, strict=True)]
     if isinstance(tensor, DTensor):
         if tensor.device_mesh.get_coordinate() is None:
             return []
@@ -106,6 +108,13 @@ def local_chunks(tensor: torch.Tensor) -> list[tuple[Chunk, torch.Tensor]]:
         local = tensor._local_tensor.detach()
         return [(Chunk(tile.offsets, tile.shape), local)] if tile.numel else []
     return [(full_chunk(tensor.shape), tensor.detach())] if tensor.numel() else []
+
+
+def _chunks_of_range(tile: Tile, start: int, stop: int) -> tuple[Chunk, ...]:
+    """Return the chunks of elements ``[start, stop)`` of a flattened tile, in order."""
+    return tuple(
+        Chunk(box.offsets, box.sizes).moved(tile.offsets) for box in boxes(tile.shape, start, stop)
+    )
 
 
 def chunks_by_rank(tensor: DTensor) -> Mapping[int, tuple[Chunk, ...]]:
@@ -125,10 +134,7 @@ def chunks_by_rank(tensor: DTensor) -> Mapping[int, tuple[Chunk, ...]]:
         along, placement = ranks[tuple(place)].tolist(), spec.placements[dim]
         assert isinstance(placement, RaggedShard)
         return {
-            along[rank]: tuple(
-                Chunk(box.offsets, box.sizes).moved(tile.offsets)
-                for box in boxes(tile.shape, start, stop)
-            )
+            along[rank]: _chunks_of_range(tile, start, stop)
             for rank, start, stop in placement.ranges
         }
     if not _is_known(tensor):
