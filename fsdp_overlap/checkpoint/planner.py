@@ -151,7 +151,7 @@ class ShardedSavePlanner(DefaultSavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         summaries: list[_PlanSummary] = [plan.planner_data for plan in all_plans]
-        by_mesh = _check([summary.sharded for summary in summaries])
+        by_mesh = _common_summaries([summary.sharded for summary in summaries])
         meshes: dict[str, list[str]] = {}  # those with the same tensors
         for key, mesh in by_mesh.items():
             if mesh.tensors:
@@ -276,7 +276,7 @@ def _check_plain(fqn: str, value: object) -> None:
         )
 
 
-def _check(summaries: Sequence[Mapping[str, _MeshSummary]]) -> dict[str, _MeshSummary]:
+def _common_summaries(summaries: Sequence[Mapping[str, _MeshSummary]]) -> dict[str, _MeshSummary]:
     """Return the summary of each mesh, if all of the mesh's ranks have it.
 
     Raises:

@@ -83,18 +83,18 @@ class SafeFileSystemReader(FileSystemReader):
         runs = self._runs({item.storage_index for item in plan.items}, _threads())
         self._values: dict[MetadataIndex, Any] = {}
         with ThreadPoolExecutor(len(runs)) as threads:
-            for values in threads.map(self._check_run, runs):
+            for values in threads.map(self._verify_run, runs):
                 self._values |= values
         return plan
 
-    def _check_run(self, indices: list[MetadataIndex]) -> dict[MetadataIndex, Any]:
+    def _verify_run(self, indices: list[MetadataIndex]) -> dict[MetadataIndex, Any]:
         values = {}
         for name, file, in_file in self._by_file(indices):
             for index in in_file:
                 info = self.storage_data[index]
                 item = self._metadata.state_dict_metadata[index.fqn]
                 with refusing(f"{name}, {index.fqn!r}"):
-                    values[index] = _checked(file, info, item, index, self.verify)
+                    values[index] = _verified(file, info, item, index, self.verify)
         return values
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -179,7 +179,7 @@ def _threads() -> int:
     return max(2, min(4, (cores or 1) // ranks))
 
 
-def _checked(
+def _verified(
     file: BufferedReader,
     info: StorageInfo,
     item: TensorStorageMetadata | BytesStorageMetadata,

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 from typing import NamedTuple, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -22,10 +21,11 @@ from fsdp_overlap.comm.collectives import PendingCollective, all_to_all, choose
 from fsdp_overlap.comm.comm_streams import CommStream, WorkHandle, make_comm_stream
 from fsdp_overlap.comm.objects import all_equal, broadcast_object, gather_objects
 from fsdp_overlap.desync.error_monitor import ErrorMonitor
-from fsdp_overlap.engine.context import FsdpContext, context_of
+from fsdp_overlap.engine.context import context_of
 from fsdp_overlap.layout import ParamGroupPlan
 from fsdp_overlap.weights.chunks import Chunk, chunks_by_rank, full_chunk, local_chunks
 from fsdp_overlap.weights.model_weights import connected_ranks, units_of
+from fsdp_overlap.weights.plan_cache import ExchangePlan, PlanCache, plan_cache_of
 from fsdp_overlap.weights.transfer_plan import (
     Layouts,
     Messages,
@@ -41,73 +41,10 @@ from fsdp_overlap.weights.transfer_plan import (
 # large enough for an efficient message.
 _PIECE_BYTES = (1 << 20, 64 << 20)
 
-# Exports for evaluation and for generation may alternate, and weights be saved now and then.
-_MAX_PLANS = 4
-
 TensorChunks = Callable[[str], Sequence[tuple[Chunk, torch.Tensor]]]
 """Returns the chunks of the tensor of a name, and views of their values."""
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class ExchangePlan:
-    """A plan that all ranks made. It refers to no tensor, so that it keeps none alive."""
-
-    number: int
-    """A hash of the plan, the same on all ranks."""
-    has: Layouts
-    rounds: list[TransferRound]
-
-
-TensorLayouts = list[tuple[object, torch.Size, torch.dtype]]
-
-
-class PlanCache:
-    """The last few plans of a context on this rank."""
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[str, tuple[str, ...]], tuple[TensorLayouts, ExchangePlan]] = {}
-
-    def find(self, arguments: str, weights: Mapping[str, torch.Tensor]) -> ExchangePlan | None:
-        """Return the plan for the same ``arguments`` and layouts of ``weights``. Other ranks may
-        have none."""
-        layouts, plan = self._kept.get((arguments, tuple(weights)), ([], None))
-        same = layouts and all(
-            spec is current_spec and plain == current
-            for (spec, *plain), (current_spec, *current) in zip(
-                layouts, _layouts_of(weights), strict=True
-            )
-        )
-        return plan if same else None
-
-    def keep(self, arguments: str, weights: Mapping[str, torch.Tensor], plan: ExchangePlan) -> None:
-        """Keep ``plan``, and drop the oldest if there are many."""
-        key = arguments, tuple(weights)
-        self._kept.pop(key, None)
-        self._kept[key] = _layouts_of(weights), plan
-        if len(self._kept) > _MAX_PLANS:
-            del self._kept[next(iter(self._kept))]
-
-    def clear(self) -> None:
-        """Drop all plans."""
-        self._kept.clear()
-
-
-def plan_cache_of(context: FsdpContext) -> PlanCache:
-    """Return the plans of ``context``, which live as long as it."""
-    return _of_contexts.setdefault(context, PlanCache())
-
-
-_of_contexts: WeakKeyDictionary[FsdpContext, PlanCache] = WeakKeyDictionary()
-
-
-def _layouts_of(weights: Mapping[str, torch.Tensor]) -> TensorLayouts:
-    """Return the layout of each of ``weights``. One that is sharded anew has another spec."""
-    return [
-        (tensor._spec if isinstance(tensor, DTensor) else None, tensor.shape, tensor.dtype)
-        for tensor in weights.values()
-    ]
 
 
 def hash_of(*what: object) -> int:

@@ -116,7 +116,7 @@ def save_weights(
 
     def find() -> Mapping[str, torch.Tensor]:
         if exchange.rank == 0:
-            _check(folder)
+            _check_folder(folder)
         weights = renamed(own, names)
         for name, tensor in weights.items():
             if full_layout(tensor.shape, tensor.dtype, dtype).dtype not in _DTYPES:
@@ -170,7 +170,7 @@ def _on_all(exchange: WeightExchange, run: Callable[[], object]) -> None:
             raise RuntimeError(f"{who} could not write: {error_of_rank}") from failure
 
 
-def _check(folder: Path) -> None:
+def _check_folder(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if existing := sorted(path.name for path in folder.glob("*.safetensors*")):
         raise FileExistsError(
