@@ -58,19 +58,7 @@ class ShardStager(AsyncStager):
         save = StagedSave(self._buffers)
         shards: list[StagedShard] = []
         others: list[Any] = []
-
-        def stage_value(value: Any, name: str) -> Any:  # as DCP flattens a state dict
-            if isinstance(value, Mapping):
-                return {key: stage_value(item, f"{name}.{key}") for key, item in value.items()}
-            if isinstance(value, list):
-                return [stage_value(item, f"{name}.{i}") for i, item in enumerate(value)]
-            if isinstance(value, Sharded) and _is_readable(value):
-                shards.append(StagedShard(name[1:], value))
-                return _staged_tensor(value, save, shards[-1])
-            others.append(value)
-            return _CopiedIndex(len(others) - 1)
-
-        staged = stage_value(state_dict, "")
+        staged = _staged(state_dict, "", save, shards, others)
         save.begin(shards)
         # A stager for each save: one that is used again would overwrite the memory of the last.
         plain = DefaultStager(StagingOptions(False, False, False, False))
@@ -137,12 +125,27 @@ class _CopiedIndex(int):
     """The index, in the list of copied values, of the value that it stands for."""
 
 
-def _staged_tensor(value: Sharded, save: StagedSave, shard: StagedShard) -> Any:
-    local = torch.empty_like(value._local_tensor, device="meta")
-    kind: Any = _StagedRaggedDTensor if isinstance(value, RaggedDTensor) else _StagedRowTensor
-    staged = kind.wrap(local, value._spec)
-    staged.save, staged.shard = save, shard
-    return staged
+def _staged(
+    value: Any, name: str, save: StagedSave, shards: list[StagedShard], others: list[Any]
+) -> Any:
+    """Return ``value`` with staged tensors in place of sharded ones, whose shards are added to
+    ``shards``, and indices into ``others`` in place of other values. Names are those of DCP."""
+    if isinstance(value, (Mapping, list)):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        staged_items = {
+            key: _staged(item, f"{name}.{key}" if name else str(key), save, shards, others)
+            for key, item in items
+        }
+        return staged_items if isinstance(value, Mapping) else [*staged_items.values()]
+    if isinstance(value, Sharded) and _is_readable(value):
+        local = torch.empty_like(value._local_tensor, device="meta")
+        kind: Any = _StagedRaggedDTensor if isinstance(value, RaggedDTensor) else _StagedRowTensor
+        staged = kind.wrap(local, value._spec)
+        shards.append(StagedShard(name, value))
+        staged.save, staged.shard = save, shards[-1]
+        return staged
+    others.append(value)
+    return _CopiedIndex(len(others) - 1)
 
 
 def _is_readable(tensor: Sharded) -> bool:
