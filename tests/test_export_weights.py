@@ -22,8 +22,9 @@ from fsdp_overlap import (
     fully_shard,
 )
 from fsdp_overlap.optim import AdamW
-from fsdp_overlap.weights import exchange, export_weights
-from fsdp_overlap.weights.exchange import WeightExchange, plan_cache_of
+from fsdp_overlap.weights import export_weights, plan_cache
+from fsdp_overlap.weights.exchange import WeightExchange
+from fsdp_overlap.weights.plan_cache import plan_cache_of
 from support import experts
 from support import tensor_parallel as tp
 from support.layouts import LAYOUTS, Giant
@@ -275,9 +276,9 @@ def _again() -> None:
     for each in (model, twin):
         each.steps = torch.arange(4)  # the same names, and they lie otherwise
     assert exchanged(model, twin) == 1
-    for number in range(2 * exchange._MAX_PLANS):
+    for number in range(2 * plan_cache._MAX_PLANS):
         assert exchanged(model, twin, piece_bytes=1000 + number) == 1
-    assert len(plan_cache_of(twins.ctx)._kept) == exchange._MAX_PLANS
+    assert len(plan_cache_of(twins.ctx)._kept) == plan_cache._MAX_PLANS
 
 
 def test_ranks_plan_an_export_once() -> None:

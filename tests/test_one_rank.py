@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from fsdp_overlap.checkpoint import SafeFileSystemReader, SafeFileSystemWriter, ShardStager
-from fsdp_overlap.checkpoint.staging import StagingBuffers
+from fsdp_overlap.checkpoint.staged_save import StagingBuffers
 from fsdp_overlap.comm import process_groups
 from fsdp_overlap.comm.collectives import RaggedTensorCollectives
 from fsdp_overlap.comm.process_groups import backend_of, collectives_issued

@@ -19,10 +19,10 @@ from fsdp_overlap.optim.matrices import (
     flops_of,
     part_rows,
     partition_matrices,
-    whole_parts,
+    uncut_part_rows,
 )
 from fsdp_overlap.optim.newton_schulz import COEFFICIENTS, orthogonalize, polynomials
-from fsdp_overlap.optim.orthogonalization import places
+from fsdp_overlap.optim.orthogonalization import chunk_views
 from fsdp_overlap.tensor.placement import Tile
 
 # The products
@@ -138,7 +138,7 @@ def test_every_element_is_in_one_matrix_and_with_all_who_hold_it(
         for part in matrix.split(parts)
     )
     found = []
-    for rank, batches in partition.whole.items():
+    for rank, batches in partition.unshared.items():
         for batch in batches:
             assert ranges[rank].start <= batch.start <= batch.stop <= ranges[rank].stop
             values = local[rank][batch.start : batch.stop].view(batch.shape)
@@ -148,7 +148,7 @@ def test_every_element_is_in_one_matrix_and_with_all_who_hold_it(
         for chunk in shared.chunks:
             for holder in chunk.ranks:
                 assert ranges[holder].start <= chunk.first < chunk.last <= ranges[holder].stop
-            for place, first, last in places(together, chunk):
+            for place, first, last in chunk_views(together, chunk):
                 values = local[chunk.ranks[0]][chunk.first : chunk.last][first:last]
                 assert (place == -1).all()
                 place.copy_(values.view(place.shape))
@@ -158,10 +158,10 @@ def test_every_element_is_in_one_matrix_and_with_all_who_hold_it(
 
 def test_a_tile_that_keeps_whole_matrices_is_whole() -> None:
     tile = Tile((0, 4, 0), (3, 4, 5))
-    assert whole_parts((3, 8, 5), 4, tile) == (2, 2)
-    assert whole_parts((3, 8, 5), (4, 3, 1), tile) == (3, 1)
-    assert whole_parts((3, 8, 5), 1, tile) is None
-    assert whole_parts((6, 4, 5), 1, Tile((3, 0, 0), (3, 4, 5))) == (4,)
+    assert uncut_part_rows((3, 8, 5), 4, tile) == (2, 2)
+    assert uncut_part_rows((3, 8, 5), (4, 3, 1), tile) == (3, 1)
+    assert uncut_part_rows((3, 8, 5), 1, tile) is None
+    assert uncut_part_rows((6, 4, 5), 1, Tile((3, 0, 0), (3, 4, 5))) == (4,)
 
 
 @given(
@@ -190,7 +190,7 @@ def test_owners_of_cut_matrices_are_balanced(
     assert sorted(assignment.parameter for assignment in placed) == list(range(len(shapes)))
     total = [0] * world_size
     for partition in partitions:
-        for rank, batches in partition.whole.items():
+        for rank, batches in partition.unshared.items():
             total[rank] += sum(map(flops_of, batches))
     for assignment in placed:
         total[assignment.owner] += flops_of(assignment.matrices)

@@ -20,7 +20,7 @@ from fsdp_overlap import FsdpContext, fully_shard
 from fsdp_overlap.tensor.boxes import boxes
 from fsdp_overlap.torch_internals import StridedShard
 from fsdp_overlap.weights import WeightResharder
-from fsdp_overlap.weights.tensor_chunks import Chunk, full_chunk, slab, slab_count
+from fsdp_overlap.weights.chunks import Chunk, full_chunk, slab, slab_count
 from fsdp_overlap.weights.transfer_plan import (
     Layouts,
     Messages,
@@ -116,7 +116,7 @@ def test_everyone_gets_what_it_wants_and_messages_are_small(
     exchange: tuple[int, Layouts, Layouts, int],
 ) -> None:
     ranks, has, wants, most = exchange
-    tensors = plan_transfers(has, wants, ranks, strict=True, one=True)
+    tensors = plan_transfers(has, wants, ranks, strict=True, unique_names=True)
     got: list[dict[str, list[Chunk]]] = [{name: [] for name in has} for _ in range(ranks)]
     rounds = plan_rounds(tensors, most)
     for each in rounds:

@@ -16,7 +16,7 @@ from torch import nn
 
 from fsdp_overlap import FsdpContext, fully_shard
 from fsdp_overlap.optim import AdamW
-from fsdp_overlap.weights import files, save_weights
+from fsdp_overlap.weights import save, save_weights
 from support import experts
 from support import tensor_parallel as tp
 from support.layouts import LAYOUTS
@@ -96,7 +96,7 @@ def test_of_copies_one_is_written(divide: bool, tmp_path: Path) -> None:
 
 def _every_dtype(folder: str) -> None:
     model = nn.Linear(1, 1)
-    for number, dtype in enumerate(files._DTYPES):
+    for number, dtype in enumerate(save._DTYPES):
         model.register_buffer(f"b{number}", torch.ones(2, 3).to(dtype))
     model.register_buffer("empty", torch.ones(0, 3))
     model.register_buffer("scalar", torch.tensor(3))
@@ -116,7 +116,7 @@ def test_every_dtype_that_safetensors_knows(tmp_path: Path) -> None:
 
 def _disk_is_full(folder: str) -> None:
     twins = Twins(Model, shard_layers)
-    write = files._write
+    write = save._write
     written: list[int] = []
 
     def full(out: Any, weight: torch.Tensor, ready: Any) -> None:
@@ -126,7 +126,7 @@ def _disk_is_full(folder: str) -> None:
         write(out, weight, ready)
 
     with (
-        patch.object(files, "_write", full),
+        patch.object(save, "_write", full),
         pytest.raises(RuntimeError, match=r"save_weights: rank 1 could not write: .*No space"),
     ):
         save_weights(twins.model, folder, file_bytes=1000, piece_bytes=256)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fsdp_overlap.checkpoint import stager
-from fsdp_overlap.checkpoint.staging import StagedSave, StagingBuffers
+from fsdp_overlap.checkpoint.staged_save import StagedSave, StagingBuffers
 from fsdp_overlap.comm.comm_streams import DeviceCommStream, DeviceWorkHandle
 from fsdp_overlap.comm.extension_gather import ExtensionGather
 from fsdp_overlap.comm.quantized import QuantizedGather, QuantizedReduction
@@ -33,7 +33,7 @@ from fsdp_overlap.optim import Muon, clip_grad_norm_
 from fsdp_overlap.optim.exchange import Exchange
 from fsdp_overlap.schedule.prefetch import Prefetcher
 from fsdp_overlap.schedule.reducer import GradReducer
-from fsdp_overlap.weights import WeightResharder, export, files
+from fsdp_overlap.weights import WeightResharder, export, save
 from fsdp_overlap.weights.exchange import WeightExchange
 from support.defects import Defect
 from support.emulated import Program, run
@@ -70,7 +70,7 @@ EXCHANGED = "muon in rounds"
 ROWS = "prefetch 1, rows"
 COPIED = "torch._foreach_copy_(targets, sources)"
 IN_ONE = "one launch, odd parameters"
-TOGETHER = "all_gather_coalesced((received, sent), group)"
+TOGETHER = "all_gather_coalesced((outputs, inputs), group)"
 BITS = "gathered in 8 bits, flat"
 DECODED = "self._decode(gathered, full)"
 ENCODED = "wire.encode_own(shard.to(full.device, non_blocking=True), own, full.dtype)"
@@ -289,7 +289,7 @@ DEFECTS = [
     ),
     Defect(StagingBuffers, "copy", "source.record_stream(stream)", "a save that failed"),
     Defect(StagingBuffers, "copy", "streams.device(source.device), ", "saved by a thread", new=""),
-    Defect(files, "_write", "ready.wait(", "weights saved on another stream", new="str("),
+    Defect(save, "_write", "ready.wait(", "weights saved on another stream", new="str("),
     Defect(StagedSave, "copy_remaining", "buffers.before_compute()", f"{SAVED}, copied ahead"),
     Defect(StagedSave, "take", "values = copy.wait()", SAVED, new="values = copy.host"),
     Defect(stager, "_copy_remaining", "save.copy_remaining()", SAVED),

@@ -1,4 +1,4 @@
-"""The CRC-32 of zip files, by the fastest library that is installed, also in what torch saves."""
+"""CRC-32 checksums of tensors and zip files, by the fastest library that is installed."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ except ImportError:
 __all__ = ["BLOCK_BYTES", "ChecksumStream", "checksum_of", "crc32", "streams_work"]
 
 BLOCK_BYTES = 256 << 10
-"""Elements are read, written and summed up in blocks of this size, which a core's cache holds.
-Reading holds one in memory for each thread, beside its targets."""
+"""Elements are read, written and checked in blocks of this size, which fits a core's cache. Each
+thread that reads has one block beside its targets."""
 
-_IN_64_BITS = 0xFFFFFFFF  # for a size that stands elsewhere
+_ZIP64_SIZE = 0xFFFFFFFF  # marks a size that is in the zip64 extra field
 
 
 class ChecksumStream(io.RawIOBase):
-    """Writes what one ``torch.save`` writes on to ``target``, with checksums by :func:`crc32`.
+    """Forwards the zip that one ``torch.save`` writes to ``target``, with checksums by
+    :func:`crc32`.
 
-    From its making until it is closed ``torch.save`` computes none in this thread. In its zips they
-    follow the bytes that they are of, so nothing is held back: one stands behind each record, and
-    all again in the directory at the end.
+    Until it is closed, ``torch.save`` computes none in this thread. In its zips a checksum follows
+    each record, and all follow again in the directory at the end, so nothing needs to be buffered.
 
     Raises:
         ValueError: what is written is no such zip.
@@ -42,10 +42,10 @@ class ChecksumStream(io.RawIOBase):
     def __init__(self, target: IO[bytes]) -> None:
         self._target = target
         self._next: Callable[[memoryview], memoryview] = self._header
-        self._name = 0  # bytes of a record's name and padding, still to come
+        self._name = 0  # the bytes of a record's name and padding that are still to come
         self._has_data = False
         self._size = self._sum = 0  # of the record's data so far
-        self._records: list[tuple[int, int]] = []  # their sizes and checksums
+        self._records: list[tuple[int, int]] = []  # sizes and checksums
         self._option = get_crc32_options()
         set_crc32_options(False)
 
@@ -90,9 +90,9 @@ class ChecksumStream(io.RawIOBase):
             self._end_record()
             return part
         for start in range(0, len(part), BLOCK_BYTES):
-            piece = part[start : start + BLOCK_BYTES]
-            self._sum = crc32(piece, self._sum)
-            self._target.write(piece)
+            block = part[start : start + BLOCK_BYTES]
+            self._sum = crc32(block, self._sum)
+            self._target.write(block)
         self._size += len(part)
         return part[:0]
 
@@ -104,9 +104,9 @@ class ChecksumStream(io.RawIOBase):
         position = 0
         for size, checksum in self._records:
             at = part[position:]
-            _, found, *lengths = _fields(at, b"PK\x01\x02", "<20xLLHHH")
-            if found not in (size, _IN_64_BITS):
-                raise ValueError(f"torch.save wrote {size:,} bytes of a record of {found:,}")
+            _, stated, *lengths = _fields(at, b"PK\x01\x02", "<20xLLHHH")
+            if stated not in (size, _ZIP64_SIZE):
+                raise ValueError(f"torch.save wrote {size:,} bytes of a record of {stated:,}")
             part = _with(part, position + 16, checksum)
             position += 46 + sum(lengths)
         if position != len(part):
@@ -116,8 +116,8 @@ class ChecksumStream(io.RawIOBase):
 
 @functools.cache
 def streams_work() -> bool:
-    """Return whether this torch saves as :class:`ChecksumStream` expects, and let one thread alone
-    do without torch's checksums, as 2.11 does not."""
+    """Return whether this torch saves as :class:`ChecksumStream` expects, and can turn off its
+    checksums in one thread, as 2.11 cannot."""
     before = get_crc32_options()
     contextvars.copy_context().run(set_crc32_options, not before)
     if get_crc32_options() != before:

@@ -1,4 +1,4 @@
-"""One entry of a ``.distcp`` file: what ``torch.save`` wrote for a tensor or another value."""
+"""Reads an entry of a ``.distcp`` file: what ``torch.save`` wrote for one tensor or value."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fsdp_overlap.checkpoint.unpickler import Global, Record, hashable, unpickle
 from fsdp_overlap.checkpoint.values import ALLOWED, count, make_size, size_of
 from fsdp_overlap.checkpoint.zip_records import find_records, is_memory_of, read_into
 
-_MAX_DEPTH = 100  # levels of containers in containers
+_MAX_DEPTH = 100  # of nested containers
 
 # The dtype of each storage class.
 _STORAGES = {
@@ -79,7 +79,7 @@ class StoredTensor:
         return True
 
     def read(self, file: BufferedReader) -> torch.Tensor:
-        """Return the whole tensor, on the CPU."""
+        """Return the full tensor, on the CPU."""
         return self.view(self.storage.read(file))
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
@@ -93,8 +93,8 @@ class StoredTensor:
         lengths: Sequence[int],
         target: torch.Tensor,
     ) -> None:
-        """Copy the box that begins at ``offsets`` and has the shape ``lengths`` into ``target``,
-        a block of rows at a time."""
+        """Copy the box at ``offsets`` of shape ``lengths`` into ``target``, a block of rows at a
+        time."""
         if not self.is_contiguous:  # DCP writes only plain tensors this way
             box = self.read(file)
             for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
@@ -117,8 +117,8 @@ class StoredTensor:
         lengths: Sequence[int],
         target: torch.Tensor,
     ) -> None:
-        """Copy the rows from ``position`` on: where the part with the dimensions ``[dim:]`` begins,
-        in elements of the storage."""
+        """Copy the rows of the part with the dimensions ``[dim:]``, which begins at element
+        ``position`` of the storage."""
         inner = self.size[dim + 1 :]
         row = prod(inner)
         position += offsets[dim] * row
@@ -147,11 +147,11 @@ class StoredTensor:
 
 def read_entry(file: BufferedReader, start: int, length: int, verify: bool = True) -> Any:
     """Return the value of the entry in bytes ``[start, start + length)`` of ``file``, with
-    :class:`StoredTensor` in place of tensors. Read the whole entry and compare its checksums;
-    without ``verify``, the elements of tensors are neither read nor compared.
+    :class:`StoredTensor` in place of tensors. All checksums are compared, except, without
+    ``verify``, those of the elements of tensors.
 
     Raises:
-        CheckpointError: the entry holds something that no checkpoint needs.
+        CheckpointError: the entry contains something that no checkpoint needs.
         Exception: the entry is damaged.
     """
     return _build(file, start, length, verify, lambda tensor: tensor)
@@ -212,13 +212,13 @@ def _build(
 
 
 class _Builder:
-    """Makes the values that a pickle describes, each shared one once: following every path to it
-    might never end."""
+    """Makes the values that a pickle describes. A shared one is made once: there may be more paths
+    to it than can be followed."""
 
     def __init__(self, length: int, convert: Callable[[StoredTensor], Any]) -> None:
         self._convert = convert
-        # A pickle could have many values made of the same bytes. They are in it once for each, and
-        # there are two of those that are made of others, such as arrays.
+        # A pickle could make many values of the same bytes. A genuine one has bytes for each value,
+        # and makes some, such as arrays, of another value.
         self._left = 2 * length
         self._made: dict[int, Any] = {}
 

@@ -1,5 +1,4 @@
-"""Opens the files of a checkpoint, and says what is wrong with them: those that are not regular or
-have large holes are refused."""
+"""Opens the files of a checkpoint, and refuses those that are not regular or have large holes."""
 
 from __future__ import annotations
 
@@ -12,20 +11,20 @@ from pathlib import Path
 
 # Bytes. A shorter range cannot exhaust memory, and may have a hole because zeros were copied
 # sparsely.
-_HOLES_FROM = 1 << 20
-_BUFFER = 4096  # bytes: all that is around a tensor's elements, before or behind them
+_MAX_HOLE_BYTES = 1 << 20
+_BUFFER_BYTES = 4096  # for the headers around a tensor's elements
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is damaged, incomplete or holds something that no checkpoint needs."""
+    """A checkpoint is damaged or incomplete, or contains something that no checkpoint needs."""
 
 
 @contextmanager
 def refusing(where: str) -> Iterator[None]:
-    """Turn every exception raised inside into a :class:`CheckpointError` about ``where``.
+    """Raise every exception as a :class:`CheckpointError` about ``where``.
 
-    It is for code that fails only because of what a file holds: nobody can list all the exceptions
-    that a damaged file causes in parsers.
+    For code that fails only because of the content of a file: a damaged file can cause any
+    exception in parsers.
     """
     try:
         yield
@@ -61,7 +60,7 @@ def opened(path: Path) -> Iterator[BufferedReader]:
     """
     file_size(path)
     try:
-        file: BufferedReader = BufferedReader(FileIO(str(path)), _BUFFER)
+        file: BufferedReader = BufferedReader(FileIO(str(path)), _BUFFER_BYTES)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from None
     with file:
@@ -69,17 +68,16 @@ def opened(path: Path) -> Iterator[BufferedReader]:
 
 
 def refuse_holes(file: BufferedReader, start: int, length: int) -> None:
-    """Refuse a range with a hole; call it before the whole range is read into memory.
-
-    A file with holes may claim any number of bytes.
+    """Refuse a long range with a hole, before it is read into memory: a file with holes may claim
+    any number of bytes.
 
     Raises:
         ValueError: some of the bytes ``[start, start + length)`` were never written.
     """
-    if length < _HOLES_FROM or not hasattr(os, "SEEK_HOLE"):
+    if length < _MAX_HOLE_BYTES or not hasattr(os, "SEEK_HOLE"):
         return
     try:
-        position = os.lseek(file.fileno(), 0, os.SEEK_CUR)  # where ``file`` believes to be
+        position = os.lseek(file.fileno(), 0, os.SEEK_CUR)  # as ``file`` assumes
         hole = os.lseek(file.fileno(), start, os.SEEK_HOLE)
         os.lseek(file.fileno(), position, os.SEEK_SET)
     except OSError:  # the file system cannot tell

@@ -40,9 +40,9 @@ METADATA_FILE = ".metadata"
 CHECKSUM_FILE = ".metadata.sha256"
 """``SafeFileSystemWriter`` writes it, because the metadata has no checksum of its own."""
 
-_MAX_OVERHEAD = 1 << 20  # bytes that a tensor's entry may have beyond those of the tensor
+_MAX_OVERHEAD = 1 << 20  # bytes of a tensor's entry beyond those of the tensor
 _MAX_CUTS = 8  # dimensions along which a tensor may be cut
-_MAX_PATH_LENGTH = 100  # steps of a key's path
+_MAX_PATH_LENGTH = 100  # keys of a path
 _MAX_GAPS = 1 << 20  # list items without a value
 _MAX_NAME_LENGTH = 255  # characters; file systems have the same limit
 
@@ -59,7 +59,7 @@ _ALLOWED: dict[str, Any] = {
         )
     },
     f"{_DCP}.filesystem._StorageInfo": Global(StorageInfo),
-    # What nobody reads: how tensors lie in memory, and the path that was written to.
+    # Not used: memory formats, layouts, and the path that was written to.
     f"{_DCP}.metadata._MEM_FORMAT_ENCODING": Global(object),
     "torch.serialization._get_layout": Global(object),
     **{
@@ -73,11 +73,11 @@ _ALLOWED: dict[str, Any] = {
 def read_metadata(folder: Path) -> Metadata:
     """Return the metadata of the checkpoint at ``folder``.
 
-    Every tensor is covered exactly once by its chunks, and every chunk by an entry of a regular
-    file in ``folder`` that is large enough for it and shares no byte with another entry.
+    The chunks of every tensor cover it exactly once, and every chunk has an entry in a regular file
+    in ``folder``, which is large enough for it and shares no byte with another entry.
 
     Raises:
-        CheckpointError: this does not hold, or the metadata is missing, damaged or no metadata.
+        CheckpointError: this does not hold, or the metadata is missing or damaged.
     """
     path = folder / METADATA_FILE
     if not path.exists() and any(folder.glob(f"__*{METADATA_FILE}")):
@@ -88,7 +88,7 @@ def read_metadata(folder: Path) -> Metadata:
     with opened(path) as file, refusing(str(path)):
         size = file_size(path)
         refuse_holes(file, 0, size)
-        _check_sum(folder, file)
+        _check_digest(folder, file)
         metadata = _metadata(unpickle(file.read(size), _ALLOWED))
         _check_entries(folder, metadata)
     return metadata
@@ -96,8 +96,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 @functools.cache
 def can_copy(source: torch.dtype, target: torch.dtype) -> bool:
-    """Return whether torch can copy a tensor of ``source`` into one of ``target``; most pairs
-    work."""
+    """Return whether torch can copy a tensor of ``source`` into one of ``target``."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -107,15 +106,15 @@ def can_copy(source: torch.dtype, target: torch.dtype) -> bool:
     return True
 
 
-def _check_sum(folder: Path, file: BufferedReader) -> None:
+def _check_digest(folder: Path, file: BufferedReader) -> None:
     path = folder / CHECKSUM_FILE
     if not os.path.lexists(path):
         return  # torch's own writer writes no checksum
     if file_size(path) > 256:
         raise CheckpointError(f"{path.name} is no checksum")
-    found = hashlib.file_digest(file, "sha256").hexdigest()
+    digest = hashlib.file_digest(file, "sha256").hexdigest()
     file.seek(0)
-    if path.read_bytes().strip() != found.encode():
+    if path.read_bytes().strip() != digest.encode():
         raise CheckpointError(
             f"it is damaged: its checksum is not that in {path.name} (if another writer has saved "
             "over this checkpoint, remove that file)"
@@ -123,9 +122,9 @@ def _check_sum(folder: Path, file: BufferedReader) -> None:
 
 
 def _metadata(value: Any) -> Metadata:
-    state = _state(value, Metadata)
+    state = _state_of(value, Metadata)
     tensors = {
-        checked(fqn, str): _storage_type(item)
+        checked(fqn, str): _storage_metadata(item)
         for fqn, item in checked(state["state_dict_metadata"], dict).items()
     }
     entries = {
@@ -144,19 +143,19 @@ def _metadata(value: Any) -> Metadata:
     return metadata
 
 
-def _storage_type(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+def _storage_metadata(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
     if isinstance(value, Record) and value.make is BytesStorageMetadata:
         return BytesStorageMetadata()
-    state = _state(value, TensorStorageMetadata)
-    dtype, *_ = _state(state["properties"], TensorProperties, tuple)
+    state = _state_of(value, TensorStorageMetadata)
+    dtype, *_ = _state_of(state["properties"], TensorProperties, tuple)
     if not isinstance(dtype, torch.dtype):
         raise ValueError("a tensor without a dtype")
     size = _size(state["size"])
     chunks = []
     for item in checked(state["chunks"], list):
-        chunk = _state(item, ChunkStorageMetadata)
+        chunk = _state_of(item, ChunkStorageMetadata)
         chunks.append(ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"])))
-    _check_tiles(size, chunks)
+    _check_chunks(size, chunks)
     return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
 
 
@@ -167,13 +166,13 @@ def _size(value: Any) -> torch.Size:
 
 
 def _index(value: Any) -> MetadataIndex:
-    state = _state(value, MetadataIndex)
+    state = _state_of(value, MetadataIndex)
     offset = state.get("offset")
     return MetadataIndex(checked(state["fqn"], str), None if offset is None else _size(offset))
 
 
 def _storage_info(value: Any) -> StorageInfo:
-    state = _state(value, StorageInfo)
+    state = _state_of(value, StorageInfo)
     if state.get("transform_descriptors"):
         raise CheckpointError("entries are transformed (compressed, say): not supported")
     name = checked(state["relative_path"], str)
@@ -191,12 +190,12 @@ def _storage_info(value: Any) -> StorageInfo:
 
 
 def check_paths(paths: Mapping[Any, Any], tensors: Mapping[str, Any]) -> None:
-    """Check each key's path in the nested state dict, which DCP saves flattened.
+    """Check the paths of the flattened keys in the nested state dict.
 
     Raises:
-        ValueError: a path is none, or is too long, or would make a load fill long lists.
+        ValueError: a path is malformed or too long, or would make a load fill long lists.
     """
-    lengths: dict[tuple[Any, ...], int] = {}  # by list; DCP fills a list up to its last item
+    lengths: dict[tuple[Any, ...], int] = {}  # of lists, which DCP fills up to the last item
     for fqn, path in paths.items():
         if len(checked(path, tuple)) > _MAX_PATH_LENGTH:
             raise ValueError(f"a key has a path of more than {_MAX_PATH_LENGTH} steps")
@@ -213,7 +212,7 @@ def check_paths(paths: Mapping[Any, Any], tensors: Mapping[str, Any]) -> None:
         raise ValueError(f"lists of {sum(lengths.values()):,} items for {len(paths):,} values")
 
 
-def _check_tiles(size: tuple[int, ...], chunks: list[ChunkStorageMetadata]) -> None:
+def _check_chunks(size: tuple[int, ...], chunks: list[ChunkStorageMetadata]) -> None:
     """Check that every element is in exactly one chunk."""
     for chunk in chunks:
         if len(chunk.offsets) != len(size) or len(chunk.sizes) != len(size):
@@ -224,10 +223,9 @@ def _check_tiles(size: tuple[int, ...], chunks: list[ChunkStorageMetadata]) -> N
     cut = [dim for dim, n in enumerate(size) if any(box[1][dim] != n for box in boxes)]
     if len(cut) > _MAX_CUTS:
         raise ValueError(f"a tensor of {tuple(size)} is cut along {len(cut)} dimensions")
-    # How often each element is covered follows from the differences of that count along all
-    # dimensions. For one box, the differences are 1 and -1 in turn at the box's corners and 0
-    # elsewhere. So the differences of all chunks together must be those of the whole tensor. This
-    # compares no pairs of chunks.
+    # The count of chunks over each element follows from its differences along all dimensions. One
+    # chunk adds 1 and -1 in turn at its corners, and 0 elsewhere. So the sum over all chunks must
+    # be that of one chunk as large as the tensor. No pairs of chunks are compared.
     if prod(size):
         boxes.append((torch.Size([0] * len(size)), torch.Size(size), -1))
     corners: Counter[tuple[int, ...]] = Counter()
@@ -240,7 +238,7 @@ def _check_tiles(size: tuple[int, ...], chunks: list[ChunkStorageMetadata]) -> N
 
 
 def _check_entries(folder: Path, metadata: Metadata) -> None:
-    """Check that every value has its entries, and that every entry's bytes are in a file."""
+    """Check that every value has its entries, and that the files contain them."""
     needed: dict[MetadataIndex, int] = {}
     for fqn, item in metadata.state_dict_metadata.items():
         if isinstance(item, BytesStorageMetadata):
@@ -276,7 +274,8 @@ def _check_entries(folder: Path, metadata: Metadata) -> None:
             raise CheckpointError(f"{name!r} has {size:,} bytes of the {end:,} that were written")
 
 
-def _state(value: Any, kind: Any, state: type[Any] = dict) -> Any:
+def _state_of(value: Any, kind: Any, state: type[Any] = dict) -> Any:
+    """Return the pickled state of ``value``, an object of ``kind``, which is of type ``state``."""
     if not isinstance(value, Record) or value.make is not kind:
         raise ValueError(f"a {kind.__name__} was expected")
     return state() if value.state is None else checked(value.state, state)

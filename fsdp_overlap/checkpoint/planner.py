@@ -1,17 +1,18 @@
-"""A DCP planner whose ranks do not send their plans to the first one, and what they send of what
-they wrote. A rank sends numbers, and one of them the names, because the first rank of a large job
-gets all of it."""
+"""A DCP save planner for many ranks, which send the coordinator summaries in place of plans.
+
+Of what they wrote, ranks send numbers, and one of them the names, because the coordinator of a
+large job receives all of it.
+"""
 
 from __future__ import annotations
 
-import gc
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import cache, cached_property, partial
 from hashlib import sha256
+from itertools import chain
 from math import prod
 from operator import attrgetter
 from pathlib import Path
@@ -42,8 +43,8 @@ from fsdp_overlap.torch_internals import StorageInfo
 
 
 class _MeshSummary(NamedTuple):
-    """What some ranks must have in common: how many they are, how many tensors lie over them, and
-    digests: of names, shapes and placements, and of ranges."""
+    """What the ranks of a mesh must have in common: their number, the number of tensors on the
+    mesh, and digests of names, shapes and placements (``digest``), and of ``ranges``."""
 
     ranks: int
     tensors: int
@@ -52,22 +53,19 @@ class _MeshSummary(NamedTuple):
 
 
 class _PlanSummary(NamedTuple):
-    """What a rank tells the first one.
-
-    The keys of ``sharded`` stand for ranks that tensors lie over, those of ``plain`` are outermost
-    keys of the state dict, with digests of what is below them and not sharded.
-    """
+    """What a rank sends to the coordinator: summaries of its ``sharded`` tensors by mesh key, and
+    digests of its ``plain`` values by outermost key of the state dict."""
 
     sharded: dict[str, _MeshSummary]
     plain: dict[str, str]
 
 
 class _Assignment(NamedTuple):
-    """What the first rank answers, in keys of :class:`_PlanSummary`.
+    """What the coordinator assigns to a rank, in keys of :class:`_PlanSummary`.
 
-    The rank is the first that has some, and so tells the names of these sharded tensors
-    (``describes``), and writes what is not sharded (``writes``). Other ranks have the names that
-    are below ``shares`` too, and of these the rank leaves to others what is below ``skips``.
+    The rank sends the names of the sharded tensors on the meshes ``describes``, and writes the
+    plain values ``writes``. The tensors of ``shares`` are on other meshes too, and those of
+    ``skips`` are written by ranks of another mesh.
     """
 
     describes: list[str]
@@ -77,22 +75,22 @@ class _Assignment(NamedTuple):
 
 
 class ShardedSavePlanner(DefaultSavePlanner):
-    """A planner for jobs of many ranks: the first rank does not put together the plans of all.
+    """A planner for jobs of many ranks, whose coordinator does not merge the plans of all.
 
     What each rank writes of a sharded tensor follows from the tensor's name, mesh and placements.
-    So ranks compare digests of these, and afterwards tell where in their files it is. Of copies
-    one is written, and the ranks that have them share that work. What is not sharded is written by
-    the first rank that has it. If a name stands for tensors over several meshes, these must be
-    copies, and all other sharded tensors over these meshes too. They are compared. The checkpoint
-    is an ordinary one, which any reader loads.
+    So ranks compare digests of these, and send afterwards where in their files it is. One replica
+    is written, and the ranks that hold replicas divide that work. Values that are not sharded are
+    written by the first rank that has them. If a name stands for tensors on several meshes, these
+    must be replicas, as must all other sharded tensors on these meshes. They are compared. The
+    checkpoint is an ordinary one, which any reader loads.
 
-    Use it with :class:`SafeFileSystemWriter`, on all ranks that the tensors lie over::
+    Use it with :class:`SafeFileSystemWriter`, on all ranks of the tensors' meshes::
 
         dcp.save(state, storage_writer=SafeFileSystemWriter(path), planner=ShardedSavePlanner())
 
     Raises:
-        CheckpointException: on all ranks, before anything is written: ranks have other tensors
-            over the same mesh, or not all ranks of a mesh save; or the writer is another one.
+        CheckpointException: on all ranks, before anything is written: the tensors on a mesh differ
+            between its ranks, or not all ranks of a mesh save; or the writer is another one.
     """
 
     def __init__(self) -> None:
@@ -121,13 +119,13 @@ class ShardedSavePlanner(DefaultSavePlanner):
                 self._plain[str(self.mappings[fqn][0])][fqn] = value
             elif value.device_mesh.get_coordinate() is not None:
                 self._sharded[self._key_of(value.device_mesh)][fqn] = value
-        plain = {key: _digest(map(_known, values.items())) for key, values in self._plain.items()}
+        plain = {key: _digest(map(_facts_of, of.items())) for key, of in self._plain.items()}
         self.plan = SavePlan([], planner_data=_PlanSummary(self._mesh_summaries(), plain))
         return self.plan
 
     def _mesh_summaries(self) -> dict[str, _MeshSummary]:
-        """Return what is known of the tensors over some ranks. Ranges are known to the ranks that
-        have them alone: those along one dimension of a mesh."""
+        """Return the summaries of this rank's meshes. Ranges are the same only along one dimension
+        of a mesh, which has a key of its own."""
         ranks: dict[str, int] = {}
         facts: dict[str, list[object]] = defaultdict(list)
         ranges: dict[str, list[int]] = defaultdict(list)
@@ -136,57 +134,56 @@ class ShardedSavePlanner(DefaultSavePlanner):
             for fqn, tensor in tensors.items():
                 mesh = tensor.device_mesh
                 ranks[key] = mesh.size()
-                kinds = [str(each) for each in tensor.placements if type(each) is not RaggedShard]
+                kinds = [str(p) for p in tensor.placements if type(p) is not RaggedShard]
                 facts[key].append((self.mappings[fqn], tuple(tensor.shape), tensor.dtype, kinds))
-                for dim, each in enumerate(tensor.placements):
-                    if isinstance(each, RaggedShard):
-                        if id(each.ranges) not in hashes:
-                            hashes[id(each.ranges)] = hash(each.ranges)  # numbers: same everywhere
-                        line = self._key_of(mesh, dim)
-                        ranks[line] = mesh.size(dim)
-                        ranges[line].append(hashes[id(each.ranges)])
+                for dim, placement in enumerate(tensor.placements):
+                    if isinstance(placement, RaggedShard):
+                        address = id(placement.ranges)
+                        if address not in hashes:
+                            hashes[address] = hash(placement.ranges)  # of ints: equal on all ranks
+                        dim_key = self._key_of(mesh, dim)
+                        ranks[dim_key] = mesh.size(dim)
+                        ranges[dim_key].append(hashes[address])
         return {
-            key: _MeshSummary(number, len(facts[key]), _digest(facts[key]), _digest(ranges[key]))
-            for key, number in ranks.items()
+            key: _MeshSummary(count, len(facts[key]), _digest(facts[key]), _digest(ranges[key]))
+            for key, count in ranks.items()
         }
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         summaries: list[_PlanSummary] = [plan.planner_data for plan in all_plans]
-        _check([each.sharded for each in summaries])
-        keys: dict[str, list[str]] = {}  # those of the same tensors
-        for key, agreed in {
-            key: of for each in summaries for key, of in each.sharded.items()
-        }.items():
-            if agreed.tensors:
-                keys.setdefault(agreed.digest, []).append(key)
-        shared = {key: of[0] for of in keys.values() if len(of) > 1 for key in of}
+        by_mesh = _common_summaries([summary.sharded for summary in summaries])
+        meshes: dict[str, list[str]] = {}  # those with the same tensors
+        for key, mesh in by_mesh.items():
+            if mesh.tensors:
+                meshes.setdefault(mesh.digest, []).append(key)
+        shared = {key: keys[0] for keys in meshes.values() if len(keys) > 1 for key in keys}
         described: set[str] = set()
         written: set[tuple[str, str]] = set()
-        answers = []
-        for each in summaries:
+        plans = []
+        for sharded, plain in summaries:
             assignment = _Assignment(
-                [key for key, of in each.sharded.items() if of.tensors and key not in described],
-                [key for key, digest in each.plain.items() if (key, digest) not in written],
-                [key for key in each.sharded if key in shared],
-                [key for key in each.sharded if shared.get(key, key) != key],
+                [key for key, mesh in sharded.items() if mesh.tensors and key not in described],
+                [key for key, digest in plain.items() if (key, digest) not in written],
+                [key for key in sharded if key in shared],
+                [key for key in sharded if shared.get(key, key) != key],
             )
             described.update(assignment.describes)
-            written.update((key, each.plain[key]) for key in assignment.writes)
-            answers.append(SavePlan([], planner_data=assignment))
+            written.update((key, plain[key]) for key in assignment.writes)
+            plans.append(SavePlan([], planner_data=assignment))
         self.metadata = PlannedMetadata()
-        return answers, self.metadata
+        return plans, self.metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         assignment: _Assignment = new_plan.planner_data
         plain = {fqn: value for key in assignment.writes for fqn, value in self._plain[key].items()}
-        whole = create_default_local_save_plan(plain, True).items
-        self._whole = {item.index: item for item in whole}
+        plain_items = create_default_local_save_plan(plain, True).items
+        self._plain_items = {item.index: item for item in plain_items}
         self._parts: dict[MetadataIndex, tuple[str, int, torch.Size]] = {}
         self._checksums: dict[MetadataIndex, tuple[torch.Size, int]] = {}
         items = []
         for key, tensors in self._sharded.items():
             numbers = {fqn: number for number, fqn in enumerate(tensors)}
-            for item in _parts(tensors):
+            for item in _write_items(tensors):
                 if key in assignment.shares:
                     tensor, index = tensors[item.index.fqn], item.index
                     values = (
@@ -205,18 +202,17 @@ class ShardedSavePlanner(DefaultSavePlanner):
             ]
             for key in assignment.describes
         }
-        self.plan = SavePlan(items + whole, storage_data=new_plan.storage_data)
+        self.plan = SavePlan(items + plain_items, storage_data=new_plan.storage_data)
         return self.plan
 
     def write_result(self, results: Iterable[WriteResult]) -> RankWriteResult:
-        """Return what this rank wrote, for the first one."""
+        """Return what this rank wrote, for the coordinator."""
         written = RankWriteResult(
             [], self._infos, defaultdict(partial(array, "q")), [], self._checksums
         )
         files: dict[str, int] = {}
         for result in results:
-            if result.index in self._whole:
-                item = self._whole[result.index]
+            if item := self._plain_items.get(result.index):
                 written.plain.append(PlainWriteResult(item, self.mappings[item.index.fqn], result))
                 continue
             info: StorageInfo = result.storage_data
@@ -230,8 +226,8 @@ class ShardedSavePlanner(DefaultSavePlanner):
 
 
 def _mesh_key(mesh: DeviceMesh, dim: int | None = None) -> str:
-    """Return a key that stands for all ranks of ``mesh``, or for those along ``dim`` at this rank's
-    place. It is the same on each of these ranks."""
+    """Return a key for all ranks of ``mesh``, or for this rank's along ``dim``. It is the same on
+    each of these ranks."""
     ranks = mesh.mesh
     if dim is not None:
         place = mesh.get_coordinate()
@@ -240,25 +236,25 @@ def _mesh_key(mesh: DeviceMesh, dim: int | None = None) -> str:
     return _digest((tuple(ranks.shape), ranks.flatten().tolist()))
 
 
-def _parts(tensors: Mapping[str, DTensor]) -> list[WriteItem]:
-    """Return what this rank writes of ``tensors``, which lie over one mesh. Of copies one is
-    written. Ranks that have them take turns, so that each writes as many bytes as the others."""
+def _write_items(tensors: Mapping[str, DTensor]) -> list[WriteItem]:
+    """Return what this rank writes of ``tensors``, which are on one mesh. One replica of each is
+    written, by the rank that writes the fewest bytes so far."""
     loads: dict[tuple[int, ...], list[int]] = {}
-    mine = {}
+    own = {}
     for fqn, tensor in tensors.items():
         mesh, place = tensor.device_mesh, tensor.device_mesh.get_coordinate()
         assert place is not None
         dims = copied_dims(tensor._spec) if tensor.numel() else tuple(range(mesh.ndim))
-        of_copies = loads.setdefault(dims, [0] * prod(mesh.size(dim) for dim in dims))
-        owner = of_copies.index(min(of_copies))
-        of_copies[owner] += tensor.numel() * tensor.dtype.itemsize
-        number = 0
+        of_replicas = loads.setdefault(dims, [0] * prod(mesh.size(dim) for dim in dims))
+        writer = of_replicas.index(min(of_replicas))
+        of_replicas[writer] += tensor.numel() * tensor.dtype.itemsize
+        replica = 0
         for dim in dims:
-            number = number * mesh.size(dim) + place[dim]
-        if number == owner:
-            mine[fqn] = tensor
-    items = create_default_local_save_plan(mine, False).items
-    return [item for item in items if prod(_sizes(item)) or not mine[item.index.fqn].numel()]
+            replica = replica * mesh.size(dim) + place[dim]
+        if replica == writer:
+            own[fqn] = tensor
+    items = create_default_local_save_plan(own, False).items
+    return [item for item in items if prod(_sizes(item)) or not own[item.index.fqn].numel()]
 
 
 def _sizes(item: WriteItem) -> torch.Size:
@@ -266,10 +262,9 @@ def _sizes(item: WriteItem) -> torch.Size:
     return item.tensor_data.chunk.sizes
 
 
-def _known(named: tuple[str, Any]) -> tuple[object, ...]:
-    """Return what must be known of a value that is not sharded, so that another rank's may be
-    written."""
-    fqn, value = named
+def _facts_of(item: tuple[str, Any]) -> tuple[object, ...]:
+    """Return what must be equal of a plain value on two ranks, so that one of them is written."""
+    fqn, value = item
     return (fqn, value.shape, value.dtype) if isinstance(value, torch.Tensor) else (fqn,)
 
 
@@ -281,30 +276,31 @@ def _check_plain(fqn: str, value: object) -> None:
         )
 
 
-def _check(summaries: Sequence[Mapping[str, _MeshSummary]]) -> None:
-    """Check that ranks have in common what they must.
+def _common_summaries(summaries: Sequence[Mapping[str, _MeshSummary]]) -> dict[str, _MeshSummary]:
+    """Return the summary of each mesh, if all of the mesh's ranks have it.
 
     Raises:
-        ValueError: they have not.
+        ValueError: they do not.
     """
     firsts: dict[str, tuple[int, _MeshSummary]] = {}
-    tellers: Counter[str] = Counter()
-    for rank, each in enumerate(summaries):
-        tellers.update(each.keys())
-        for key, agreed in each.items():
-            first, of_first = firsts.setdefault(key, (rank, agreed))
-            if agreed != of_first:
+    senders: Counter[str] = Counter()
+    for rank, by_mesh in enumerate(summaries):
+        senders.update(by_mesh.keys())
+        for key, mesh in by_mesh.items():
+            first, of_first = firsts.setdefault(key, (rank, mesh))
+            if mesh != of_first:
                 raise ValueError(
-                    f"rank {rank} of those that save has {agreed.tensors} tensors where rank "
+                    f"rank {rank} of those that save has {mesh.tensors} tensors where rank "
                     f"{first} has {of_first.tensors}, or others, or cut otherwise: save the same "
                     "sharded tensors on all ranks that they lie over"
                 )
-    for key, (first, agreed) in firsts.items():
-        if tellers[key] != agreed.ranks:
+    for key, (first, mesh) in firsts.items():
+        if senders[key] != mesh.ranks:
             raise ValueError(
-                f"tensors of rank {first} lie over {agreed.ranks} ranks, of which {tellers[key]} "
+                f"tensors of rank {first} lie over {mesh.ranks} ranks, of which {senders[key]} "
                 "save them: save on all of them, or use torch's DefaultSavePlanner"
             )
+    return {key: mesh for key, (_, mesh) in firsts.items()}
 
 
 def _digest(facts: Iterable[object]) -> str:
@@ -312,7 +308,7 @@ def _digest(facts: Iterable[object]) -> str:
 
 
 class TensorInfo(NamedTuple):
-    """A tensor that ranks hold parts of. ``path`` is its place in the state dict."""
+    """A sharded tensor. ``path`` is its place in the state dict."""
 
     fqn: str
     path: tuple[str | int, ...]
@@ -321,7 +317,7 @@ class TensorInfo(NamedTuple):
 
 
 class PlainWriteResult(NamedTuple):
-    """A value that one rank wrote whole."""
+    """A value that is not sharded, which one rank wrote."""
 
     item: WriteItem
     path: tuple[str | int, ...]
@@ -329,11 +325,11 @@ class PlainWriteResult(NamedTuple):
 
 
 class RankWriteResult(NamedTuple):
-    """What a rank wrote. Keys stand for the ranks that tensors lie over.
+    """What a rank wrote, by mesh keys.
 
-    ``rows`` has for each part: the number of its tensor, the number of its file, where it lies in
-    that and how many bytes it has, then its offsets in the tensor, then its sizes. ``tensors`` is
-    sent by one of the ranks. ``checksums`` are those of parts of which there should be copies.
+    ``rows`` has for each chunk: the index of its tensor, the index of its file, its offset in the
+    file and its length in bytes, then its offsets in the tensor, then its sizes. ``tensors`` is
+    sent by one rank of a mesh. ``checksums`` are those of chunks that should be replicas.
     """
 
     files: list[tuple[str, Sequence[str] | None]]
@@ -347,66 +343,66 @@ def merge_results(results: Sequence[RankWriteResult]) -> Metadata:
     """Return the metadata of what all ranks wrote.
 
     Raises:
-        ValueError: what should be copies differs, or parts do not make up a tensor.
+        ValueError: replicas differ, or the chunks of a tensor do not cover it.
     """
     _check_replicas(results)
-    tensors = {key: found for each in results for key, found in each.tensors.items()}
+    tensors = {key: infos for result in results for key, infos in result.tensors.items()}
     paths: dict[str, tuple[str | int, ...]] = {}
-    found: dict[str, TensorStorageMetadata] = {}
-    for fqn, path, shape, dtype in (each for known in tensors.values() for each in known):
+    sharded: dict[str, TensorStorageMetadata] = {}
+    for fqn, path, shape, dtype in chain.from_iterable(tensors.values()):
         paths[fqn] = path
-        found[fqn] = TensorStorageMetadata(TensorProperties(dtype=dtype), shape, [])
+        sharded[fqn] = TensorStorageMetadata(TensorProperties(dtype=dtype), shape, [])
     storage: dict[MetadataIndex, StorageInfo] = {}
-    volumes = dict.fromkeys(found, 0)
-    writers: dict[str, set[str]] = {fqn: set() for fqn in found}
-    for each in results:
-        for key, rows in each.rows.items():
-            known, numbers, at = tensors[key], rows.tolist(), 0
+    volumes = dict.fromkeys(sharded, 0)
+    meshes: dict[str, set[str]] = {fqn: set() for fqn in sharded}
+    for result in results:
+        for key, rows in result.rows.items():
+            infos, numbers, at = tensors[key], rows.tolist(), 0
             while at < len(numbers):
                 number, file, start, length = numbers[at : at + 4]
-                fqn, _, shape, _ = known[number]
+                fqn, _, shape, _ = infos[number]
                 middle, end = at + 4 + len(shape), at + 4 + 2 * len(shape)
                 offsets = torch.Size(numbers[at + 4 : middle])
                 sizes = torch.Size(numbers[middle:end])
                 at = end
-                chunks = found[fqn].chunks
-                name, descriptors = each.files[file]
+                chunks = sharded[fqn].chunks
+                name, descriptors = result.files[file]
                 index = MetadataIndex(fqn, offsets, len(chunks))
                 storage[index] = StorageInfo(name, start, length, descriptors)
                 chunks.append(ChunkStorageMetadata(offsets, sizes))
                 volumes[fqn] += prod(sizes)
-                writers[fqn].add(key)
+                meshes[fqn].add(key)
     for fqn, volume in volumes.items():
-        if len(writers[fqn]) > 1:
+        if len(meshes[fqn]) > 1:
             raise ValueError(
                 f"{fqn!r} lies over several meshes, over which there are not the same sharded "
                 "tensors: save it from one of them, or use torch's DefaultSavePlanner"
             )
-        if volume != prod(found[fqn].size):
+        if volume != prod(sharded[fqn].size):
             raise ValueError(
                 f"the parts that ranks wrote of {fqn!r} have {volume} elements, and it has "
-                f"{prod(found[fqn].size)}: {_UNIQUE_NAMES}"
+                f"{prod(sharded[fqn].size)}: {_UNIQUE_NAMES}"
             )
     plain: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    for item, path, result in (value for each in results for value in each.plain):
+    for item, path, written in (value for result in results for value in result.plain):
         fqn, data = item.index.fqn, item.tensor_data
-        if fqn in found:
+        if fqn in sharded:
             raise ValueError(f"{fqn!r} is sharded on some ranks alone: {_UNIQUE_NAMES}")
         if fqn not in plain:  # other ranks may have it too; the first one counts
-            paths[fqn], storage[result.index] = path, result.storage_data
+            paths[fqn], storage[written.index] = path, written.storage_data
             plain[fqn] = (
                 BytesStorageMetadata()
                 if data is None
                 else TensorStorageMetadata(data.properties, data.size, [data.chunk])
             )
-    return Metadata({**found, **plain}, planner_data=paths, storage_data=storage)
+    return Metadata({**sharded, **plain}, planner_data=paths, storage_data=storage)
 
 
 def _check_replicas(results: Sequence[RankWriteResult]) -> None:
-    known: dict[MetadataIndex, tuple[torch.Size, int]] = {}
-    for each in results:
-        for index, checksum in each.checksums.items():
-            if known.setdefault(index, checksum) != checksum:
+    first: dict[MetadataIndex, tuple[torch.Size, int]] = {}
+    for result in results:
+        for index, checksum in result.checksums.items():
+            if first.setdefault(index, checksum) != checksum:
                 raise ValueError(
                     f"{index.fqn!r} has other values on some ranks, or other parts: {_UNIQUE_NAMES}"
                 )
@@ -418,8 +414,8 @@ _UNIQUE_NAMES = (
 
 
 class PlannedMetadata(Metadata):
-    """The metadata of a checkpoint in ``folder``. The rank that wrote it has it. Others read it
-    when they first ask for a part of it, because for many ranks it is large."""
+    """The metadata of the checkpoint in ``folder``. Ranks other than the coordinator read it at
+    the first access, because for many ranks it is large."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
@@ -438,20 +434,8 @@ for _field in fields(Metadata):
 
 
 class PlannedStorageMeta(StorageMeta):
-    """By which the planner knows the writer. In files it is an ordinary one."""
+    """A ``StorageMeta`` that identifies :class:`SafeFileSystemWriter` to the planner. Pickled, it
+    is an ordinary one."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return StorageMeta, tuple(vars(self).values())
-
-
-@contextmanager
-def paused_gc() -> Iterator[None]:
-    """Pause Python's collector of cycles, which would look at all that is being made, again and
-    again."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()

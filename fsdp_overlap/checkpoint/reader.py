@@ -35,8 +35,8 @@ class SafeFileSystemReader(FileSystemReader):
 
     ``torch.distributed.checkpoint.load(state, storage_reader=SafeFileSystemReader(folder))`` loads
     what torch's own reader loads, from any DCP writer. Before anything is changed, every rank
-    compares what it is about to read with its checksums, sizes and dtypes; if one rank refuses, all
-    do. Besides the tensors that it loads into, it uses a few megabytes, whatever the size of a
+    verifies the checksums, sizes and dtypes of what it is about to read; if one rank refuses, all
+    do. Beside the tensors that it loads into, it uses a few megabytes, whatever the size of a
     tensor. Values other than tensors may be numbers, strings, bytes, ``BytesIO``, ``None``, dtypes,
     devices, numbers and arrays of numpy, times, paths, ranges and slices, and dicts, lists, tuples
     and sets of these and of tensors. If a checkpoint holds another value, leave its key out of the
@@ -79,22 +79,22 @@ class SafeFileSystemReader(FileSystemReader):
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Read and check what this rank is about to load, and remember where it lies."""
+        """Verify what this rank is about to load, and record where it is."""
         runs = self._runs({item.storage_index for item in plan.items}, _threads())
         self._values: dict[MetadataIndex, Any] = {}
         with ThreadPoolExecutor(len(runs)) as threads:
-            for values in threads.map(self._check_run, runs):
+            for values in threads.map(self._verify_run, runs):
                 self._values |= values
         return plan
 
-    def _check_run(self, indices: list[MetadataIndex]) -> dict[MetadataIndex, Any]:
+    def _verify_run(self, indices: list[MetadataIndex]) -> dict[MetadataIndex, Any]:
         values = {}
-        for name, file, inside in self._by_file(indices):
-            for index in inside:
+        for name, file, in_file in self._by_file(indices):
+            for index in in_file:
                 info = self.storage_data[index]
                 item = self._metadata.state_dict_metadata[index.fqn]
                 with refusing(f"{name}, {index.fqn!r}"):
-                    values[index] = _checked(file, info, item, index, self.verify)
+                    values[index] = _verified(file, info, item, index, self.verify)
         return values
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -102,7 +102,7 @@ class SafeFileSystemReader(FileSystemReader):
         items: dict[MetadataIndex, list[Any]] = {}
         for item in plan.items:
             items.setdefault(item.storage_index, []).append(item)
-        for _, file, indices in self._by_file(self._as_they_lie(set(items))):
+        for _, file, indices in self._by_file(self._in_file_order(set(items))):
             for index in indices:
                 value = self._values[index]
                 for item in items[index]:
@@ -142,8 +142,8 @@ class SafeFileSystemReader(FileSystemReader):
                     f"load what was stored as {target.dtype}"
                 )
 
-    def _as_they_lie(self, indices: set[MetadataIndex]) -> list[MetadataIndex]:
-        """Return the entries in the order in which they lie in their files."""
+    def _in_file_order(self, indices: set[MetadataIndex]) -> list[MetadataIndex]:
+        """Return the entries in the order of their files and offsets."""
 
         def place(index: MetadataIndex) -> tuple[str, int]:
             info = self.storage_data[index]
@@ -152,12 +152,11 @@ class SafeFileSystemReader(FileSystemReader):
         return sorted(indices, key=place)
 
     def _runs(self, indices: set[MetadataIndex], count: int) -> list[list[MetadataIndex]]:
-        """Return the entries in at most ``count`` parts of about as many bytes, each as they
-        lie."""
+        """Return the entries in ``count`` parts of about equal bytes, in the order of files."""
         runs: list[list[MetadataIndex]] = [[] for _ in range(count)]
         total = sum(self.storage_data[index].length for index in indices)
         before = 0
-        for index in self._as_they_lie(indices):
+        for index in self._in_file_order(indices):
             runs[min(count - 1, before * count // max(1, total))].append(index)
             before += self.storage_data[index].length
         return runs
@@ -165,28 +164,29 @@ class SafeFileSystemReader(FileSystemReader):
     def _by_file(
         self, indices: list[MetadataIndex]
     ) -> Iterator[tuple[str, BufferedReader, list[MetadataIndex]]]:
-        """Return each file with the entries to read from it."""
-        for name, inside in groupby(indices, lambda index: self.storage_data[index].relative_path):
-            with opened(Path(self.path) / name) as file:
-                yield str(Path(self.path) / name), file, list(inside)
+        """Yield each file with the entries to read from it."""
+        for name, in_file in groupby(indices, lambda index: self.storage_data[index].relative_path):
+            path = Path(self.path) / name
+            with opened(path) as file:
+                yield str(path), file, list(in_file)
 
 
 def _threads() -> int:
-    """Return as many as this rank has cores. Two at least, one of which waits for the disk, and at
-    most four, since each holds a block in memory."""
+    """Return the number of this rank's cores, but at least two, so that one can wait for the disk,
+    and at most four, since each holds a block in memory."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun sets it
     return max(2, min(4, (cores or 1) // ranks))
 
 
-def _checked(
+def _verified(
     file: BufferedReader,
     info: StorageInfo,
     item: TensorStorageMetadata | BytesStorageMetadata,
     index: MetadataIndex,
     verify: bool,
 ) -> StoredTensor | io.BytesIO:
-    """Return the tensor at ``info``. Any other value is read and saved anew by torch.save, because
+    """Return the tensor at ``info``. Another value is read and saved again by torch.save, because
     planners load the bytes without a check."""
     if isinstance(item, BytesStorageMetadata):
         refuse_holes(file, info.offset, info.length)

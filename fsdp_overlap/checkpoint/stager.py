@@ -1,4 +1,4 @@
-"""Asynchronous saves that read shards where they lie, until an optimizer edits them."""
+"""A DCP stager whose saves read shards in place, until an optimizer is about to edit them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fsdp_overlap.checkpoint.staging import Offsets, StagedSave, StagedShard, StagingBuffers
+from fsdp_overlap.checkpoint.staged_save import Offsets, StagedSave, StagedShard, StagingBuffers
 from fsdp_overlap.comm.graphs import before_capture_or_replay
 from fsdp_overlap.tensor.extension import is_subclass
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
@@ -23,18 +23,18 @@ from fsdp_overlap.torch_internals import tree_map_only
 
 
 class ShardStager(AsyncStager):
-    """Has ``dcp.async_save(..., async_stager=...)`` read sharded parameters and optimizer states
-    where they lie, as long as nobody edits them.
+    """An ``AsyncStager`` for ``dcp.async_save(..., async_stager=...)``, with which saves read
+    sharded parameters and optimizer states in place, as long as nobody edits them.
 
     Before the next step of any ``torch.optim.Optimizer`` what is not yet written is copied to the
     host, and beyond ``max_copied_bytes`` the step waits for the writer. On a device with streams
-    copies are made ahead, beside compute, in pinned memory, and a step waits on its stream. What is
-    no sharded tensor of this library is copied within the call, as by torch's own stager. In the
-    hands of the writer there is one chunk more, of at most 32 MiB, or of all that a rank has of a
-    parameter in rows.
+    copies are made ahead, beside compute, in pinned memory, and a step waits on its stream. Values
+    that are no sharded tensors of this library are copied within the call, as by torch's own
+    stager. The writer holds one chunk more, of at most 32 MiB, or all of a rank's rows of a
+    parameter under ``PerTensor()``.
 
-    Call :meth:`synchronize_staging` before edits that are no optimizer's step. Without it they are
-    an error of the save. Use one stager for all saves, and ``AsyncCheckpointerType.THREAD``.
+    Call :meth:`synchronize_staging` before edits other than an optimizer's step. Without it the
+    save fails. Use one stager for all saves, and ``AsyncCheckpointerType.THREAD``.
     ``async_save()`` returns an ``AsyncSaveResponse``: its ``upload_completion`` is the save. Not
     collective.
 
@@ -50,17 +50,17 @@ class ShardStager(AsyncStager):
 
     @property
     def peak_copied_bytes(self) -> int:
-        """The most that copies took at once so far."""
+        """The most that copies have taken at once so far."""
         return self._buffers.peak_bytes
 
     def stage(self, state_dict: STATE_DICT_TYPE) -> Future[STATE_DICT_TYPE]:
-        """Return what ``dcp.save()`` can write, once, in another thread. It is ready at once."""
+        """Return a state dict that ``dcp.save()`` can write, once, in another thread."""
         save = StagedSave(self._buffers)
         shards: list[StagedShard] = []
         others: list[Any] = []
-        staged = _StateDictStager(save, shards, others).staged(state_dict, "")
+        staged = _staged(state_dict, "", save, shards, others)
         save.begin(shards)
-        # A stager of its own: one that is used again would fill the memory of the save before.
+        # A stager for each save: one that is used again would overwrite the memory of the last.
         plain = DefaultStager(StagingOptions(False, False, False, False))
         copied = cast(dict[str, Any], plain.stage({"others": others}))
         plain.close()
@@ -70,14 +70,13 @@ class ShardStager(AsyncStager):
         return ready
 
     def synchronize_staging(self) -> None:
-        """Wait until all shards that are being saved may be edited. Optimizers' steps do this
-        themselves."""
+        """Wait until all shards that are being saved may be edited, as optimizers' steps do."""
         _copy_remaining()
 
 
 class _StagedFuture(Future[STATE_DICT_TYPE]):
-    """A staged state dict, which is there already. The thread that saves it asks for it first, so
-    that it is known, and its end."""
+    """A staged state dict, which is ready. The thread that saves asks for it first, and the save is
+    released when this thread ends."""
 
     def __init__(self, save: StagedSave) -> None:
         super().__init__()
@@ -89,7 +88,7 @@ class _StagedFuture(Future[STATE_DICT_TYPE]):
 
 
 class StagedTensor:
-    """A sharded tensor that is being saved. It lies as the original, without its memory."""
+    """A sharded tensor that is being saved: sharded as the original, on the meta device."""
 
     save: StagedSave
     shard: StagedShard
@@ -98,11 +97,11 @@ class StagedTensor:
         return self.save.take(self.shard, tuple(index.offset or ()))
 
     def peek(self, index: MetadataIndex) -> torch.Tensor:
-        """Return the values that are written later."""
+        """Return values that are written later."""
         return self.save.peek(self.shard, tuple(index.offset or ()))
 
     def free(self, index: MetadataIndex) -> None:
-        """Free what :meth:`__get_tensor_shard__` gave for ``index``, which is written."""
+        """Free the result of :meth:`__get_tensor_shard__` for ``index``, which is written."""
         self.shard.free(tuple(index.offset or ()))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -123,48 +122,42 @@ class _StagedRowTensor(StagedTensor, RowTensor):
 
 
 class _CopiedIndex(int):
-    """Stands for a value that is copied: its place in the list of these."""
+    """The index, in the list of copied values, of the value that it stands for."""
 
 
-class _StateDictStager:
-    """Goes through a state dict as DCP does."""
-
-    def __init__(self, save: StagedSave, shards: list[StagedShard], others: list[Any]) -> None:
-        self._save, self._shards, self._others = save, shards, others
-
-    def staged(self, value: Any, name: str) -> Any:
-        if isinstance(value, Mapping):
-            return {key: self.staged(each, _join(name, key)) for key, each in value.items()}
-        if isinstance(value, list):
-            return [self.staged(each, _join(name, i)) for i, each in enumerate(value)]
-        if isinstance(value, Sharded) and _is_readable(value):
-            return self._staged_shard(value, name)
-        self._others.append(value)
-        return _CopiedIndex(len(self._others) - 1)
-
-    def _staged_shard(self, value: Sharded, name: str) -> Sharded:
-        shape_alone = torch.empty_like(value._local_tensor, device="meta")
+def _staged(
+    value: Any, name: str, save: StagedSave, shards: list[StagedShard], others: list[Any]
+) -> Any:
+    """Return ``value`` with staged tensors in place of sharded ones, whose shards are added to
+    ``shards``, and indices into ``others`` in place of other values. Names are those of DCP."""
+    if isinstance(value, (Mapping, list)):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        staged_items = {
+            key: _staged(item, f"{name}.{key}" if name else str(key), save, shards, others)
+            for key, item in items
+        }
+        return staged_items if isinstance(value, Mapping) else [*staged_items.values()]
+    if isinstance(value, Sharded) and _is_readable(value):
+        local = torch.empty_like(value._local_tensor, device="meta")
         kind: Any = _StagedRaggedDTensor if isinstance(value, RaggedDTensor) else _StagedRowTensor
-        staged = kind.wrap(shape_alone, value._spec)
-        staged.save, staged.shard = self._save, StagedShard(name, value)
-        self._shards.append(staged.shard)
-        return cast(Sharded, staged)
-
-
-def _join(name: str, key: Any) -> str:
-    return f"{name}.{key}" if name else str(key)
+        staged = kind.wrap(local, value._spec)
+        shards.append(StagedShard(name, value))
+        staged.save, staged.shard = save, shards[-1]
+        return staged
+    others.append(value)
+    return _CopiedIndex(len(others) - 1)
 
 
 def _is_readable(tensor: Sharded) -> bool:
-    """Return whether its memory is all of it, and tells of edits."""
+    """Return whether this rank's shard is plain memory whose edits are counted."""
     local = tensor._local_tensor
     is_here = tensor.device_mesh.get_coordinate() is not None
     return is_here and not (is_subclass(local) or local.is_meta or local.is_inference())
 
 
 def keep_planned(plan: SavePlan, planner: SavePlanner) -> dict[str, StagedTensor]:
-    """Return the tensors that a stager staged, by name. Drop their chunks that are not in ``plan``:
-    other ranks, which hold copies of them, write these."""
+    """Return the tensors that a stager staged, by name. Drop their chunks that are not in ``plan``,
+    which other replicas write."""
     planned: dict[StagedSave, dict[StagedShard, set[Offsets]]] = {}
     staged: dict[str, StagedTensor] = {}
     for name, value in getattr(planner, "state_dict", {}).items():  # a planner need not have one
@@ -185,7 +178,7 @@ _has_guard = False
 
 
 def _guard(save: StagedSave) -> None:
-    """Have optimizers' steps copy what remains of ``save``."""
+    """Make optimizers' steps copy what remains of ``save``."""
     global _has_guard
     _saves.add(save)
     if not _has_guard:
@@ -200,5 +193,5 @@ def _copy_remaining() -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    # Of any optimizer: averages of weights, say, are edited after the step of another.
+    # Before the step of any optimizer: averages of weights, say, are edited after another's.
     _copy_remaining()

@@ -1,4 +1,4 @@
-"""Unpickle a checkpoint as data: nothing that its pickles name is imported or called.
+"""Unpickles a checkpoint as data: nothing that its pickles name is imported or called.
 
 torch's weights-only unpickler cannot stand in for this. It reads pickle protocol 2 alone, and DCP
 writes its metadata in protocol 4. It also calls what it allows with whatever arguments a pickle
@@ -33,7 +33,7 @@ _OPCODES = {opcode.code: opcode.name for opcode in pickletools.opcodes}
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Global:
-    """An allowed class or function. ``make(state, *args)`` makes what it stands for, later."""
+    """An allowed class or function. ``make(state, *args)`` makes its object later."""
 
     make: Callable[..., Any]
 
@@ -51,15 +51,15 @@ class Record:
 
 
 def hashable(value: Any) -> Any:
-    """Return ``value`` if it is sure to hash fast.
+    """Return ``value`` if it surely hashes fast.
 
     Nested tuples take as long to hash as there are paths through them, and large numbers can be
-    chosen to share one hash.
+    chosen to have equal hashes.
 
     Raises:
         ValueError: it may hash slowly.
     """
-    if isinstance(value, str):  # as nearly all are
+    if isinstance(value, str):  # as most are
         return value
     items = value if isinstance(value, tuple) else (value,)
     if len(items) > _MAX_KEY_ITEMS or any(
@@ -80,7 +80,7 @@ def unpickle(
 
     Args:
         allowed: by ``module.name``, a :class:`Global` or the value itself. Other names are refused.
-        persistent_load: returns what a persistent id stands for.
+        persistent_load: returns the object of a persistent id.
 
     Raises:
         CheckpointError: the pickle names something else, or has an opcode that no checkpoint needs.
@@ -110,8 +110,8 @@ class _Dispatch(dict[int, Callable[..., None]]):
 
 
 class _Unpickler(pickle._Unpickler):
-    """Python's own unpickler, with few opcodes. It is the one in Python, as the one in C allocates
-    as many bytes as a pickle claims to have."""
+    """The standard library's unpickler with few opcodes: the one in Python, since the one in C
+    allocates as many bytes as a pickle claims to have."""
 
     stack: list[Any]
     metastack: list[list[Any]]
@@ -145,7 +145,7 @@ class _Unpickler(pickle._Unpickler):
         args, called = self.stack.pop(), self.stack.pop()
         if not isinstance(called, Global) or not isinstance(args, tuple):
             raise ValueError("something that is no class is called")
-        # What items are set in must be there.
+        # SETITEMS needs the dict itself.
         is_dict = called.make is OrderedDict and not args
         self.append(OrderedDict() if is_dict else Record(called.make, args))
 

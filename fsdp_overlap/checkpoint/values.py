@@ -1,5 +1,5 @@
-"""What an entry may hold beside tensors and containers: by the names in pickles, how each such
-value is made. Makers get the state of the pickled object and then its arguments."""
+"""The values that an entry may contain beside tensors and containers, with a function for each name
+in a pickle that makes its value of the pickled object's state and arguments."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 def size_of(value: Any) -> int:
-    """Return how many bytes or items ``value``, which a maker made, holds. A tensor's do not count,
-    because a storage is read once."""
+    """Return the number of bytes or items of ``value``. A tensor's do not count, because a storage
+    is read once."""
     if isinstance(value, io.BytesIO):
         return value.getbuffer().nbytes
     if isinstance(value, (bytes, bytearray, set, frozenset)):
@@ -38,7 +38,7 @@ def size_of(value: Any) -> int:
 
 
 def count(value: Any) -> int:
-    """Return ``value`` if it can be a number of elements."""
+    """Return ``value`` if it is a possible number of elements."""
     if type(value) is not int or not 0 <= value < 1 << 63:
         shown = f"{value:,}" if type(value) is int else f"a {type(value).__name__}"
         raise ValueError(f"{shown} is no number of elements")
@@ -60,9 +60,9 @@ def checked(value: Any, kind: type[Any]) -> Any:
 
 
 def _call(make: Callable[..., Any], *kinds: type[Any]) -> Callable[..., Any]:
-    """Return a maker that calls ``make`` if all arguments are of ``kinds``."""
+    """Return a function that calls ``make`` if all arguments are of ``kinds``."""
 
-    def made(state: Any, *args: Any) -> Any:
+    def make_checked(state: Any, *args: Any) -> Any:
         for arg in args:
             if not isinstance(arg, kinds):
                 raise ValueError(f"a {make.__name__} made of a {type(arg).__name__}")
@@ -70,7 +70,7 @@ def _call(make: Callable[..., Any], *kinds: type[Any]) -> Callable[..., Any]:
                 raise ValueError(f"a {make.__name__} of numbers of more than {_MAX_BITS} bits")
         return make(*args)
 
-    return made
+    return make_checked
 
 
 def _make_device(state: Any, kind: str, index: Any = None) -> torch.device:
@@ -136,7 +136,7 @@ def _numpy() -> Any:
 
 
 def _paths() -> dict[str, type[pathlib.PurePath]]:
-    """Return the classes of paths by name. What another kind of machine has is a pure path here."""
+    """Return the classes of paths by name: pure ones for those of another operating system."""
     posix, windows = pathlib.PurePosixPath, pathlib.PureWindowsPath
     return {
         "PurePosixPath": posix,
@@ -182,4 +182,4 @@ ALLOWED: dict[str, Any] = {
     **{name: Global(make) for name, make in _MAKERS.items()},
     "numpy.ndarray": None,  # an argument of _reconstruct, which makes nothing else
 }
-"""What a pickle may name for these values."""
+"""The names that a pickle may use for these values."""

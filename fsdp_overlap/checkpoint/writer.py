@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import io
 import os
@@ -32,7 +33,6 @@ from fsdp_overlap.checkpoint.planner import (
     RankWriteResult,
     ShardedSavePlanner,
     merge_results,
-    paused_gc,
 )
 from fsdp_overlap.checkpoint.stager import StagedTensor, keep_planned
 from fsdp_overlap.tensor.dcp import wrap_method, writing
@@ -68,7 +68,7 @@ class SafeFileSystemWriter(FileSystemWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         # From here on files of an earlier save in this folder are overwritten. If that fails, its
-        # metadata must not stand for a mixture.
+        # metadata must not describe a mixture.
         self._remove_metadata()
         return super().prepare_global_plan(plans)
 
@@ -84,7 +84,7 @@ class SafeFileSystemWriter(FileSystemWriter):
         finally:
             self._entries.staged, self._entries.thread = {}, None
             set_crc32_options(option)  # a stream does so itself, unless the disk is full, say
-        # torch's writer forgets what its threads raise.
+        # torch's writer ignores exceptions in its threads.
         if len(results.value()) != len(plan.items):
             if self._files.failure is not None:
                 raise self._files.failure
@@ -100,21 +100,21 @@ class SafeFileSystemWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[Any]) -> None:
         try:
-            self._finish(metadata, results)
+            with _paused_gc():
+                if isinstance(metadata, PlannedMetadata):
+                    metadata.folder = Path(self.path).absolute()
+                    metadata.values = merge_results(results)
+                    stored = metadata.values.storage_data.items()
+                    entries: Any = (WriteResult(index, info.length, info) for index, info in stored)
+                    super().finish(metadata.values, [entries])
+                else:
+                    super().finish(metadata, results)
+            self._write_checksum()
         except OSError:
             self._remove_metadata()
             raise
 
-    def _finish(self, metadata: Metadata, results: list[Any]) -> None:
-        with paused_gc():
-            if isinstance(metadata, PlannedMetadata):
-                metadata.folder = Path(self.path).absolute()
-                metadata.values = merge_results(results)
-                stored = metadata.values.storage_data.items()
-                entries: Any = (WriteResult(index, info.length, info) for index, info in stored)
-                super().finish(metadata.values, [entries])
-            else:
-                super().finish(metadata, results)
+    def _write_checksum(self) -> None:
         with (Path(self.path) / METADATA_FILE).open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         checksum = Path(self.path) / CHECKSUM_FILE
@@ -132,8 +132,8 @@ class SafeFileSystemWriter(FileSystemWriter):
 
 
 class _Files(FileSystem):
-    """The file system of a writer. What it cannot write it removes, which makes room on a full
-    disk. ``failure`` is the last error of this, also of a thread whose errors nobody sees."""
+    """The file system of a writer. It removes files that it could not write, which makes room on a
+    full disk. ``failure`` is the last such error, also in a thread of torch's writer."""
 
     def __init__(self) -> None:
         self.failure: OSError | None = None
@@ -147,7 +147,7 @@ class _Files(FileSystem):
             with suppress(OSError):
                 Path(path).unlink()
             if error.errno is None:
-                raise  # of what was to be written, and not of the disk
+                raise  # not an error of the disk
             self.failure = OSError(
                 error.errno,
                 f"{error.strerror}; this checkpoint is incomplete and does not load, those in "
@@ -158,15 +158,15 @@ class _Files(FileSystem):
 
 
 class _Entries:
-    """The writer's transforms, with our checksums of tensors in place of torch's slower ones. They
-    are told when an entry begins: then the one before is written, and what was ``staged`` for it is
-    freed, which the writer would keep until the file is done."""
+    """The writer's transforms, with our checksums of tensors in place of torch's slower ones. When
+    an entry begins, the one before is written, and its ``staged`` copy is freed, which the writer
+    would keep until the end of the file."""
 
     def __init__(self, transforms: Any) -> None:
         self._transforms = transforms
         self.staged: Mapping[str, StagedTensor] = {}
         self.thread: threading.local | None = None
-        """Has the item that each thread writes, while there is a save."""
+        """The item that each thread writes, during a save."""
 
     def transform_save_stream(
         self, write_item: WriteItem, raw_stream: Any
@@ -182,8 +182,20 @@ class _Entries:
         return stream, descriptors
 
 
+@contextmanager
+def _paused_gc() -> Iterator[None]:
+    """Pause the garbage collector, which would scan new objects again and again."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
 def _check_savable(state_dict: Mapping[str, Any], paths: Mapping[str, Any]) -> None:
-    """Check what is about to be saved: values by name, and where these are in the state dict.
+    """Check the values that are about to be saved, and their paths in the state dict.
 
     Raises:
         CheckpointError: the reader would refuse something of it.
@@ -205,14 +217,14 @@ def _check_savable(state_dict: Mapping[str, Any], paths: Mapping[str, Any]) -> N
 
 
 def _is_simple(value: Any) -> bool:
-    """Return whether ``value`` is surely read."""
+    """Return whether the reader surely accepts ``value``."""
     if isinstance(value, DTensor):
         return True
     if isinstance(value, torch.Tensor):
         is_plain = type(value) in (torch.Tensor, nn.Parameter) and value.layout == torch.strided
         return is_plain and not (value.is_conj() or value.is_neg() or value.is_quantized)
     if hasattr(value, "__create_write_items__") or hasattr(value, "local_shards"):
-        return True  # its parts are saved, which are tensors
+        return True  # saved as tensors
     return all(map(_is_number, value if type(value) in (tuple, list) else (value,)))
 
 
@@ -223,7 +235,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _check_value(fqn: str, value: Any) -> None:
-    """Save ``value`` in memory, and read it."""
+    """Check ``value`` by saving it in memory and reading it."""
     if isinstance(value, torch.Tensor):
         value = value.detach()  # as the writer does
     data = io.BytesIO()

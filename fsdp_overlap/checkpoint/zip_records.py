@@ -1,4 +1,4 @@
-"""Finds, checks and reads, in blocks, the records of the zips that a file holds."""
+"""Finds, verifies and reads the records of zips within a file."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch.autograd.graph import increment_version
 from fsdp_overlap.checkpoint import checksums
 from fsdp_overlap.checkpoint.files import CheckpointError
 
-_MAX_DIRECTORY_BYTES = 16 << 20  # a hundred or so for each record
+_MAX_DIRECTORY_BYTES = 16 << 20  # a record takes about a hundred
 _LOCAL_HEADER = 30  # bytes, before a record's name and extra field
 
 
 class ZipRecord(NamedTuple):
-    """A record of a zip, and where in the file its bytes begin."""
+    """A record of a zip, whose bytes begin at ``position`` of the file."""
 
     name: str
     position: int
@@ -81,7 +81,7 @@ def _find_record(file: BufferedReader, start: int, length: int, info: zipfile.Zi
 
 
 def _blocks(file: BufferedReader, size: int) -> Iterator[memoryview]:
-    """Yield the next ``size`` bytes in blocks, each in the same memory as the last."""
+    """Yield the next ``size`` bytes in blocks, all in the same memory."""
     block = memoryview(bytearray(min(size, checksums.BLOCK_BYTES)))
     while size:
         count = file.readinto(block[: min(size, checksums.BLOCK_BYTES)])
@@ -92,14 +92,14 @@ def _blocks(file: BufferedReader, size: int) -> Iterator[memoryview]:
 
 
 def is_memory_of(target: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether ``target``'s memory is that of elements of ``dtype`` in a file."""
+    """Return whether ``target``'s memory can be read from a file of elements of ``dtype``."""
     plain = target.is_cpu and target.dtype == dtype and target.is_contiguous()
     return plain and not target.is_conj() and not target.is_neg()
 
 
 def read_into(file: BufferedReader, position: int, target: torch.Tensor) -> None:
     """Fill ``target``, contiguous bytes on the CPU, from ``position`` of ``file`` on."""
-    increment_version(target)  # nobody else sees this edit, as a save that reads beside
+    increment_version(target)  # so that a save that reads it meanwhile sees this edit
     file.seek(position)
     memory = memoryview((ctypes.c_char * target.numel()).from_address(target.data_ptr())).cast("B")
     while memory:
@@ -131,9 +131,7 @@ class _Slice(io.RawIOBase):
         return self._position
 
     def read(self, size: int = -1) -> bytes:
-        if (
-            size > _MAX_DIRECTORY_BYTES
-        ):  # else it would be allocated, however little there is to read
+        if size > _MAX_DIRECTORY_BYTES:  # which would be allocated, however short the file is
             raise ValueError(f"its directory claims {size:,} bytes")
         return super().read(size) or b""
 

@@ -19,7 +19,7 @@ from fsdp_overlap.layout.quantized_plan import (
     QuantizedPlan,
     block_in,
     block_numel,
-    one_rank,
+    shard_plan,
 )
 from fsdp_overlap.tensor.quantization import LARGEST, POWERS_OF_TWO, scale_dtype_for
 
@@ -243,7 +243,7 @@ class QuantizedCommPolicy:
             blocks = tuple(None if size is None else _NUMBER for size in blocks)
         scales = self.scale_dtype(dtype, codes)
         return QuantizedPlan(
-            one_rank(plan, blocks) if isinstance(plan, RowsPlan) else plan,
+            shard_plan(plan, blocks) if isinstance(plan, RowsPlan) else plan,
             blocks,
             codes.itemsize,
             0 if scales is None else scales.itemsize,

@@ -1,4 +1,4 @@
-"""The loads of ranks, and which rank owns what so that loads come out even."""
+"""The load of each rank, and the assignment of parameters to owner ranks that balances it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ _EVEN = 0.001
 @dataclass(frozen=True, eq=False)
 class Item:
     """A parameter, with the block size, the work and the padding that its layout gives it.
-
-    ``is_atomic``: whether it lies whole on one rank, whatever its block size.
-    """
+    ``is_atomic``: whether one rank holds all of it, whatever its block size."""
 
     spec: ParamSpec
     block_size: int
@@ -36,22 +34,16 @@ class Item:
 
 
 class Loads:
-    """What each rank holds so far. A rank's fair share is an equal part of all expected items."""
+    """The bytes and the work of each rank so far. A rank's fair share is an equal part of all
+    expected items."""
 
     def __init__(self, world_size: int) -> None:
         self._bytes = [0.0] * world_size
         self._work = [0.0] * world_size
         self._all_bytes = self._all_work = 0
 
-    def copy(self) -> Loads:
-        """Return a copy that may change independently."""
-        loads = Loads(self.world_size)
-        loads._bytes, loads._work = [*self._bytes], [*self._work]
-        loads._all_bytes, loads._all_work = self._all_bytes, self._all_work
-        return loads
-
     def expect(self, items: Iterable[Item]) -> None:
-        """Count ``items`` into what the ranks share."""
+        """Add ``items`` to what the ranks will share."""
         for item in items:
             self._all_bytes += item.nbytes
             self._all_work += item.work
@@ -85,7 +77,8 @@ class Loads:
         )
 
     def weight(self, items: Iterable[Item]) -> float:
-        """Return the bytes or the work of ``items``, whichever is more, in a rank's fair shares."""
+        """Return the bytes or the work of ``items``, whichever is more, as a fraction of a rank's
+        fair share."""
         fractions = [self.fraction(item) for item in items]
         return max(map(sum, zip(*fractions, strict=True)), default=0.0)
 
@@ -107,31 +100,31 @@ class Loads:
 
 
 def assign_owners(items: Sequence[Item], loads: Loads) -> dict[Item, int]:
-    """Give each of ``items`` an owner, and add it to the owner's load.
+    """Assign an owner to each of ``items``, and add the item to the owner's load.
 
     The largest item is first. Each goes to the rank with the least load at that moment (Graham,
     "Bounds on multiprocessing timing anomalies", 1969). Sizes and loads are the larger of the
     fractions of bytes and of work.
     """
-    sizes = [loads.fraction(item) for item in items]
+    sizes = {item: loads.fraction(item) for item in items}
     heap = [
         (max(held), rank, *held)
         for rank, held in enumerate(zip(loads.bytes, loads.work, strict=True))
     ]
     heapq.heapify(heap)
     owners = {}
-    for i in sorted(range(len(items)), key=lambda i: (-max(sizes[i]), i)):
+    for item in sorted(items, key=lambda item: -max(sizes[item])):
         _, rank, nbytes, work = heap[0]
-        nbytes, work = nbytes + sizes[i][0], work + sizes[i][1]
+        nbytes, work = nbytes + sizes[item][0], work + sizes[item][1]
         heapq.heapreplace(heap, (max(nbytes, work), rank, nbytes, work))
-        owners[items[i]] = rank
-        loads.add(rank, items[i])
+        owners[item] = rank
+        loads.add(rank, item)
     return owners
 
 
 def assign_to_adjacent_ranks(items: Sequence[Item], loads: Loads) -> dict[Item, int]:
-    """Give each of ``items`` an owner, as :func:`assign_owners` does, among as few adjacent ranks
-    as can hold them: those with the least load."""
+    """Assign owners as :func:`assign_owners` does, but among as few adjacent ranks as can hold
+    ``items``: those with the least load."""
     sizes = {item: loads.fraction(item) for item in items}
     ordered = sorted(items, key=lambda item: -max(sizes[item]))
     bins: list[tuple[float, float]] = []

@@ -22,7 +22,7 @@ class Layout(Protocol):
     def work(self, spec: ParamSpec) -> int:
         """Return what the optimizer's step costs the rank that holds the parameter, beyond what
         every element costs. The planner balances it. 0 if every element costs the same."""
-        ...
+        return 0
 
 
 LayoutRule = Layout | Callable[[str, ParamSpec], Layout]
@@ -30,18 +30,15 @@ LayoutRule = Layout | Callable[[str, ParamSpec], Layout]
 
 
 @dataclass(frozen=True)
-class Flat:
+class Flat(Layout):
     """Ranks hold equal ranges of elements, cut anywhere. For element-wise optimizers."""
 
     def block_size(self, spec: ParamSpec) -> int:
         return 1
 
-    def work(self, spec: ParamSpec) -> int:
-        return 0
-
 
 @dataclass(frozen=True)
-class BlockAtomic:
+class BlockAtomic(Layout):
     """Parameters are cut only at multiples of ``rows`` of their first dimension. A parameter's last
     block may be short. For block-quantized states and kernels; ``BlockAtomic(rows=1)`` is row
     sharding.
@@ -59,12 +56,9 @@ class BlockAtomic:
     def block_size(self, spec: ParamSpec) -> int:
         return max(1, self.rows * prod(spec.shape[1:]))
 
-    def work(self, spec: ParamSpec) -> int:
-        return 0
-
 
 @dataclass(frozen=True)
-class PerTensor:
+class PerTensor(Layout):
     """Each parameter is cut along its first dimension into as many chunks as there are ranks, as
     FSDP2 cuts it. Sharded parameters are then DTensors placed as ``Shard(0)``, of which each rank
     has some rows, and all that works on FSDP2's parameters works on them.
@@ -77,13 +71,10 @@ class PerTensor:
     def block_size(self, spec: ParamSpec) -> int:
         return max(1, prod(spec.shape[1:]))
 
-    def work(self, spec: ParamSpec) -> int:
-        return 0
-
 
 @dataclass(frozen=True)
-class TensorAtomic:
-    """No matrix is cut: each has one owner. For Muon and other optimizers of whole matrices.
+class TensorAtomic(Layout):
+    """No matrix is cut: each has one owner. For optimizers of matrices, such as Muon.
 
     Three kinds of parameters are cut anywhere: those of less than two dimensions, embeddings, and
     those whose name matches one of ``split`` (shell patterns, such as ``"output.weight"`` or

@@ -1,8 +1,7 @@
-"""Packs the parameters of a param group into the shards of the ranks.
+"""Packs the parameters of a param group into the ranks' segments of its flat buffer.
 
-A rank's segment of the flat buffer is contiguous, and so is each parameter. So a parameter that is
-cut lies at the end of one rank's segment and at the beginning of the next, and fills all segments
-between them.
+Segments are contiguous, and so are parameters. So a parameter that is cut lies at the end of one
+segment and at the beginning of a later one, and fills all segments between them.
 """
 
 from __future__ import annotations
@@ -23,35 +22,33 @@ DEFAULT_PADDING = 0.01
 more are ragged."""
 
 Segments = list[list[tuple[Item, int, int]]]
-"""``(item, start, stop)`` for each rank, in the order in which they lie there: elements ``[start,
-stop)`` of a parameter."""
+"""``(item, start, stop)`` for each rank, in order: elements ``[start, stop)`` of a parameter."""
 
 ItemsByRank = dict[int, list[Item]]
-"""The parameters that lie whole on one rank, by rank."""
+"""The atomic parameters of each owner."""
 
-# The search for the lowest cap ends at this part of the largest block, or of a fair share.
+# The search for the lowest cap ends at this fraction of the largest block, or of a fair share.
 _PRECISION, _SMALLEST_STEP = 0.125, 1e-6
 
 
 def cut_step(item: Item) -> int:
-    """Return the least number of elements between two cuts of ``item``. Where its layout allows
-    cuts anywhere they are aligned."""
+    """Return the least number of elements between two cuts of ``item``. If its layout allows cuts
+    anywhere, they are aligned."""
     if item.is_atomic:
         return max(1, item.numel)
     return item.block_size if item.block_size > 1 else item.spec.alignment
 
 
 def plan_of(segments: Segments, max_padding: float = 0.0) -> ParamGroupPlan:
-    """Return the plan of a flat buffer with these ``segments``. Shards are equal if that takes
-    little padding, and otherwise as large as what they hold. ``max_padding`` replaces
-    :data:`DEFAULT_PADDING` if it is more. A parameter has no padding inside, so shards can be equal
-    only if each that ends within a parameter is as large as the largest."""
-    specs, offsets, block_sizes, ranks = [], [], [], []
-    numels = []
+    """Return the plan of a flat buffer of ``segments``. Shards are equal if that takes at most
+    :data:`DEFAULT_PADDING`, or ``max_padding`` if it is more, and ragged otherwise. There is no
+    padding inside a parameter, so shards can be equal only if each one that ends inside a parameter
+    is as large as the largest."""
+    specs, offsets, block_sizes, ranks, numels = [], [], [], [], []
     alignment = next(item.spec.alignment for segment in segments for item, _, _ in segment)
     position = 0
-    is_inside = False  # of a parameter, where a segment ends
-    least_inside = sys.maxsize  # the smallest segment that ends inside of one
+    is_inside = False  # whether a segment ends inside a parameter
+    least_inside = sys.maxsize  # the size of the smallest such segment
     for rank, segment in enumerate(segments):
         begin = position
         for item, start, stop in segment:
@@ -88,9 +85,8 @@ def plan_of(segments: Segments, max_padding: float = 0.0) -> ParamGroupPlan:
 
 @dataclass(frozen=True)
 class DivisibleItem:
-    """A parameter as the blocks that it may be cut into: ``count`` of ``block_size`` elements. The
-    last may have fewer. ``nbytes`` and ``work`` are of one block, as a fraction of a rank's fair
-    share."""
+    """A parameter and its ``count`` blocks of ``block_size`` elements. The last one may have fewer.
+    ``nbytes`` and ``work`` are those of one block, as fractions of a rank's fair share."""
 
     item: Item
     block_size: int
@@ -103,26 +99,25 @@ class DivisibleItem:
         block_size = cut_step(item)
         blocks = max(1, item.numel) / block_size
         nbytes, work = loads.fraction(item)
-        # No block is free, so that parameters without elements find a place too.
+        # Not 0, so that parameters without elements are placed too.
         return DivisibleItem(
             item, block_size, ceil(blocks), max(nbytes / blocks, 1e-12), work / blocks
         )
 
 
 Placed = list[tuple[DivisibleItem, list[tuple[int, int]]]]
-"""The parameters that lie in an interval of ranks, in order, each with pairs of a rank and the
-number of blocks that it gets."""
+"""The parameters in an interval of ranks, in order, each with ``(rank, number of blocks)``."""
 
 
 def pack(divided: Sequence[Item], owned: ItemsByRank, loads: Loads) -> Segments:
-    """Return the segments of a param group. The atomic parameters in ``owned`` have their owners.
-    The ``divided`` parameters lie between them, and are added to ``loads``.
+    """Return the segments of a param group: the atomic parameters in ``owned``, and the ``divided``
+    ones between them, which are added to ``loads``.
 
-    A parameter that is cut cannot pass a rank that owns anything else. So the owners divide the
-    ranks into intervals, which overlap in these owners, and a parameter lies in one interval.
+    A divided parameter cannot pass an owner of another one. So the owners divide the ranks into
+    intervals, whose ends are owners, and a divided parameter lies in one interval.
 
-    Ranks are filled in order, each up to a cap on its bytes and on its work. The result has the
-    lowest cap under which everything finds a place. It is found by trying.
+    Ranks are filled in order, each up to a cap on its bytes and its work. A binary search finds the
+    lowest cap under which everything has a place.
     """
     # Small blocks come last: they fill what large ones leave.
     items = sorted(
@@ -145,8 +140,8 @@ def pack(divided: Sequence[Item], owned: ItemsByRank, loads: Loads) -> Segments:
 
 
 def intervals_between(owners: Iterable[int], world_size: int) -> list[tuple[int, int]]:
-    """Return the intervals of ranks, first and last, that a parameter can be cut over: up to the
-    first of ``owners``, between adjacent ones, and from the last on."""
+    """Return the intervals of ranks, ``(first, last)``, among which a parameter can be divided: up
+    to the first of ``owners``, between adjacent ones, and from the last on."""
     ends = sorted(owners)
     if not ends:
         return [(0, world_size - 1)]
@@ -170,19 +165,18 @@ def _lowest_cap(
         infeasible, step = cap, 2 * step
     while cap - infeasible > 1.5 * precision:
         middle = (cap + infeasible) / 2
-        found = _place(middle, items, intervals, nbytes, work)
-        if found is None:
+        placed_lower = _place(middle, items, intervals, nbytes, work)
+        if placed_lower is None:
             infeasible = middle
         else:
-            cap, placed = middle, found
+            cap, placed = middle, placed_lower
     return placed
 
 
 def _lower_bound(
     items: Sequence[DivisibleItem], nbytes: Sequence[float], work: Sequence[float]
 ) -> float:
-    """Return a cap that nothing can be below: the load of ranks if everything could be cut
-    anywhere."""
+    """Return the lowest conceivable cap: the load of ranks if everything could be cut anywhere."""
     all_bytes = sum(item.count * item.nbytes for item in items)
     all_work = sum(item.count * item.work for item in items)
     level = water_level(nbytes, all_bytes)
@@ -198,8 +192,8 @@ def _place(
     nbytes: Sequence[float],
     work: Sequence[float],
 ) -> list[Placed] | None:
-    """Place ``items`` on ranks, interval by interval, so that no block lifts a rank above ``cap``.
-    ``None`` if one finds no place."""
+    """Return where ``items`` lie, interval by interval, so that no rank's load exceeds ``cap``.
+    ``None`` if there is not enough room."""
     left = list(items)
     placed: list[Placed] = []
     rank, held_bytes, held_work = 0, nbytes[0], work[0]
@@ -235,16 +229,15 @@ def _place(
     return None if left else placed
 
 
-# ---- shards that padding makes equal ----
+# ---- equal shards, with padding ----
 
 
 def pack_equal(items: Sequence[Item], max_padding: float, loads: Loads) -> Segments | None:
-    """Return the segments of a param group, which may be padded to the size of the largest, and add
-    them to ``loads``. ``None`` if that would take more padding than ``max_padding``, a fraction of
-    the param group.
+    """Return segments that can be padded to the size of the largest, and add them to ``loads``.
+    ``None`` if that takes more padding than ``max_padding``, a fraction of the param group.
 
-    There can be no padding inside of a parameter. So each rank that does not hold the end of a
-    parameter is full to the element. Where that is impossible, nothing is cut.
+    There can be no padding inside a parameter. So each segment that ends inside one is full to the
+    element. Where that is impossible, nothing is cut.
     """
     numel = sum(item.numel for item in items)
     limit = (1 + max_padding) * numel / loads.world_size if numel else 0.0
@@ -262,7 +255,7 @@ def _aligned(item: Item) -> int:
 
 
 def _into_equal_bins(items: Iterable[Item], count: int) -> list[list[Item]]:
-    """Divide ``items`` among bins: the largest first, each into the bin that holds the least."""
+    """Divide ``items`` among ``count`` bins: the largest first, each into the emptiest bin."""
     bins: list[list[Item]] = [[] for _ in range(count)]
     heap = [(0, i) for i in range(count)]
     for item in sorted(items, key=lambda item: -item.numel):
@@ -273,7 +266,8 @@ def _into_equal_bins(items: Iterable[Item], count: int) -> list[list[Item]]:
 
 
 def _into_bins_of(size: int, items: Iterable[Item]) -> list[list[Item]]:
-    """Divide ``items`` among bins of ``size``: the largest first, each into the first with room."""
+    """Divide ``items`` among bins of ``size``: the largest first, each into the first bin with
+    room."""
     bins: list[list[Item]] = []
     rooms: list[int] = []
     for item in sorted(items, key=lambda item: -item.numel):
@@ -301,9 +295,9 @@ def _assign_bins(bins: Sequence[list[Item]], ranks: Sequence[int], loads: Loads)
 
 
 def _pack_full(items: Sequence[Item], max_numel: int, loads: Loads) -> Segments | None:
-    """Return segments of at most ``max_numel`` elements. The parameters that may be cut lie one
-    after the other, each rank full, and atomic ones on adjacent ranks that hold nothing else.
-    ``None`` if there are no such segments."""
+    """Return segments of at most ``max_numel`` elements: divided parameters one after the other in
+    full segments, and atomic ones on adjacent ranks that hold nothing else. ``None`` if there are
+    no such segments."""
     atomic = [item for item in items if item.is_atomic]
     divided = [item for item in items if not item.is_atomic]
     steps = {cut_step(item) for item in divided}
@@ -322,14 +316,14 @@ def _pack_full(items: Sequence[Item], max_numel: int, loads: Loads) -> Segments 
     largest_atomic = max(map(_aligned, atomic), default=0)
     first = max(1, -(-largest_atomic // step), -(-sum(counts) // world_size))
     sizes = range(first, max_numel // step + 1)  # in steps
-    found = bisect_left(sizes, -world_size, key=lambda size: -ranks_for(size))
-    if found == len(sizes):
+    index = bisect_left(sizes, -world_size, key=lambda size: -ranks_for(size))
+    if index == len(sizes):
         return None
-    size = sizes[found]
+    size = sizes[index]
     bins = _into_bins_of(size * step, atomic)
     levels = loads.levels
 
-    # The atomic ones lie before the first parameter that is cut, between two, or behind the last.
+    # Atomic parameters lie before the first divided one, between two, or after the last.
     def places() -> Iterator[tuple[float, int, int]]:
         for before in range(len(divided) + 1):
             left = -(-sum(counts[:before]) // size)

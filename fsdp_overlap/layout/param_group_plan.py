@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -76,7 +75,8 @@ class ParamGroupPlan:
         return len(set(self.shard_numels)) == 1
 
     def merged(self, world_size: int) -> ParamGroupPlan:
-        """Return the same flat buffer on fewer ranks. Each holds what several neighbours hold here.
+        """Return the same flat buffer on fewer ranks, each with the shards of several adjacent
+        ranks.
 
         Raises:
             ValueError: ``world_size`` does not divide the number of ranks.
@@ -116,11 +116,11 @@ class ParamGroupPlan:
 
     @cached_property
     def _ranges(self) -> dict[str, list[tuple[int, int, int]]]:
-        found: dict[str, list[tuple[int, int, int]]] = {}
+        ranges_of: dict[str, list[tuple[int, int, int]]] = {}
         starts, numels = self.shard_starts, self.shard_numels
         rank = 0
         for spec, offset in zip(self.specs, self.offsets, strict=True):
-            pieces = found.setdefault(spec.fqn, [])
+            ranges = ranges_of.setdefault(spec.fqn, [])
             end = offset + spec.numel
             while rank < len(numels) and starts[rank] + numels[rank] <= offset:
                 rank += 1
@@ -129,9 +129,9 @@ class ParamGroupPlan:
                 first = max(starts[at], offset)
                 last = min(starts[at] + numels[at], end)
                 if first < last:
-                    pieces.append((at, first - offset, last - offset))
+                    ranges.append((at, first - offset, last - offset))
                 at += 1
-        return found
+        return ranges_of
 
     def __str__(self) -> str:
         """Return a picture in text. Each rank has a line: a bar as long as its range, and the names
@@ -141,23 +141,13 @@ class ParamGroupPlan:
             f"{len(self.specs)} parameters on {self.world_size} ranks, {self.numel:,} elements in "
             f"{kind} shards, {self.padding:,} of them padding"
         ]
-        held = _by_rank(self._ranges, self.world_size)
-        most = max(1, max(self.shard_numels))
+        names: list[list[str]] = [[] for _ in self.shard_numels]
+        for fqn, ranges in self._ranges.items():
+            for rank, start, stop in ranges:
+                names[rank].append(fqn if len(ranges) == 1 else f"{fqn}[{start:,}:{stop:,}]")
+        largest = max(1, *self.shard_numels)
         for rank, numel in enumerate(self.shard_numels):
-            bar = "#" * round(_PICTURE_COLUMNS * numel / most)
-            names = ", ".join(
-                fqn if self.owner(fqn) is not None else f"{fqn}[{start:,}:{stop:,}]"
-                for fqn, start, stop in held[rank]
-            )
-            lines.append(f"rank {rank:>4} {bar:<{_PICTURE_COLUMNS}} {numel:>13,}  {names}".rstrip())
+            bar = "#" * round(_PICTURE_COLUMNS * numel / largest)
+            line = f"rank {rank:>4} {bar:<{_PICTURE_COLUMNS}} {numel:>13,}  "
+            lines.append((line + ", ".join(names[rank])).rstrip())
         return "\n".join(lines)
-
-
-def _by_rank(
-    ranges: dict[str, list[tuple[int, int, int]]], world_size: int
-) -> Sequence[list[tuple[str, int, int]]]:
-    held: list[list[tuple[str, int, int]]] = [[] for _ in range(world_size)]
-    for fqn, pieces in ranges.items():
-        for rank, start, stop in pieces:
-            held[rank].append((fqn, start, stop))
-    return held

@@ -1,4 +1,4 @@
-"""Divides the parameters of a unit into pieces, each of which travels by itself."""
+"""Divides the parameters of a unit into pieces that are reduced one by one, as DDP's buckets."""
 
 from __future__ import annotations
 
@@ -7,17 +7,13 @@ from dataclasses import replace
 
 from fsdp_overlap.layout.spec import ParamSpec
 
-# So many at most. What stays exposed of a reduction is one of them.
-MAX_PIECES = 4
-
-# The bytes that a rank holds of a piece, at least. Smaller ones would take their time to begin.
-MIN_SHARD_BYTES = 1 << 20
+MAX_PIECES = 4  # of which one's reduction stays exposed
+MIN_SHARD_BYTES = 1 << 20  # of a piece: smaller reductions are dominated by latency
 
 
 def in_pieces(specs: Sequence[ParamSpec], world_size: int) -> list[ParamSpec]:
-    """Return ``specs``, of which those that are trainable are numbered by pieces of about equal
-    size, in the order in which they are given. They stay as they are if they are too small for
-    two."""
+    """Return ``specs``, in which trainable parameters have the number of a piece. Pieces are
+    contiguous and of about equal size. There are none if the parameters are too small for two."""
     movable = [spec for spec in specs if spec.requires_grad and not spec.is_extension]
     total = sum(map(_bytes, movable))
     count = min(MAX_PIECES, total // (MIN_SHARD_BYTES * world_size))

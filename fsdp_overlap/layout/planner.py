@@ -1,6 +1,6 @@
-"""The planner: gives every rank as much of the whole model as the others have.
+"""Plans the param groups of a model so that all ranks have equal loads.
 
-A parameter that may not be cut, or is not worth it, is *atomic*: it lies whole on its owner. All
+A parameter that may not be cut, or is not worth it, is *atomic*: its owner holds all of it. All
 others are divided among ranks, where their layout allows cuts. Owners are assigned first, then
 param groups are packed, those with the least freedom first.
 """
@@ -28,10 +28,9 @@ from fsdp_overlap.layout.param_group_plan import ParamGroupPlan, align
 from fsdp_overlap.layout.rows_plan import RowsPlan
 from fsdp_overlap.layout.spec import ParamSpec
 
-# A parameter of at most this part of a rank's fair share, of bytes and of work, is not worth
+# A parameter of at most this fraction of a rank's fair share, of bytes and of work, is not worth
 # cutting.
 SMALL_FRACTION = 0.01
-
 
 Plan = ParamGroupPlan | RowsPlan
 """Where the parameters of a param group lie: in ranges, or in chunks of rows."""
@@ -54,7 +53,7 @@ def plan_units(
 
 
 class Planner:
-    """Plans units as they become known, and remembers what each rank holds already."""
+    """Plans units as they are made, and keeps the loads of the ranks."""
 
     def __init__(self, world_size: int, layout: LayoutRule) -> None:
         if world_size < 1:
@@ -63,34 +62,31 @@ class Planner:
         self._loads = Loads(world_size)
 
     def copy(self) -> Planner:
-        """Return a planner that knows the same units, and plan independently from now on."""
+        """Return a planner that starts with the loads of this one."""
         other = copy.copy(self)
-        other._loads = self._loads.copy()
+        other._loads = copy.deepcopy(self._loads)
         return other
 
     def plan(self, units: Sequence[Sequence[ParamSpec]]) -> list[list[Plan]]:
-        """Return the plans of each unit's param groups. Load come out most even if all units are
+        """Return the plans of each unit's param groups. Loads are most even if all units are
         planned together."""
         by_unit = [self._param_groups(specs) for specs in units]
-        # Rows are the same on every rank, whatever else is planned.
-        param_groups = [each for unit in by_unit for each in unit if isinstance(each, _ParamGroup)]
+        # Chunks of rows are the same whatever else is planned.
+        param_groups = [item for unit in by_unit for item in unit if isinstance(item, _ParamGroup)]
         loads = self._loads
         loads.expect(item for param_group in param_groups for item in param_group.items)
         for param_group in param_groups:
             param_group.classify(loads)
         _assign_owners(param_groups, loads)
-        plans = {}
-        for param_group in sorted(
-            param_groups, key=lambda param_group: param_group.freedom(loads.world_size)
-        ):
-            plans[param_group] = param_group.plan(loads)
+        by_freedom = sorted(param_groups, key=lambda group: group.freedom(loads.world_size))
+        plans = {param_group: param_group.plan(loads) for param_group in by_freedom}
         return [
-            [plans[each] if isinstance(each, _ParamGroup) else each for each in unit]
+            [plans[item] if isinstance(item, _ParamGroup) else item for item in unit]
             for unit in by_unit
         ]
 
     def _param_groups(self, specs: Sequence[ParamSpec]) -> list[_ParamGroup | RowsPlan]:
-        found: dict[tuple[object, ...], list[Item]] = {}
+        items_of: dict[tuple[object, ...], list[Item]] = {}
         for spec in specs:
             rule = layout_for(self.layout, spec)
             padding = getattr(rule, "max_padding", 0.0)
@@ -98,20 +94,19 @@ class Planner:
             dtypes = spec.dtype, spec.keeps_dtype, spec.grad_dtype
             travels = spec.is_opaque, spec.is_extension, spec.is_kept, spec.requires_grad
             kind = isinstance(rule, PerTensor), dtypes, travels, spec.piece
-            found.setdefault(kind, []).append(item)
+            items_of.setdefault(kind, []).append(item)
         world_size = self._loads.world_size
         return [
             RowsPlan(tuple(item.spec for item in items), world_size)
-            if in_rows
+            if is_per_tensor
             else _ParamGroup(items)
-            for (in_rows, *_), items in found.items()
+            for (is_per_tensor, *_), items in items_of.items()
         ]
 
 
 class _ParamGroup:
-    """The parameters of a param group. Those in ``atomic`` lie whole on one rank each, which is
-    decided before others are placed. Those in ``divided`` lie one after the other on as many ranks
-    as it takes."""
+    """The parameters of a param group: the ``atomic`` ones, whose owners are assigned first, and
+    those that are ``divided`` among ranks, one after the other."""
 
     def __init__(self, items: Sequence[Item]) -> None:
         self.items = items
@@ -122,8 +117,9 @@ class _ParamGroup:
         self.equal: Segments | None = None
 
     def classify(self, loads: Loads) -> None:
-        """Decide which parameters are atomic: all that are not cut, if those are most of the
-        param group. Otherwise only large ones, because what is divided cannot pass an owner."""
+        """Decide which parameters are atomic: all that may not be cut, if those are most of the
+        param group. Otherwise only large ones, because a divided parameter cannot pass an owner.
+        """
         if self.is_divisible:
             self.divided += self.items
             return
@@ -149,19 +145,19 @@ class _ParamGroup:
 
     @cached_property
     def max_padding(self) -> float:
-        """How much padding was asked for to make shards equal."""
+        """How much padding the layout allows to make shards equal."""
         return max((item.max_padding for item in self.items), default=0.0)
 
     def freedom(self, world_size: int) -> tuple[int, int]:
-        """Return what to sort by so that param groups with little freedom are planned first, and
-        others can even out what they leave: those in which divided parameters have few ranks
-        between owners, and then those of large blocks."""
+        """Return the sort key by which param groups with little freedom are planned first, so that
+        others can balance the rest: those in which divided parameters have few ranks between
+        owners, and then those of large blocks."""
         intervals = intervals_between(self.owned, world_size)
         longest = max(last - first for first, last in intervals)
         return longest, -max((item.block_size for item in self.divided), default=0)
 
     def plan(self, loads: Loads) -> ParamGroupPlan:
-        """Cut what is to be cut, and add it to ``loads``."""
+        """Place the divided parameters, and add them to ``loads``."""
         if self.equal is not None:
             return plan_of(self.equal, self.max_padding)
         if self.is_divisible and (self.max_padding > DEFAULT_PADDING or loads.are_even(self.items)):
@@ -170,29 +166,20 @@ class _ParamGroup:
 
 
 def _assign_owners(param_groups: Sequence[_ParamGroup], loads: Loads) -> None:
-    """Assign owners to atomic parameters. Divisible ones need no owner when loads are even."""
-    for param_group in param_groups:
-        if param_group.max_padding > DEFAULT_PADDING and not param_group.is_divisible:
-            items = [*param_group.atomic, *param_group.divided]
-            param_group.equal = pack_equal(items, param_group.max_padding, loads)
-    rest = [
-        param_group
-        for param_group in param_groups
-        if not param_group.is_divisible and param_group.equal is None
-    ]
-    with_few = [
-        param_group
-        for param_group in rest
-        if param_group.atomic and not param_group.is_mostly_atomic
-    ]
-    for param_group in sorted(with_few, key=lambda param_group: -loads.weight(param_group.atomic)):
-        param_group.assign(assign_to_adjacent_ranks(param_group.atomic, loads))
-    mostly_atomic = [param_group for param_group in rest if param_group.is_mostly_atomic]
-    owners = assign_owners(
-        [item for param_group in mostly_atomic for item in param_group.atomic], loads
-    )
-    for param_group in mostly_atomic:
-        param_group.assign(owners)
+    """Assign owners to the atomic parameters."""
+    groups = [group for group in param_groups if not group.is_divisible]
+    for group in groups:
+        if group.max_padding > DEFAULT_PADDING:
+            items = [*group.atomic, *group.divided]
+            group.equal = pack_equal(items, group.max_padding, loads)
+    rest = [group for group in groups if group.equal is None]
+    with_few = [group for group in rest if group.atomic and not group.is_mostly_atomic]
+    for group in sorted(with_few, key=lambda group: -loads.weight(group.atomic)):
+        group.assign(assign_to_adjacent_ranks(group.atomic, loads))
+    mostly_atomic = [group for group in rest if group.is_mostly_atomic]
+    owners = assign_owners([item for group in mostly_atomic for item in group.atomic], loads)
+    for group in mostly_atomic:
+        group.assign(owners)
 
 
 def _equal(items: Sequence[Item], loads: Loads) -> ParamGroupPlan:

@@ -1,5 +1,5 @@
-"""How a param group lies while it travels in few bits: codes, their scales, and what keeps its
-dtype."""
+"""The layout of a param group in quantized communication: codes, scales and unquantized
+parameters."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from fsdp_overlap.layout.spec import ParamSpec
 ALIGN_BYTES = 16
 
 Block = tuple[int | None, int | None]
-"""How many rows and columns of a matrix share a scale. ``None``: all."""
+"""The rows and columns of a matrix that share a scale. ``None``: all."""
 
 BlockSize = tuple[int, int]
 
 
 def block_in(spec: ParamSpec, block: Block) -> BlockSize:
-    """Return the rows and columns of a block of a parameter, whose last dimension has its columns,
-    and all others its rows. The last block may have fewer rows.
+    """Return the rows and columns of a block of a parameter, seen as a matrix of its last dimension
+    by all others. The last block may have fewer rows.
 
     Raises:
         ValueError: its columns cannot be divided into such blocks.
@@ -41,18 +41,17 @@ def block_in(spec: ParamSpec, block: Block) -> BlockSize:
 
 
 def block_numel(spec: ParamSpec, size: BlockSize) -> int:
-    """Return the number of elements between places where a cut divides no block."""
+    """Return the number of elements between cuts that divide no block."""
     height, width = size
     return width if height == 1 else height * spec.shape[-1]
 
 
 @dataclass(frozen=True)
 class QuantizedRun:
-    """Neighbouring elements of parameter ``index`` in a flat buffer, which are whole blocks of one
-    size.
+    """Contiguous elements of parameter ``index`` in a flat buffer: complete blocks of one size.
 
-    From ``start`` on they have ``shape``: rows of blocks, rows of a block, blocks in a row, columns
-    of a block. Their scales are those from ``scale`` on.
+    They begin at ``start`` and have ``shape``: rows of blocks, rows of a block, blocks in a row,
+    columns of a block. ``scale`` is the index of their first scale.
     """
 
     index: int
@@ -72,8 +71,8 @@ class QuantizedRun:
 
 @dataclass(frozen=True)
 class UnquantizedRange:
-    """The ``numel`` elements from ``start`` on in a flat buffer, of parameter ``index``, which
-    travel in full. In that part of a rank's segment they are the elements from ``at`` on."""
+    """The ``numel`` elements of parameter ``index`` from ``start`` on in a flat buffer, which are
+    sent unquantized. ``at`` is their place among a rank's unquantized elements."""
 
     index: int
     start: int
@@ -87,7 +86,7 @@ class UnquantizedRange:
 
 @dataclass(frozen=True)
 class Segment:
-    """What a rank sends: the codes and scales of ``runs``, and what is ``kept`` in its dtype.
+    """What a rank sends: the codes and scales of ``runs``, and ``kept``, the unquantized ranges.
     ``parts``: see :attr:`QuantizedPlan.parts`."""
 
     runs: tuple[QuantizedRun, ...]
@@ -100,9 +99,9 @@ class QuantizedPlan:
     """What each rank sends of a param group that is laid out by ``plan``.
 
     A rank's segment has a code for each element of its shard, the scales of its blocks, and the
-    elements of parameters that have no block (``None`` in ``blocks``), in their own dtype. A code
-    takes ``code_bytes``, a scale ``scale_bytes``, which is 0 if there are none, and such an element
-    ``kept_bytes``. If shards are equal, segments are, and so are the places of their parts.
+    elements of unquantized parameters (``None`` in ``blocks``). A code takes ``code_bytes``, a
+    scale ``scale_bytes`` (0: there are none), and an unquantized element ``kept_bytes``. If shards
+    are equal, so are segments, and their parts begin at the same places.
 
     Raises:
         ValueError: a block lies on two ranks.
@@ -116,16 +115,25 @@ class QuantizedPlan:
 
     def __post_init__(self) -> None:
         for spec, size in zip(self.plan.specs, self.blocks, strict=True):
-            check_cuts(self.plan, spec, size)
+            step = 1 if size is None else block_numel(spec, size)
+            for _, _, stop in self.plan.ranges(spec.fqn):
+                if stop % step and stop != spec.numel:
+                    raise ValueError(
+                        f"parameter {spec.fqn!r} of shape {tuple(spec.shape)} is cut at element "
+                        f"{stop}, inside of the {step} elements that share scales: choose a layout "
+                        "that cuts at multiples of them, such as BlockAtomic(rows=...), or "
+                        "TensorAtomic(), which cuts no matrix but embeddings; or name the "
+                        "parameter in keep=(...)"
+                    )
 
     def segment(self, rank: int) -> Segment:
-        """Return what a rank sends. Starts are counted from that of its shard, scales from 0."""
+        """Return what a rank sends. Starts count from its shard's, scales from 0."""
         places = self._places[rank]
         return Segment(tuple(self._runs_in(places)), tuple(self._kept_in(places)), self.parts[rank])
 
     @cached_property
     def all_runs(self) -> list[QuantizedRun]:
-        """The blocks in the flat buffer. Scales are counted over all ranks."""
+        """The blocks in the flat buffer. Scales count over all ranks."""
         plan = self.plan
         places = zip(plan.specs, plan.offsets, strict=True)
         return self._runs_in(
@@ -134,8 +142,7 @@ class QuantizedPlan:
 
     @cached_property
     def kept_of_ranks(self) -> list[tuple[int, UnquantizedRange]]:
-        """What each rank sends in full: its number, and what. Starts are those in the flat
-        buffer."""
+        """Each rank and what it sends unquantized. Starts are those in the flat buffer."""
         starts = self.plan.shard_starts
         return [
             (rank, replace(kept, start=starts[rank] + kept.start))
@@ -152,33 +159,33 @@ class QuantizedPlan:
 
     @cached_property
     def parts(self) -> list[tuple[int, ...]]:
-        """What each rank's segment consists of, in bytes: codes, a gap, scales, a gap, what keeps
-        its dtype, and a gap."""
-        kept = [sum(each.numel for each in self._kept_in(places)) for places in self._places]
-        numels = list(zip(self.plan.shard_numels, self.scales_of_ranks, kept, strict=True))
+        """The parts of each rank's segment, in bytes: codes, a gap, scales, a gap, unquantized
+        elements, and a gap."""
+        kept = [sum(part.numel for part in self._kept_in(places)) for places in self._places]
+        counts = list(zip(self.plan.shard_numels, self.scales_of_ranks, kept, strict=True))
         if self.plan.is_equal:
-            numels = [tuple(map(max, zip(*numels, strict=True)))] * len(numels)
+            counts = [tuple(map(max, zip(*counts, strict=True)))] * len(counts)
         widths = self.code_bytes, self.scale_bytes, self.kept_bytes
-        sizes = [[n * width for n, width in zip(each, widths, strict=True)] for each in numels]
-        return [
-            tuple(part for size in each for part in (size, -size % ALIGN_BYTES)) for each in sizes
-        ]
+        segments = []
+        for numels in counts:
+            sizes = [numel * width for numel, width in zip(numels, widths, strict=True)]
+            segments.append(tuple(part for size in sizes for part in (size, -size % ALIGN_BYTES)))
+        return segments
 
     @cached_property
     def packed(self) -> ParamGroupPlan:
-        """The plan of the buffer of bytes in which segments follow each other."""
+        """The plan of a buffer of bytes with all segments, one after the other."""
         return ParamGroupPlan((), (), tuple(map(sum, self.parts)))
 
     @cached_property
     def _places(self) -> list[list[tuple[int, int, int]]]:
-        """What each rank has of parameters: which one, where in its shard, and how many
-        elements."""
+        """The parameters in each rank's shard: ``(index, start in the shard, numel)``."""
         plan = self.plan
-        found: list[list[tuple[int, int, int]]] = [[] for _ in range(plan.world_size)]
+        places: list[list[tuple[int, int, int]]] = [[] for _ in range(plan.world_size)]
         for index, (spec, offset) in enumerate(zip(plan.specs, plan.offsets, strict=True)):
             for rank, start, stop in plan.ranges(spec.fqn):
-                found[rank].append((index, offset - plan.shard_starts[rank] + start, stop - start))
-        return found
+                places[rank].append((index, offset - plan.shard_starts[rank] + start, stop - start))
+        return places
 
     def _kept_in(self, places: Sequence[tuple[int, int, int]]) -> list[UnquantizedRange]:
         kept = [place for place in places if self.blocks[place[0]] is None]
@@ -186,18 +193,18 @@ class QuantizedPlan:
         return [UnquantizedRange(*place, at) for place, at in zip(kept, before, strict=False)]
 
     def _runs_in(self, places: Sequence[tuple[int, int, int]]) -> list[QuantizedRun]:
-        found: list[QuantizedRun] = []
+        runs: list[QuantizedRun] = []
         scale = 0
         for index, start, numel in places:
             size, columns = self.blocks[index], self.plan.specs[index].shape[-1:]
             for shape in _shapes(numel, size, *columns) if size is not None else ():
-                found.append(QuantizedRun(index, start, shape, scale))
-                start, scale = start + found[-1].numel, scale + found[-1].scales
-        return found
+                runs.append(QuantizedRun(index, start, shape, scale))
+                start, scale = start + runs[-1].numel, scale + runs[-1].scales
+        return runs
 
 
-def one_rank(plan: RowsPlan, blocks: Sequence[BlockSize | None]) -> ParamGroupPlan:
-    """Return where the chunks of any one rank lie in its shard.
+def shard_plan(plan: RowsPlan, blocks: Sequence[BlockSize | None]) -> ParamGroupPlan:
+    """Return the plan of one rank's shard. It is the same on all ranks.
 
     Raises:
         ValueError: a chunk begins or ends within a block.
@@ -222,26 +229,9 @@ def one_rank(plan: RowsPlan, blocks: Sequence[BlockSize | None]) -> ParamGroupPl
     return ParamGroupPlan(tuple(specs), plan.starts, plan.shard_numels[:1])
 
 
-def check_cuts(plan: ParamGroupPlan, spec: ParamSpec, size: BlockSize | None) -> None:
-    """Check that ``plan`` cuts a parameter between its blocks.
-
-    Raises:
-        ValueError: it cuts one.
-    """
-    step = 1 if size is None else block_numel(spec, size)
-    for _, _, stop in plan.ranges(spec.fqn):
-        if stop % step and stop != spec.numel:
-            raise ValueError(
-                f"parameter {spec.fqn!r} of shape {tuple(spec.shape)} is cut at element {stop}, "
-                f"inside of the {step} elements that share scales: choose a layout that cuts at "
-                "multiples of them, such as BlockAtomic(rows=...), or TensorAtomic(), which cuts "
-                "no matrix but embeddings; or name the parameter in keep=(...)"
-            )
-
-
 def _shapes(numel: int, size: BlockSize, columns: int) -> list[tuple[int, int, int, int]]:
-    """Return how blocks lie in ``numel`` elements of a matrix: those of full height, and those of
-    the last rows."""
+    """Return the shapes of the blocks in ``numel`` elements of a matrix: of those of full height,
+    and of those of the last rows."""
     height, width = size
     if height == 1:
         return [(numel // width, 1, 1, width)] if numel else []

@@ -15,13 +15,13 @@ from fsdp_overlap.layout.spec import ParamSpec
 class RowsPlan:
     """Where each parameter of a param group lies if every rank has a chunk of each.
 
-    All numbers are in elements. The chunks of a parameter take as much memory on each rank, also
-    where the last ranks have fewer rows or none. In the flat buffer the chunks of one parameter
-    follow each other: parameter ``i`` begins at ``offsets[i]``, and rank ``r``'s chunk of it ``r *
-    chunks[i]`` later. In a shard the chunks of one rank follow each other, from ``starts[i]`` on.
+    All numbers are in elements. The chunks of a parameter take the same memory on each rank, even
+    if the last ranks have fewer rows or none. In the flat buffer parameter ``i`` begins at
+    ``offsets[i]``, and rank ``r``'s chunk of it ``r * chunks[i]`` later. In a shard, this rank's
+    chunk of it begins at ``starts[i]``.
 
-    A parameter that is cut along another dimension than its first is whole in the flat buffer all
-    the same, so its chunks are no ranges there. The param group is not :attr:`is_in_place` then.
+    In the flat buffer parameters are contiguous. So the chunks of one that is cut along another
+    dimension than its first are no ranges there, and the param group is not :attr:`is_in_place`.
 
     ``print(plan)`` says how many rows each rank has.
     """
@@ -30,16 +30,16 @@ class RowsPlan:
     world_size: int
 
     def rows(self, spec: ParamSpec) -> int:
-        """Return how many rows of a parameter a chunk has room for."""
+        """Return how many rows of a parameter fit into a chunk."""
         return -(-spec.shape[spec.cut_dim] // self.world_size)
 
     def held(self, spec: ParamSpec, rank: int) -> tuple[int, int]:
-        """Return ``(first, last)``: ``rank`` has the rows ``[first, last)`` of a parameter."""
+        """Return ``(first, last)``: ``rank`` holds the rows ``[first, last)`` of a parameter."""
         size, rows = spec.shape[spec.cut_dim], self.rows(spec)
         return min(rank * rows, size), min((rank + 1) * rows, size)
 
     def chunk_shape(self, spec: ParamSpec, rank: int) -> tuple[int, ...]:
-        """Return the shape of what ``rank`` has of a parameter."""
+        """Return the shape of ``rank``'s chunk of a parameter."""
         first, last = self.held(spec, rank)
         return (*spec.shape[: spec.cut_dim], last - first, *spec.shape[spec.cut_dim + 1 :])
 
@@ -52,16 +52,16 @@ class RowsPlan:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        return self._places(self.chunks)[:-1]
+        return self._aligned_starts(self.chunks)[:-1]
 
     @cached_property
     def shard_numels(self) -> tuple[int, ...]:
-        return (self._places(self.chunks)[-1],) * self.world_size
+        return (self._aligned_starts(self.chunks)[-1],) * self.world_size
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """The sizes that split a shard into chunks. If it :attr:`has_gaps`, a chunk and the gap
-        behind it, in turns."""
+        """The sizes that split a shard into chunks. If it :attr:`has_gaps`, chunks and gaps
+        alternate."""
         if not self.has_gaps:
             return self.chunks
         ends = (*self.starts[1:], self.shard_numels[0])
@@ -75,19 +75,19 @@ class RowsPlan:
 
     @cached_property
     def is_even(self) -> bool:
-        """Whether all of a shard belongs to parameters, on every rank."""
+        """Whether no rank's shard has padding."""
         return not self.has_gaps and all(
             spec.shape[spec.cut_dim] % self.world_size == 0 for spec in self.specs
         )
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        return self._places([chunk * self.world_size for chunk in self.chunks])[:-1]
+        return self._aligned_starts([chunk * self.world_size for chunk in self.chunks])[:-1]
 
     @cached_property
     def numel(self) -> int:
-        """The size of the flat buffer, which any number of neighbours can divide equally."""
-        end = self._places([chunk * self.world_size for chunk in self.chunks])[-1]
+        """The size of the flat buffer, which is a multiple of the number of ranks."""
+        end = self._aligned_starts([chunk * self.world_size for chunk in self.chunks])[-1]
         return align(end, self.specs[0].alignment * self.world_size)
 
     @property
@@ -102,7 +102,7 @@ class RowsPlan:
 
     @cached_property
     def packed(self) -> ParamGroupPlan:
-        """The plan of a buffer in which shards follow each other, as they travel."""
+        """The plan of a buffer of all shards, one after the other, as collectives see them."""
         return ParamGroupPlan((), (), self.shard_numels)
 
     def merged(self, world_size: int) -> ParamGroupPlan:
@@ -135,10 +135,9 @@ class RowsPlan:
             )
         return "\n".join(lines)
 
-    def _places(self, numels: Sequence[int]) -> tuple[int, ...]:
-        """Return where each of several things begins that follow each other, and where the last
-        ends."""
-        unit, places = self.specs[0].alignment, [0]
+    def _aligned_starts(self, numels: Sequence[int]) -> tuple[int, ...]:
+        """Return the start of each of ``numels`` elements, one after the other, and the end."""
+        alignment, starts = self.specs[0].alignment, [0]
         for numel in numels:
-            places.append(align(places[-1] + numel, unit))
-        return tuple(places)
+            starts.append(align(starts[-1] + numel, alignment))
+        return tuple(starts)

@@ -13,34 +13,32 @@ _ALIGN_ELEMENTS, _ALIGN_BYTES = 8, 16
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """A parameter as layouts see it.
-
-    ``fqn`` is its name relative to its unit. ``is_embedding`` says that it is the weight of an
-    ``nn.Embedding`` or ``nn.EmbeddingBag``. ``keeps_dtype`` says that compute uses it in its own
-    dtype, whatever the policy of its unit. ``cut_dim`` is the dimension along which
-    ``PerTensor()`` cuts it. ``block`` is how many neighbouring elements no layout may cut, counted
-    from the first one. ``is_kept`` says that it travels in full where others of its unit travel in
-    few bits. ``grad_dtype`` is what its user set as the dtype of its gradients. ``None`` if nobody
-    did: they have its own then. ``is_opaque`` says that its elements are no numbers: nothing may
-    cast or quantize them.
-    ``is_extension`` says that its tensor is of a class that says itself how it is gathered.
-    ``piece`` is the number of the piece that it travels in, counted from 1. It is 0 in a unit that
-    travels whole.
-    """
+    """A parameter as layouts see it."""
 
     fqn: str
+    """Its name relative to its unit."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool = True
     is_embedding: bool = False
+    """Whether it is the weight of an ``nn.Embedding`` or ``nn.EmbeddingBag``."""
     keeps_dtype: bool = False
+    """Whether compute uses it in its own dtype, whatever the policy of its unit."""
     cut_dim: int = 0
+    """The dimension along which ``PerTensor()`` cuts it."""
     block: int = 1
+    """How many adjacent elements no layout may cut, counted from the first one."""
     is_kept: bool = False
+    """Whether it is sent unquantized where others of its unit are quantized."""
     grad_dtype: torch.dtype | None = None
+    """The dtype of its gradients that the user set. ``None``: its own."""
     is_opaque: bool = False
+    """Whether its elements are packed quantized values, which nothing may cast or quantize."""
     is_extension: bool = False
+    """Whether its tensor's class defines how it is gathered (``fsdp_pre_all_gather``)."""
     piece: int = 0
+    """The number, from 1, of the part of its unit that it is gathered and reduced with. 0 if the
+    unit is not divided."""
 
     @property
     def ndim(self) -> int:

@@ -1,4 +1,4 @@
-"""torch's AdamW, stepping contiguous spans of sharded parameters as one tensor each."""
+"""torch's AdamW, with one tensor for each contiguous span of sharded parameters."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from fsdp_overlap.torch_internals import fused_adamw_
 
 State = Mapping[torch.Tensor, dict[str, Any]]
 
-# How many elements are widened at once if gradients or moments have another dtype than their
-# parameters: enough to fill an accelerator, and no more than a CPU's cache holds.
+# The elements that are widened at once if gradients or moments have another dtype than their
+# parameters: enough to fill an accelerator, and few enough for a CPU's cache.
 _ACCELERATOR_CHUNK = 1 << 25
 _CPU_CHUNK = 1 << 20
 
@@ -40,8 +40,7 @@ _kind = attrgetter("device", "dtype")
 
 
 class KnownCount(NamedTuple):
-    """A step count that nobody has written to since ``version``, and its key: see
-    :class:`StepCounts`."""
+    """A step count as of ``version``, and its key in :class:`StepCounts`."""
 
     step: torch.Tensor
     version: int
@@ -52,26 +51,26 @@ class StepCounts:
     """The step counts of parameters that are stepped together: 0-dimensional tensors, as in torch's
     state, but ``views`` of one tensor, so that one op increments them all.
 
-    Counts with equal ``keys`` are equal, and stay so, because all grow together until somebody else
-    writes to one. The host reads counts from the device, and so waits, only if nothing is
-    ``known``. What is used of that is removed.
+    Counts with equal ``keys`` are equal, and stay so until somebody else writes to one. The host
+    reads counts from the device, and so waits, only for those that are not ``known``. Counts that
+    are used are removed from ``known``.
     """
 
     def __init__(
         self, steps: Sequence[torch.Tensor], device: torch.device, known: dict[int, KnownCount]
     ) -> None:
-        found = [known.pop(id(step), None) for step in steps]
+        counts = [known.pop(id(step), None) for step in steps]
         moved = [step.to(device, torch.float32) for step in steps]
         is_known = [
             count is not None and count.version == step._version
-            for count, step in zip(found, steps, strict=True)
+            for count, step in zip(counts, steps, strict=True)
         ]
         unknown = list(compress(moved, map(not_, is_known)))
         values = iter(torch.stack(unknown).tolist() if unknown else ())
         key_of: defaultdict[float, object] = defaultdict(object)
         self.keys = [
             count.key if count is not None and is_one else key_of[next(values)]
-            for count, is_one in zip(found, is_known, strict=True)
+            for count, is_one in zip(counts, is_known, strict=True)
         ]
         self.all_equal = len(set(self.keys)) == 1
         self._flat = torch.stack(moved)
@@ -79,8 +78,8 @@ class StepCounts:
         self._version = self._flat._version
 
     def known(self) -> dict[int, KnownCount]:
-        """Return what the counts of other sets of parameters may use once these are no longer
-        stepped together, by the id of each count."""
+        """Return the counts by id, for other sets of parameters once these are no longer stepped
+        together."""
         if self._version != self._flat._version:
             return {}
         key_of: defaultdict[object, object] = defaultdict(object)  # equal ones have grown alike
@@ -90,7 +89,7 @@ class StepCounts:
         }
 
     def are(self, steps: Sequence[torch.Tensor]) -> bool:
-        """Return whether ``steps`` are these very tensors, and nobody else has written to them."""
+        """Return whether ``steps`` are these tensors, and nobody else has written to them."""
         return all(map(is_, steps, self.views)) and self._version == self._flat._version
 
     def add(self, number: float | torch.Tensor) -> None:
@@ -116,8 +115,8 @@ class ForeachGroup:
         self.steps: StepCounts | None = None
 
     def span_keys(self) -> list[object] | None:
-        """Return a key for each parameter of :attr:`held`. Those with equal keys may be stepped as
-        one. ``None``: all of them."""
+        """Return a key for each parameter of :attr:`held`: those with equal keys may be stepped as
+        one. ``None``: all may."""
         assert self.steps is not None
         if self.is_flat and self.steps.all_equal:
             return None
@@ -127,7 +126,7 @@ class ForeachGroup:
 def _foreach_groups(
     parameters: list[torch.Tensor], locals_: list[torch.Tensor], first: Collection[ShardEdits]
 ) -> list[ForeachGroup]:
-    # An op on tensors of a class of its own may run once for each of their parts.
+    # An op on a tensor subclass may run once for each of its inner tensors.
     kinds = [
         (
             isinstance(parameter, Sharded) and parameter.edits in first,
@@ -149,13 +148,13 @@ class FusedAdamW:
     def __init__(self, moment_dtype: torch.dtype | None = None) -> None:
         self._moment_dtype = moment_dtype
         self._groups: dict[int, tuple[list[object], list[torch.Tensor], list[ForeachGroup]]] = {}
-        """The foreach groups of each param group, what they depend on, and the local tensors, so
-        that their ids stay theirs."""
+        """The foreach groups of each param group, with the key that they were made for, and the
+        local tensors, whose ids are in the key."""
         self._known: dict[int, KnownCount] = {}
-        """Step counts of parameters that are in no foreach group now."""
+        """Step counts of parameters that are not in a foreach group now."""
 
     def load(self, state: State, group: dict[str, Any]) -> None:
-        """Take over the loaded state of ``group``."""
+        """Use the loaded state of ``group``."""
         self._known.clear()
         started = [parameter for parameter in group["params"] if state.get(parameter)]
         self._prepare(state, started, _moments(group))
@@ -168,8 +167,8 @@ class FusedAdamW:
         the units that the next forward needs first."""
         parameters = with_gradient(group["params"])
         locals_ = locals_of(parameters)
-        # A sharded parameter that was moved, or cast, has another local tensor. Others may be moved
-        # in place.
+        # A sharded parameter that was moved or cast has another local tensor. Plain ones may be
+        # moved in place.
         key: list[object] = [first, *map(id, parameters), *map(id, locals_)]
         if not set(map(type, parameters)) <= {RaggedDTensor, RowTensor}:
             key += map(_kind, locals_)
@@ -190,8 +189,8 @@ class FusedAdamW:
         grad_scale: torch.Tensor | None = None,
         found_inf: torch.Tensor | None = None,
     ) -> None:
-        """Step the parameters of ``lot``, which is of ``group``. A ``GradScaler`` passes
-        ``grad_scale`` and ``found_inf``.
+        """Step the parameters of ``foreach_group``, which belong to ``group``. A ``GradScaler``
+        passes ``grad_scale`` and ``found_inf``.
 
         Raises:
             RuntimeError: the dtype of a parameter is not floating-point.
@@ -228,7 +227,7 @@ class FusedAdamW:
             "grad_scale": grad_scale,
             "found_inf": found_inf,
         }
-        if spans:  # this rank may hold nothing of these parameters
+        if spans:  # else this rank holds nothing of these parameters
             flat = [flatten(column, spans) for column in columns]
             _run_kernel(flat, [views[row] for row, _ in spans], options)
         if found_inf is not None:
@@ -248,14 +247,14 @@ class FusedAdamW:
 def _run_kernel(
     columns: list[list[torch.Tensor]], counts: list[torch.Tensor], options: dict[str, Any]
 ) -> None:
-    """Run the kernel. ``columns`` are parameters, gradients and moments, each with a tensor for
-    each span."""
+    """Run the kernel on the parameters, gradients and moments in ``columns``, each with a tensor
+    for each span."""
     dtypes = {column[0].dtype for column in columns} | {gradient.dtype for gradient in columns[1]}
     if len(dtypes) == 1:
         empty: list[list[torch.Tensor]] = [] if options["amsgrad"] else [[]]
         fused_adamw_(*columns, *empty, counts, **options)  # type: ignore[call-overload]
         return
-    # The kernel knows one dtype, so a chunk at a time is widened, stepped and rounded again.
+    # The kernel takes one dtype, so a chunk at a time is widened, stepped and rounded.
     for *row, count in zip(*columns, counts, strict=True):
         wide = reduce(torch.promote_types, (tensor.dtype for tensor in row))
         for chunks in zip(*map(_chunks, row), strict=True):

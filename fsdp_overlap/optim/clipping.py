@@ -10,23 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp_overlap.optim.spans import (
-    find_spans,
-    flatten,
-    local_of,
-    locals_of,
-)
+from fsdp_overlap.optim.spans import find_spans, flatten, gradients_of, local_of, locals_of
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
-from fsdp_overlap.tensor.sums_and_norms import (
-    combine_norms,
-    group_by_mesh_dims,
-    local_norms,
-    norms,
-)
+from fsdp_overlap.tensor.sums_and_norms import combine_norms, group_by_mesh_dims, local_norms, norms
 from fsdp_overlap.torch_internals import DTensorSpec
 
 _dtype = attrgetter("dtype")
-_grad = attrgetter("grad")
 
 
 @torch.no_grad()
@@ -53,7 +42,7 @@ def clip_grad_norm_(
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
     order = float(norm_type)
-    gradients = [gradient for gradient in map(_grad, parameters) if gradient is not None]
+    gradients = [gradient for gradient in gradients_of(parameters) if gradient is not None]
     groups = _grad_groups(gradients)
     if not groups:
         return torch.tensor(0.0)
@@ -68,7 +57,7 @@ def clip_grad_norm_(
             f"the gradient norm of order {norm_type} is {total.item()}, not finite, so it cannot "
             "be clipped; pass error_if_nonfinite=False to scale by it anyway"
         )
-    # A scale of 1 is multiplied by too, because comparing would make a GPU's host wait.
+    # Multiplies by a scale of 1 too, because a comparison would make the host wait for a GPU.
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for on_device in {flat.device for flat in flats}:
         torch._foreach_mul_(
@@ -78,10 +67,9 @@ def clip_grad_norm_(
 
 
 class GradGroup(NamedTuple):
-    """Gradients that are sharded over the same ranks, as ``spec`` says. ``None`` stands for plain
-    gradients. ``flats`` is what this rank holds of all ``members``, one tensor for each span.
-    ``dtype`` is the widest: of members that this rank holds nothing of too, because ranks must
-    agree on it."""
+    """Gradients that are sharded over the same ranks, as in ``spec`` (``None``: plain gradients).
+    ``flats`` is what this rank holds of all ``members``, one tensor for each span. ``dtype`` is the
+    widest of all members, held here or not, because ranks must agree on it."""
 
     spec: DTensorSpec | None
     members: Sequence[Any]
@@ -94,19 +82,16 @@ def _grad_groups(gradients: list[Any]) -> list[GradGroup]:
     if not all(issubclass(cls, DTensor) for cls in set(map(type, gradients))):
         sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
         plain = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
-    found: list[tuple[DTensorSpec | None, list[Any]]] = [
-        (spec, [sharded[index] for index in members])
-        for spec, members in group_by_mesh_dims(sharded)
+    members_of: list[tuple[DTensorSpec | None, list[Any]]] = [
+        (spec, [sharded[index] for index in indices])
+        for spec, indices in group_by_mesh_dims(sharded)
     ]
     groups = []
-    for spec, members in [*found, (None, plain)] if plain else found:
+    for spec, members in [*members_of, (None, plain)] if plain else members_of:
         locals_ = locals_of(members)
-        groups.append(GradGroup(spec, members, _flat(members, locals_), _widest(locals_)))
+        widest = reduce(torch.promote_types, set(map(_dtype, locals_))).to_real()
+        groups.append(GradGroup(spec, members, _flat(members, locals_), widest))
     return groups
-
-
-def _widest(tensors: Iterable[torch.Tensor]) -> torch.dtype:
-    return reduce(torch.promote_types, set(map(_dtype, tensors))).to_real()
 
 
 def _norm(group: GradGroup, order: float) -> torch.Tensor:
@@ -114,14 +99,13 @@ def _norm(group: GradGroup, order: float) -> torch.Tensor:
     if order == 0:  # as in torch, the number of tensors that are not all zero
         counts = norms if group.spec is not None else local_norms
         return torch.linalg.vector_norm(torch.stack(list(counts(group.members, order))), order)
-    each = local_norms(group.flats or [local_of(group.members[0])], order, group.dtype)
-    part = torch.linalg.vector_norm(each, order)
+    by_span = local_norms(group.flats or [local_of(group.members[0])], order, group.dtype)
+    part = torch.linalg.vector_norm(by_span, order)
     return part if group.spec is None else combine_norms(part, order, group.spec)
 
 
 def _flat(gradients: list[torch.Tensor], locals_: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return what this rank holds of the gradients. What lies end to end in memory is one flat
-    tensor."""
+    """Return what this rank holds of the gradients, one flat tensor for each span."""
     held = list(filter(torch.Tensor.numel, locals_))
     keys: list[object] | None = None
     if not set(map(type, gradients)) <= {RaggedDTensor}:  # whose ranges are flat

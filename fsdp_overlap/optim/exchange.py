@@ -1,4 +1,4 @@
-"""Gathers each matrix on one owner rank, and scatters the orthogonal matrix back.
+"""Muon's communication: gathers each shared matrix on an owner rank, and scatters the result.
 
 Owners are balanced by work. Matrices are exchanged in rounds, so that one round is communicated
 while the products of another run. Replicated chunks are sent once; results go to all replicas.
@@ -17,18 +17,24 @@ import torch.distributed as dist
 
 from fsdp_overlap.comm.collectives import all_to_all
 from fsdp_overlap.comm.comm_streams import CommStream
-from fsdp_overlap.optim.matrices import MatrixChunk, MatrixPartition, SharedMatrices, flops_of
+from fsdp_overlap.optim.matrices import (
+    MatrixChunk,
+    MatrixPartition,
+    SharedMatrices,
+    flops_of,
+    split_by_numel,
+)
 from fsdp_overlap.optim.updates import Task, Update, UpdateSlice, momentum_directions, move
 
-# How many elements an owner gets in a round: enough for an efficient message, and few enough for
-# several rounds.
+# The elements that an owner gets in a round: enough for an efficient message, and few enough for
+# several rounds. A single matrix may have more.
 ROUND_ELEMENTS = 1 << 21
 
 
 @dataclass(frozen=True, eq=False)
 class OwnerAssignment:
-    """Shared matrices, and the rank that owns them. ``parameter`` is the index of their parameter.
-    ``replica`` says which replica of each chunk is sent to the owner."""
+    """Shared matrices, and the rank that owns them. ``parameter`` is the index of their parameter,
+    and ``replica`` the replica of each chunk that is sent to the owner."""
 
     parameter: int
     matrices: SharedMatrices
@@ -45,57 +51,47 @@ def plan_rounds(
 ) -> tuple[tuple[OwnerAssignment, ...], ...]:
     """Assign all shared matrices to owners, and return the assignments of each round.
 
-    The matrices with the most work come first. Each goes to the rank with the least work, which
-    includes the matrices that the rank holds whole. Among equal ranks, the one that holds most of
-    the matrix gets it. Where ranks hold all of it, it goes to one of these.
+    The matrices with the most work come first. Each goes to the rank with the least work, unshared
+    matrices included. Among equal ranks, the one that holds most of the matrix gets it. If some
+    ranks hold all of it, it goes to one of these.
     """
     loads = [0] * world_size
     for partition in partitions:
-        for rank, batches in partition.whole.items():
+        for rank, batches in partition.unshared.items():
             loads[rank] += sum(map(flops_of, batches))
-    shared = [(index, each) for index, one in enumerate(partitions) for each in one.shared]
+    shared = [
+        (index, matrices)
+        for index, partition in enumerate(partitions)
+        for matrices in partition.shared
+    ]
     owned: list[list[OwnerAssignment]] = [[] for _ in loads]
     for index, matrices in sorted(shared, key=lambda item: -flops_of(item[1])):
         held: dict[int, int] = {}
         for chunk in matrices.chunks:
             for rank in chunk.ranks:
                 held[rank] = held.get(rank, 0) + chunk.last - chunk.first
-        is_whole = len(matrices.chunks) == 1
+        is_uncut = len(matrices.chunks) == 1
         owner = min(
-            held if is_whole else range(world_size),
+            held if is_uncut else range(world_size),
             key=lambda rank: (loads[rank], -held.get(rank, 0), rank),
         )
         loads[owner] += flops_of(matrices)
         replica = partitions[index].replicas[owner]
         owned[owner].append(OwnerAssignment(index, matrices, owner, replica))
-    by_owner = [_in_rounds(assignments, round_elements) for assignments in owned]
+    by_owner = [
+        split_by_numel(assignments, round_elements, lambda assignment: assignment.matrices.numel)
+        for assignments in owned
+    ]
     return tuple(
-        tuple(assignment for part in parts for assignment in part)
-        for parts in zip_longest(*by_owner, fillvalue=[])
+        tuple(assignment for members in of_owners for assignment in members)
+        for of_owners in zip_longest(*by_owner, fillvalue=[])
     )
-
-
-def _in_rounds(
-    assignments: Sequence[OwnerAssignment], round_elements: int
-) -> list[list[OwnerAssignment]]:
-    """Return the assignments of one owner, by round. A round has no more than ``round_elements``
-    elements, or a single assignment."""
-    rounds: list[list[OwnerAssignment]] = []
-    elements = 0
-    for assignment in assignments:
-        numel = assignment.matrices.numel
-        if not rounds or elements + numel > round_elements:
-            rounds.append([])
-            elements = 0
-        rounds[-1].append(assignment)
-        elements += numel
-    return rounds
 
 
 @dataclass(frozen=True, eq=False)
 class BufferPlan:
-    """Chunks in the order in which they lie in a send or receive buffer, and how many elements go
-    to, or come from, each rank."""
+    """The chunks in a send or receive buffer, in order, and the number of elements that go to, or
+    come from, each rank."""
 
     sizes: list[int]
     chunks: list[tuple[OwnerAssignment, MatrixChunk]]
@@ -104,7 +100,7 @@ class BufferPlan:
     def of(
         cls, chunks: Iterable[tuple[int, OwnerAssignment, MatrixChunk]], world_size: int
     ) -> BufferPlan:
-        """Order ``chunks`` by the other rank, which comes first in each."""
+        """Return the plan for ``chunks``, each with the other rank, by which they are ordered."""
         ordered = sorted(chunks, key=lambda item: item[0])
         sizes = [0] * world_size
         for rank, _, chunk in ordered:
@@ -113,8 +109,8 @@ class BufferPlan:
 
 
 class GatherScatterPlan(NamedTuple):
-    """What one rank sends to owners and receives as an owner, and the results that it sends back
-    and gets back."""
+    """What one rank sends to owners and receives as an owner, and the results that it sends and
+    receives."""
 
     gather_send: BufferPlan
     gather_recv: BufferPlan
@@ -171,7 +167,7 @@ class Exchange:
         device: torch.device,
     ) -> None:
         self._rank = group.rank()
-        self._owned = [each for each in assignments if each.owner == self._rank]
+        self._owned = [one for one in assignments if one.owner == self._rank]
         self._plan = gather_scatter_plan(assignments, self._rank, group.size())
         self._updates = updates
         self._group = group
@@ -183,10 +179,8 @@ class Exchange:
 
     def start_gather(self) -> None:
         """Send to the owners the chunks that they lack."""
-        send, self._recv = (
-            self._buffer(self._plan.gather_send),
-            self._buffer(self._plan.gather_recv),
-        )
+        send = self._buffer(self._plan.gather_send)
+        self._recv = self._buffer(self._plan.gather_recv)
         if slices := [self._slice(assignment, chunk) for assignment, chunk, _ in send.chunks]:
             views = [view for *_, view in send.chunks]
             torch._foreach_copy_(views, momentum_directions(slices))
@@ -211,12 +205,12 @@ class Exchange:
         return list(tasks.values())
 
     def start_scatter(self) -> None:
-        """Send the results to all that hold a chunk."""
+        """Send the results to all ranks that hold a chunk."""
         self._recv = self._buffer(self._plan.scatter_recv)
         self._enqueue(self._recv, self._results)
 
     def finish_scatter(self) -> None:
-        """Wait for what the owners send back, and move this rank's parameters."""
+        """Wait for the results of the owners, and update this rank's parameters."""
         self._work.wait()
         chunks = self._recv.chunks
         move(
@@ -232,7 +226,7 @@ class Exchange:
         return MessageBuffer(plan, self._dtype, self._device)
 
     def _enqueue(self, target: MessageBuffer, source: MessageBuffer) -> None:
-        self._sent = source  # its memory is not given to others until the comm stream has read it
+        self._sent = source  # keeps the memory until the comm stream has read it
         self._comm_stream.after_compute()
         self._work = self._comm_stream.enqueue(
             "all_to_all",

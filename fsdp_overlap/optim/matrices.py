@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, groupby, pairwise
 from math import prod
+from typing import TypeVar
 
 from fsdp_overlap.tensor.placement import Tile
 
+T = TypeVar("T")
+
 Split = int | tuple[int, ...]
-"""How many equal parts of a matrix are orthogonalized apart, or the rows of each part."""
+"""The parts of a matrix that are orthogonalized separately: how many equal ones, or the rows of
+each."""
 
 
 @dataclass(frozen=True)
 class ShardRange:
-    """What one rank holds of a parameter: elements ``[start, stop)`` of a flattened tile."""
+    """The elements ``[start, stop)`` of a flattened tile that one rank holds of a parameter."""
 
     tile: Tile
     start: int
@@ -26,8 +30,7 @@ class ShardRange:
 
 @dataclass(frozen=True)
 class MatrixBatch:
-    """Matrices ``[count, rows, columns]`` that follow each other in a flattened tile, from element
-    ``start`` on."""
+    """Contiguous matrices ``[count, rows, columns]`` from element ``start`` of a flattened tile."""
 
     start: int
     count: int
@@ -55,11 +58,11 @@ class MatrixBatch:
 
 @dataclass(frozen=True)
 class MatrixChunk:
-    """Elements ``[first, last)`` of a flattened tile, of a matrix that several ranks share.
+    """Elements ``[first, last)`` of a flattened tile, which belong to a shared matrix.
 
     Each of ``ranks`` holds all of them. The tile's part of the matrix begins at element ``start``
-    of the flattened tile, has ``columns`` columns, and lies in the matrix at ``row`` and
-    ``column``.
+    of the flattened tile, has ``columns`` columns, and lies at ``row`` and ``column`` of the
+    matrix.
     """
 
     ranks: tuple[int, ...]
@@ -87,24 +90,40 @@ class SharedMatrices:
 
 
 def flops_of(matrices: MatrixBatch | SharedMatrices) -> int:
-    """Return what a Newton-Schulz iteration costs, up to a factor."""
+    """Return the cost of a Newton-Schulz iteration, up to a factor."""
     shorter, longer = sorted((matrices.rows, matrices.columns))
     return matrices.count * longer * shorter**2
 
 
+def split_by_numel(
+    items: Iterable[T], max_numel: int, numel_of: Callable[[T], int]
+) -> Iterator[list[T]]:
+    """Yield ``items`` in lists of at most ``max_numel`` elements, or of a single item."""
+    members: list[T] = []
+    numel = 0
+    for item in items:
+        if members and numel + numel_of(item) > max_numel:
+            yield members
+            members, numel = [], 0
+        members.append(item)
+        numel += numel_of(item)
+    if members:
+        yield members
+
+
 @dataclass(frozen=True, eq=False)
 class MatrixPartition:
-    """The matrices of a parameter. ``whole[rank]`` are those that this rank alone holds, and holds
-    all of. ``shared`` are all others. Ranks that hold the same are numbered: ``replicas[rank]``."""
+    """The matrices of a parameter: ``unshared[rank]``, of which that rank alone holds all elements,
+    and ``shared``, all others. Ranks that hold the same elements are numbered:
+    ``replicas[rank]``."""
 
-    whole: dict[int, tuple[MatrixBatch, ...]]
+    unshared: dict[int, tuple[MatrixBatch, ...]]
     shared: tuple[SharedMatrices, ...]
     replicas: tuple[int, ...]
 
 
 def part_rows(shape: Sequence[int], split: Split) -> tuple[int, ...]:
-    """Return the rows of each part that a matrix is split into. ``shape`` is that of its
-    parameter.
+    """Return the rows of each part of a matrix. ``shape`` is that of its parameter.
 
     Raises:
         ValueError: ``split`` does not fit the number of rows.
@@ -125,8 +144,8 @@ def part_rows(shape: Sequence[int], split: Split) -> tuple[int, ...]:
     return tuple(split)
 
 
-def whole_parts(shape: Sequence[int], split: Split, tile: Tile) -> tuple[int, ...] | None:
-    """Return the rows of each part that ``tile`` has of a matrix. ``None`` if it cuts one."""
+def uncut_part_rows(shape: Sequence[int], split: Split, tile: Tile) -> tuple[int, ...] | None:
+    """Return the rows of each part of a matrix in ``tile``. ``None`` if the tile cuts a part."""
     if not tile.numel:
         return ()
     parts = part_rows(shape, split)
@@ -141,9 +160,9 @@ def whole_parts(shape: Sequence[int], split: Split, tile: Tile) -> tuple[int, ..
 def partition_matrices(
     shape: tuple[int, ...], split: Split, ranges: tuple[ShardRange, ...]
 ) -> MatrixPartition:
-    """Return which ranks hold which matrices of a parameter of ``shape``. The matrices are its last
-    two dimensions, and ``ranges`` has what each rank holds. The same arguments give the same
-    object, so plans can be cached by it."""
+    """Return which ranks hold which matrices of a parameter of ``shape``, which are its last two
+    dimensions. ``ranges`` has what each rank holds. The same arguments give the same object, so
+    plans can be cached by it."""
     ranks_of: dict[ShardRange, list[int]] = {}
     for rank, shard in enumerate(ranges):
         ranks_of.setdefault(shard, []).append(rank)
@@ -152,7 +171,7 @@ def partition_matrices(
     tiles = list(dict.fromkeys(shard.tile for shard in held))
     if not tiles:
         return MatrixPartition({}, (), replicas)
-    if len(tiles) == 1 and (parts := whole_parts(shape, split, tiles[0])) is not None:
+    if len(tiles) == 1 and (parts := uncut_part_rows(shape, split, tiles[0])) is not None:
         return _partition_tile(tiles[0].shape, parts, held, replicas)
     return MatrixPartition({}, tuple(_across_tiles(shape, split, tiles, held)), replicas)
 
@@ -163,18 +182,18 @@ def _partition_tile(
     held: dict[ShardRange, tuple[int, ...]],
     replicas: tuple[int, ...],
 ) -> MatrixPartition:
-    """Return partition a tile of whole matrices, each of which has ``parts``."""
+    """Return the partition of a tile that cuts no matrix part. ``parts`` are their rows."""
     *_, rows, columns = shape
     starts = [rows_before * columns for rows_before in accumulate(parts, initial=0)]
     matrix = rows * columns
 
     def start_of(index: int) -> int:
-        whole, part = divmod(index, len(parts))
-        return whole * matrix + starts[part]
+        before, part = divmod(index, len(parts))
+        return before * matrix + starts[part]
 
     def index_at(element: int) -> int:
-        whole, rest = divmod(element, matrix)
-        return whole * len(parts) + bisect_right(starts, rest) - 1
+        before, rest = divmod(element, matrix)
+        return before * len(parts) + bisect_right(starts, rest) - 1
 
     def batches(first: int, last: int) -> Iterator[MatrixBatch]:
         if len(set(parts)) == 1 and last > first:
@@ -184,7 +203,7 @@ def _partition_tile(
             indices = list(run)
             yield MatrixBatch(start_of(indices[0]), len(indices), height, columns)
 
-    whole: dict[int, tuple[MatrixBatch, ...]] = {}
+    unshared: dict[int, tuple[MatrixBatch, ...]] = {}
     shared: list[SharedMatrices] = []
     cut = set()
     for shard, ranks in held.items():
@@ -195,7 +214,7 @@ def _partition_tile(
         if shard.stop < prod(shape) and start_of(last) < shard.stop:
             cut.add(last)
         if len(ranks) == 1:
-            whole[ranks[0]] = tuple(batches(first, last))
+            unshared[ranks[0]] = tuple(batches(first, last))
             continue
         for batch in batches(first, last):  # each of the ranks orthogonalizes a part of it
             for part in batch.split(-(-batch.count // len(ranks))):
@@ -210,7 +229,7 @@ def _partition_tile(
             if shard.start < stop and start < shard.stop
         )
         shared.append(SharedMatrices(1, height, columns, chunks))
-    return MatrixPartition(whole, tuple(shared), replicas)
+    return MatrixPartition(unshared, tuple(shared), replicas)
 
 
 def _across_tiles(
@@ -219,7 +238,7 @@ def _across_tiles(
     tiles: Sequence[Tile],
     held: dict[ShardRange, tuple[int, ...]],
 ) -> Iterator[SharedMatrices]:
-    """Yield the matrices that tiles cut. All tiles have parts of the same matrices."""
+    """Yield the matrices that ``tiles`` cut, all of which have parts of the same matrices."""
     starts = [*accumulate(part_rows(shape, split), initial=0)]
     for index in range(prod(tiles[0].shape[:-2])):
         for top, bottom in pairwise(starts):

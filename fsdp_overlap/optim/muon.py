@@ -13,8 +13,8 @@ from fsdp_overlap.comm.comm_streams import CommStream, make_comm_stream
 from fsdp_overlap.optim import exchange
 from fsdp_overlap.optim.adamw import AdamW, FusedAdamW
 from fsdp_overlap.optim.exchange import Exchange, plan_rounds
-from fsdp_overlap.optim.groups import ALGORITHMS, parameter_groups
 from fsdp_overlap.optim.matrices import Split, part_rows
+from fsdp_overlap.optim.muon_param_groups import ALGORITHMS, muon_param_groups
 from fsdp_overlap.optim.newton_schulz import COEFFICIENTS, Polynomial, polynomials
 from fsdp_overlap.optim.orthogonalization import MatmulOptions, Task, run, run_rounds, tasks_of
 from fsdp_overlap.optim.owner_groups import OwnerGroup, OwnerGroups
@@ -33,12 +33,11 @@ class Muon(torch.optim.Optimizer):
     """``torch.optim.Muon`` (Keller Jordan, kellerjordan.github.io/posts/muon) for the matrices of a
     model, AdamW for its other parameters.
 
-    If each matrix lies whole on one rank, as under the layout ``TensorAtomic()``, :meth:`step`
-    sends nothing. If several ranks hold parts of a matrix, they send them to one rank, which
-    orthogonalizes the matrix once and sends the result back, while others are orthogonalized. Parts
-    are ranges, or what tensor parallelism left. Ranks that hold replicas share out the work in the
-    same way. The result is that of the unsharded model. Parameters that are not sharded are stepped
-    too, on every rank.
+    If one rank holds all of each matrix, as under the layout ``TensorAtomic()``, :meth:`step`
+    sends nothing. If several ranks hold parts of a matrix, by ranges or by tensor parallelism, they
+    send them to one rank, which orthogonalizes the matrix once and sends the result back, while
+    others are orthogonalized. Ranks that hold replicas divide the work in the same way. The result
+    is that of the unsharded model. Parameters that are not sharded are stepped too, on every rank.
 
     Args:
         params: a model, or parameters or groups as for any optimizer. In a model, AdamW steps the
@@ -94,9 +93,9 @@ class Muon(torch.optim.Optimizer):
         self._moment_dtype = options.get("moment_dtype")
         self.ns_dtype = ns_dtype
         self._prefetch_next_forward = prefetch_next_forward
-        self._forget()
+        self._reset()
         if isinstance(params, nn.Module):
-            params = parameter_groups(params, algorithms or {}, split or {})
+            params = muon_param_groups(params, algorithms or {}, split or {})
         elif algorithms or split:
             raise ValueError(
                 "algorithms= and split= name parameters of a model: pass the model, or groups of "
@@ -118,8 +117,8 @@ class Muon(torch.optim.Optimizer):
             },
         )
 
-    def _forget(self) -> None:
-        """Drop everything but the user's options and the state."""
+    def _reset(self) -> None:
+        """Make anew everything but the user's options and the state."""
         self._adamw = FusedAdamW(self._moment_dtype)
         self._comm_streams: dict[torch.device, CommStream] = {}
         self._owner_groups = OwnerGroups()
@@ -159,15 +158,14 @@ class Muon(torch.optim.Optimizer):
         for group, own in zip(groups, self.__dict__.get("param_groups", groups), strict=True):
             for name in ("algorithm", "split"):
                 group.setdefault(name, own[name])
-            known = "betas" if group["algorithm"] == "adamw" else "ns_steps"
-            if known not in group:
+            if ("betas" if group["algorithm"] == "adamw" else "ns_steps") not in group:
                 raise ValueError(
                     f"a group of {len(group['params'])} parameters is to be stepped by "
                     f"{group['algorithm']}, but was saved by another optimizer: its options are "
                     f"{', '.join(sorted(group.keys() - {'params', 'algorithm', 'split'}))}"
                 )
         super().__setstate__(state)
-        self._forget()
+        self._reset()
         for group in self.param_groups:
             if group["algorithm"] == "adamw":
                 self._adamw.load(self.state, group)
@@ -206,7 +204,7 @@ class Muon(torch.optim.Optimizer):
         first = [update for update in updates if prefetch.needs(update.parameter)]
         rest = [update for update in updates if not prefetch.needs(update.parameter)]
         if any(update.ownership.partition.shared for update in updates):
-            # What ranks share they exchange together, in as few rounds as can be.
+            # All shared matrices are exchanged together, in as few rounds as possible.
             self._step_matrices(updates)
             rest = []
         else:
@@ -218,7 +216,8 @@ class Muon(torch.optim.Optimizer):
 
     def _step_matrices(self, updates: list[Update]) -> None:
         for settings in dict.fromkeys(update.settings for update in updates):
-            _advance(settings, [u for u in updates if u.settings == settings and u.local.numel()])
+            members = [u for u in updates if u.settings == settings and u.local.numel()]
+            _update_momentum(settings, members)
         for device in dict.fromkeys(update.device for update in updates):
             self._orthogonalize(device, [u for u in updates if u.device == device])
         record_edits(update.parameter for update in updates)
@@ -240,26 +239,26 @@ class Muon(torch.optim.Optimizer):
         ]
 
     def _orthogonalize(self, device: torch.device, updates: list[Update]) -> None:
-        """Move parameters along their orthogonalized momentum, which is computed on ``device``."""
+        """Update parameters by their orthogonalized momentum, which is computed on ``device``."""
         options = MatmulOptions(device, self.ns_dtype)
-        whole: Iterable[Task] = (
+        unshared: Iterable[Task] = (
             task
             for update in updates
             for task in tasks_of(
-                update, update.ownership.partition.whole.get(update.ownership.rank, ()), options
+                update, update.ownership.partition.unshared.get(update.ownership.rank, ()), options
             )
         )
         ownerships = [update.ownership for update in updates]
-        groups = dict.fromkeys(each.owner_group for each in ownerships if each.partition.shared)
+        groups = dict.fromkeys(one.owner_group for one in ownerships if one.partition.shared)
         if not groups:
-            run(whole, options)
-        # Group after group: ranks of one may not be in the next, and all must keep one order. What
-        # is whole runs under the first exchange.
+            run(unshared, options)
+        # Group after group: ranks of one may not be in the next, and all must keep one order.
+        # Unshared matrices run under the first exchange.
         try:
             for group in groups:
                 assert group is not None  # a rank alone shares nothing
-                run_rounds(whole, self._exchanges(group, updates, options), options)
-                whole = ()
+                run_rounds(unshared, self._exchanges(group, updates, options), options)
+                unshared = ()
         except BaseException as error:
             self._owner_groups.abort(error)
             raise
@@ -268,7 +267,7 @@ class Muon(torch.optim.Optimizer):
         self, owner_group: OwnerGroup, updates: list[Update], options: MatmulOptions
     ) -> Iterator[Exchange]:
         """Yield the rounds of an owner group."""
-        members = [each for each in updates if each.ownership.owner_group is owner_group]
+        members = [u for u in updates if u.ownership.owner_group is owner_group]
         partitions = tuple(update.ownership.partition for update in members)
         device, dtype = options.device, options.dtype
         if device not in self._comm_streams:
@@ -279,7 +278,7 @@ class Muon(torch.optim.Optimizer):
             yield Exchange(assignments, members, group, self._comm_streams[device], dtype, device)
 
 
-def _advance(settings: MuonSettings, updates: list[Update]) -> None:
+def _update_momentum(settings: MuonSettings, updates: list[Update]) -> None:
     """Update the momentum with the gradients, and decay the weights."""
     if updates:
         torch._foreach_lerp_(

@@ -43,7 +43,7 @@ def polynomials(
     coefficients: str | Sequence[float] | Sequence[Polynomial], steps: int
 ) -> list[Polynomial]:
     """Return the polynomial of each step. ``coefficients`` is the name of a preset, one polynomial
-    for all steps, or a list of polynomials, one for each step. The last of a list repeats.
+    for all steps, or one for each step, of which the last repeats.
 
     Raises:
         ValueError: ``coefficients`` is none of these, or ``steps`` is not positive.
@@ -54,15 +54,15 @@ def polynomials(
         if coefficients not in COEFFICIENTS:
             names = " or ".join(map(repr, COEFFICIENTS))
             raise ValueError(f"ns_coefficients={coefficients!r}: use {names}, or numbers")
-        found: Sequence[Polynomial] = COEFFICIENTS[coefficients]
+        by_step: Sequence[Polynomial] = COEFFICIENTS[coefficients]
     else:
         rows: list[Any] = list(coefficients)
         if all(isinstance(row, (int, float)) for row in rows):
             rows = [rows]
         if any(len(row) != 3 for row in rows):
             raise ValueError(f"ns_coefficients={coefficients!r}: each step takes 3 numbers a, b, c")
-        found = [tuple(map(float, row)) for row in rows]  # type: ignore[misc]
-    return [found[min(step, len(found) - 1)] for step in range(steps)]
+        by_step = [tuple(map(float, row)) for row in rows]  # type: ignore[misc]
+    return [by_step[min(step, len(by_step) - 1)] for step in range(steps)]
 
 
 def orthogonalize(

@@ -1,4 +1,4 @@
-"""Orthogonalizes matrices in batches, while others are communicated."""
+"""Orthogonalizes matrices in batches, while the exchange of others runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.optim.exchange import Exchange
-from fsdp_overlap.optim.matrices import MatrixBatch, MatrixChunk
+from fsdp_overlap.optim.matrices import MatrixBatch, MatrixChunk, split_by_numel
 from fsdp_overlap.optim.newton_schulz import orthogonalize
 from fsdp_overlap.optim.updates import Task, Update, UpdateSlice, momentum_directions, move
 from fsdp_overlap.tensor.boxes import boxes
@@ -25,7 +25,7 @@ Copy = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class MatmulOptions:
-    """On which device and in which dtype matrices are multiplied."""
+    """The device and dtype of matrix products."""
 
     device: torch.device
     dtype: torch.dtype
@@ -38,8 +38,8 @@ class MatmulOptions:
 def tasks_of(
     update: Update, batches: Sequence[MatrixBatch], options: MatmulOptions
 ) -> Iterator[Task]:
-    """Yield tasks for ``batches``, which this rank holds all of. A task has no more elements than
-    are orthogonalized at once, or is a single matrix."""
+    """Yield tasks for ``batches``, of which this rank holds all elements. A task has no more
+    elements than are orthogonalized at once, or is a single matrix."""
     for batch in batches:
         for part in batch.split(max(1, options.batch_elements // (batch.rows * batch.columns))):
             own = UpdateSlice(update, part, part.start, part.stop)
@@ -48,31 +48,21 @@ def tasks_of(
 
 
 def run(tasks: Iterable[Task], options: MatmulOptions) -> None:
-    """Do ``tasks``. Matrices of the same shape and settings share batches. A matrix and its
+    """Run ``tasks``. Matrices of the same shape and settings share batches. A matrix and its
     transpose count as the same shape."""
     kinds: dict[object, list[Task]] = {}
     for task in tasks:
         shape = tuple(sorted((task.matrices.rows, task.matrices.columns)))
         kinds.setdefault((shape, task.settings.steps, task.settings.eps), []).append(task)
     for same_kind in kinds.values():
-        for batch in _batches(same_kind, options.batch_elements):
+        for batch in split_by_numel(
+            same_kind, options.batch_elements, lambda task: task.matrices.numel
+        ):
             _run_batch(batch, options)
 
 
-def _batches(tasks: Sequence[Task], max_elements: int) -> Iterator[list[Task]]:
-    batch: list[Task] = []
-    elements = 0
-    for task in tasks:
-        if batch and elements + task.matrices.numel > max_elements:
-            yield batch
-            batch, elements = [], 0
-        batch.append(task)
-        elements += task.matrices.numel
-    yield batch
-
-
 def _run_batch(batch: Sequence[Task], options: MatmulOptions) -> None:
-    # Tall matrices are transposed together, and so stand together.
+    # Tall matrices come last, so that they are transposed together.
     batch = sorted(batch, key=lambda task: task.is_tall)
     wide = sum(task.matrices.count for task in batch if not task.is_tall)
     count = sum(task.matrices.count for task in batch)
@@ -97,42 +87,44 @@ def _matrices_of(
 
 
 def _copy_in(batch: Sequence[Task], matrices: Sequence[torch.Tensor]) -> None:
-    """Copy the directions of all chunks to their places in ``matrices``, those of each task."""
+    """Copy the directions of all chunks into ``matrices``, those of each task."""
     own = [item for task in batch for item in task.own]
     directions = iter(momentum_directions([part for part, _ in own]))
     copies: list[Copy] = []
     for task, target in zip(batch, matrices, strict=True):
         chunks = [(next(directions), chunk) for _, chunk in task.own]
         for values, chunk in (*chunks, *task.received):
-            for place, first, last in places(target, chunk):
+            for place, first, last in chunk_views(target, chunk):
                 copies.append((place, values[first:last].view(place.shape)))
     _copy_all(copies)
 
 
 def _copy_out(batch: Sequence[Task], matrices: Sequence[torch.Tensor]) -> None:
-    """Move the slices that this rank holds, and copy the results for which others wait."""
+    """Update the slices that this rank holds, and copy the results for which others wait."""
     copies: list[Copy] = []
     slices, values = [], []
     for task, source in zip(batch, matrices, strict=True):
         for part, chunk in task.own:
-            for place, first, last in places(source, chunk):
+            for place, first, last in chunk_views(source, chunk):
                 slices.append(part._replace(first=part.first + first, last=part.first + last))
                 values.append(place.reshape(-1))
         for target, chunk in task.results:
-            for place, first, last in places(source, chunk):
+            for place, first, last in chunk_views(source, chunk):
                 copies.append((target[first:last].view(place.shape), place))
     move(slices, values)
     _copy_all(copies)
 
 
 def _copy_all(copies: Sequence[Copy]) -> None:
-    """Do all copies together: on a GPU in few launches."""
+    """Make all copies together: on a GPU in few launches."""
     if copies:
         targets, sources = zip(*copies, strict=True)
         torch._foreach_copy_(targets, sources)
 
 
-def places(matrices: torch.Tensor, chunk: MatrixChunk) -> Iterator[tuple[torch.Tensor, int, int]]:
+def chunk_views(
+    matrices: torch.Tensor, chunk: MatrixChunk
+) -> Iterator[tuple[torch.Tensor, int, int]]:
     """Yield where ``chunk`` lies in ``matrices [rows, columns]``: views, each with the elements of
     the chunk that belong there."""
     first, last = chunk.first - chunk.start, chunk.last - chunk.start
@@ -148,21 +140,20 @@ def places(matrices: torch.Tensor, chunk: MatrixChunk) -> Iterator[tuple[torch.T
 
 
 def run_rounds(
-    whole: Iterable[Task], exchanges: Iterable[Exchange], options: MatmulOptions
+    unshared: Iterable[Task], exchanges: Iterable[Exchange], options: MatmulOptions
 ) -> None:
-    """Do the tasks ``whole``, and those for the matrices of ``exchanges``. Collective over the
+    """Run the tasks ``unshared``, and those for the matrices of ``exchanges``. Collective over the
     groups of the exchanges.
 
     Round *i* is gathered on its owners while the products of round *i* - 1 run, and scattered back
-    while those of round *i* + 1 run. The first round is gathered while the products of ``whole``
-    run.
+    while those of round *i* + 1 run. The first round is gathered while ``unshared`` runs.
     """
     rounds = iter(exchanges)
     current = next(rounds, None)
     previous: Exchange | None = None
     if current is not None:
         current.start_gather()
-    run(whole, options)
+    run(unshared, options)
     while current is not None:
         following = next(rounds, None)
         if following is not None:

@@ -1,4 +1,4 @@
-"""Owner groups: the ranks that divide the matrices of a parameter, and what each of them holds."""
+"""Owner groups: the ranks among which a parameter's shared matrices are assigned to owners."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fsdp_overlap.optim.matrices import (
     ShardRange,
     Split,
     partition_matrices,
-    whole_parts,
+    uncut_part_rows,
 )
 from fsdp_overlap.tensor.placement import Tile, is_cut, range_dim, tile_at, tile_of
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
@@ -27,17 +27,16 @@ from fsdp_overlap.tensor.row_tensor import Sharded
 
 
 class OwnerGroup:
-    """The ranks that divide the matrices of some parameters, and their process group.
+    """The ranks that share the matrices of some parameters, and their process group.
 
-    The process group is that of the context which shards the parameters, so it has the context's
-    watchdog and ends with ``ctx.reset()``. A new owner group replaces one whose process group has
-    ended.
+    The process group belongs to the context that shards the parameters, so it has the context's
+    watchdog and ends with ``ctx.reset()``. Then a new owner group replaces this one.
     """
 
     def __init__(self, ranks: Sequence[int], like: dist.ProcessGroup, example: Sharded) -> None:
         self.ranks = ranks
         self.rank = ranks.index(dist.get_rank())
-        """This rank's place among them."""
+        """This rank's place in ``ranks``."""
         self._like = ref(like)
         self._device_type = example.device_mesh.device_type
         self._edits = example.edits
@@ -50,7 +49,7 @@ class OwnerGroup:
 
     @property
     def device(self) -> torch.device:
-        """Where the ranks exchange."""
+        """The device of the messages."""
         return current_device(self._device_type)
 
     @property
@@ -58,7 +57,7 @@ class OwnerGroup:
         return self._group is not None
 
     def connect(self, groups: GroupCache) -> None:
-        """Take the process group from ``groups``. Collective over the ranks at the first call."""
+        """Get the process group from ``groups``. Collective over the ranks at the first call."""
         if not self.is_connected:
             group = groups.get_for_optimizer(self.ranks, alive(self._like), self._device_type)
             self._group = ref(group)
@@ -67,20 +66,20 @@ class OwnerGroup:
         """Return whether ``groups`` no longer has the process group."""
         if self._group is None:
             return False
-        found = groups.find_for_optimizer(self.ranks, alive(self._like), self._device_type)
-        return found is None or found is not self._group()
+        current = groups.find_for_optimizer(self.ranks, alive(self._like), self._device_type)
+        return current is None or current is not self._group()
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """Nothing here keeps it from being destroyed."""
+        """The process group. It is referred to weakly, so that it can be destroyed."""
         assert self._group is not None, "not connected"
         return alive(self._group)
 
 
 @dataclass(frozen=True, eq=False)
 class Ownership:
-    """How one parameter's matrices are divided: this ``rank`` in the ``owner_group``, ``None`` if
-    this rank is alone, and the element of its tile at which this rank's range starts."""
+    """The ``partition`` of one parameter's matrices over the ranks of ``owner_group`` (``None`` for
+    one rank), this ``rank`` among them, and the ``start`` of its range in the flattened tile."""
 
     rank: int
     start: int
@@ -92,8 +91,8 @@ class Ownership:
 class OwnerGroups:
     """The owner groups of the parameters that one optimizer steps.
 
-    An owner group consists of the ranks along those dimensions of a parameter's mesh along which
-    ranks hold parts of the same matrices, or replicas of them.
+    An owner group has the ranks along those dimensions of a parameter's mesh along which ranks hold
+    parts of the same matrices, or replicas of them.
     """
 
     def __init__(self) -> None:
@@ -106,22 +105,17 @@ class OwnerGroups:
         """Return the ownership of a parameter that was passed to :meth:`add`."""
         return self._ownerships[parameter]
 
-    def connect(self, group: OwnerGroup) -> None:
-        """Connect ``group``. Collective over its ranks at the first call."""
-        group.connect(self._cache_of(group.mesh_info))
-
     def begin_step(self, group: OwnerGroup) -> None:
-        """Connect ``group``, and record that this rank begins to exchange: if a rank is missing,
-        the others find it by asking."""
-        self.connect(group)
+        """Connect ``group``, and report to the error monitor that this rank begins to exchange."""
+        group.connect(self._cache_of(group.mesh_info))
         if group.mesh_info is not None:
             group.mesh_info.error_monitor.begin_exchange("an optimizer's step", group.group)
 
     def add(self, parameters: Iterable[tuple[torch.Tensor, Split]]) -> None:
-        """Find the owner groups of ``parameters``, each given with its split. At the first call for
-        a parameter it is collective over owner groups of more ranks than those that hold its
-        ranges."""
-        others: dict[OwnerGroup, list[tuple[Sharded, Split]]] = {}
+        """Find the owner groups of ``parameters``, each given with its split. Collective at the
+        first call for a parameter, unless the owner group is just the ranks that hold ranges of one
+        tile."""
+        gathered_members: dict[OwnerGroup, list[tuple[Sharded, Split]]] = {}
         for parameter, split in parameters:
             known = self._ownerships.get(parameter)
             if known is not None and known.split == split:
@@ -137,20 +131,18 @@ class OwnerGroups:
             elif isinstance(parameter, RaggedDTensor) and dims == [range_dim(parameter._spec)]:
                 self._add(parameter, split, group, _shard_ranges(parameter, group))
             else:
-                others.setdefault(group, []).append((parameter, split))
-        for group, members in others.items():
-            # Plans follow from tiles, so ranks of tensor parallelism may have other ranges.
-            self.connect(group)
+                gathered_members.setdefault(group, []).append((parameter, split))
+        for group, members in gathered_members.items():
+            # Ranges follow from tiles, so ranks of tensor parallelism may have other ranges.
+            group.connect(self._cache_of(group.mesh_info))
             own = [_shard_range(parameter) for parameter, _ in members]
-            gathered = gather_objects(own, group.group, group.device, "Muon")
-            for (parameter, split), ranges in zip(
-                members, zip(*gathered, strict=True), strict=True
-            ):
-                self._add(parameter, split, group, ranges)
+            ranges_by_rank = gather_objects(own, group.group, group.device, "Muon")
+            for member, ranges in zip(members, zip(*ranges_by_rank, strict=True), strict=True):
+                self._add(*member, group, ranges)
 
     def drop_ended(self) -> None:
-        """Drop the owner groups whose process groups a reset has ended, and what their ranks agreed
-        on: the ranks after it may be others."""
+        """Drop the owner groups whose process groups a reset has ended, and their ownerships: other
+        ranks may follow."""
         ended = {
             key
             for key, group in self._groups.items()
@@ -164,8 +156,7 @@ class OwnerGroups:
                 del self._ownerships[parameter]
 
     def abort(self, error: BaseException) -> None:
-        """End the exchanges for which other ranks wait for this one in vain, because ``error``
-        ended its step."""
+        """End the exchanges in which other ranks wait for this one, whose step ``error`` ended."""
         connected = [group for group in self._groups.values() if group.is_connected]
         for mesh_info in {group.mesh_info for group in connected}:
             if mesh_info is not None:
@@ -222,7 +213,7 @@ def _dims_across_matrices(parameter: Sharded, split: Split) -> list[int]:
         for dim, placement in enumerate(spec.placements)
     )
     tiles = {tile_at(spec, place) for place in product(*places)} if cutting else set()
-    if all(whole_parts(shape, split, tile) is not None for tile in tiles):
+    if all(uncut_part_rows(shape, split, tile) is not None for tile in tiles):
         cutting = []
     return [
         dim
@@ -239,7 +230,7 @@ def _shard_dim(parameter: Sharded) -> int:
 
 
 def _shard_range(parameter: Sharded) -> ShardRange:
-    """Return what this rank holds: a range of its tile, or rows, which are a tile of their own."""
+    """Return the range of its tile that this rank holds: all of it under ``PerTensor()``."""
     tile = tile_of(parameter._spec)
     if isinstance(parameter, RaggedDTensor):
         return ShardRange(tile, *parameter.local_range)
@@ -247,7 +238,7 @@ def _shard_range(parameter: Sharded) -> ShardRange:
 
 
 def _shard_ranges(parameter: RaggedDTensor, group: OwnerGroup) -> tuple[ShardRange, ...]:
-    """Return what the ranks of ``group`` hold, which hold ranges of the same tile."""
+    """Return the range of each rank of ``group``, all of the same tile."""
     tile = tile_of(parameter._spec)
     ranges = {rank: (start, stop) for rank, start, stop in parameter.placement.ranges}
     return tuple(ShardRange(tile, *ranges.get(rank, (0, 0))) for rank in range(len(group.ranks)))

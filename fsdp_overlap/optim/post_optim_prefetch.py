@@ -1,4 +1,4 @@
-"""Steps first what the next forward needs first, and all-gathers it under the rest of the step."""
+"""All-gathers the first units of the next forward while the optimizer steps the others."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from fsdp_overlap.tensor.row_tensor import Sharded
 
 
 class PostOptimPrefetch:
-    """The units with which the next forwards are expected to begin, of the contexts that shard the
-    parameters of an optimizer's ``groups``. Make it before the parameters are stepped. See Note
-    [after a step]."""
+    """The units that the next forwards need first, of the contexts that shard the parameters of an
+    optimizer's ``groups``. To be made before the parameters are stepped: see
+    Note [after a step]."""
 
     def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
         units = map(unit_of_edits, edits_of(p for group in groups for p in group["params"]))
@@ -45,9 +45,9 @@ class PostOptimPrefetch:
         return isinstance(parameter, Sharded) and parameter.edits in self.edits
 
     def start(self, stepped: int) -> None:
-        """All-gather the units, of whose parameters so many were ``stepped``. Do nothing if others
-        of them have gradients too, which another optimizer steps. An error is kept for
-        :meth:`finish`, so that a step is never left half-way."""
+        """All-gather the units if ``stepped`` is the number of their parameters with gradients, and
+        no other optimizer is to step some. An error is kept for :meth:`finish`, so that the step is
+        completed."""
         if not stepped or stepped < sum(p.grad is not None for p in self._parameters):
             return
         try:

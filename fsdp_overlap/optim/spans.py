@@ -59,8 +59,8 @@ def find_spans(
 
     A row has one tensor of each column: a parameter's shard, its gradient's and its states'. The
     tensors of a row have one size and are not empty. Rows form a span if they lie end to end in
-    every column, in the same storages, and have equal ``keys``. Such tensors must be contiguous:
-    give a row with others a key of its own.
+    every column, in the same storages, and have equal ``keys``. A row with a tensor that is not
+    contiguous must have a key of its own.
     """
     if not columns[0]:
         return []
@@ -84,21 +84,21 @@ def find_spans(
 
 
 def _origins(column: Sequence[torch.Tensor], starts: Sequence[int]) -> list[int]:
-    """Return where each row would begin if the first row and all up to this one lay end to end:
-    the same address for all rows of a span."""
+    """Return each row's address minus the bytes of the rows before it: the same for all rows of a
+    span."""
     addresses = [tensor.data_ptr() for tensor in column]
     return list(map(sub, addresses, map(mul, starts, repeat(column[0].itemsize))))
 
 
 def _has_room(first: torch.Tensor, numel: int) -> bool:
-    """Return whether the storage of ``first`` has ``numel`` elements from there on. What follows
-    it in memory may belong to another storage."""
+    """Return whether the storage of ``first`` has ``numel`` elements from there on. Other storages
+    may follow in memory."""
     end = (first.storage_offset() + numel) * first.itemsize
     return end <= first.untyped_storage().nbytes()
 
 
 def flatten(column: Sequence[torch.Tensor], spans: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-    """Return one tensor for each span of ``column``, sharing its memory."""
+    """Return a view of each span of ``column``, as one tensor."""
     flat = []
     for row, numel in spans:
         first = column[row]
@@ -107,8 +107,8 @@ def flatten(column: Sequence[torch.Tensor], spans: Sequence[tuple[int, int]]) ->
 
 
 def span_key(parameter: torch.Tensor, key: object) -> object:
-    """Return ``key`` for a sharded parameter, which may be stepped together with those beside it.
-    Others need not be contiguous, so each gets a key of its own."""
+    """Return ``key`` for a sharded parameter, and a key of its own for another, which need not be
+    contiguous."""
     if isinstance(parameter, RowTensor):  # the gradient may be the user's
         gradient = parameter.grad
         return key if gradient is None or local_of(gradient).is_contiguous() else object()

@@ -1,4 +1,4 @@
-"""Optimizer states that lie in memory as their parameters do."""
+"""Optimizer states that are contiguous in memory where their parameters are."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def pack(
     names: Sequence[str],
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Make the states ``names`` lie end to end in memory where their parameters do.
+    """Make the states ``names`` contiguous in memory where their parameters are.
 
     States that exist keep their values, and new ones are zero. All have ``dtype``, or else the
     dtype of their parameter.
 
     Raises:
-        RuntimeError: the dtype of a parameter is not floating-point, or a state is laid out over
-            the ranks in another way than its parameter.
+        RuntimeError: the dtype of a parameter is not floating-point, or a state is sharded
+            differently from its parameter.
     """
     for parameter in parameters:
         if not local_of(parameter).is_floating_point():
@@ -65,10 +65,10 @@ def pack(
 
 
 def check_not_captured(device: torch.device) -> None:
-    """Call it where states on ``device`` are about to be made, or moved to other memory.
+    """Check that states on ``device`` may be made, or moved to other memory.
 
     Raises:
-        RuntimeError: that is being captured in a CUDA graph, which would do it in each replay.
+        RuntimeError: a CUDA graph is being captured, which would do it in each replay.
     """
     if is_capturing(device):
         raise RuntimeError(
@@ -79,8 +79,8 @@ def check_not_captured(device: torch.device) -> None:
 
 @torch.no_grad()
 def restore(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Copy values from ``state_dict`` into the states whose dtype differs from their parameter's.
-    Call it after torch's ``load_state_dict``, which rounds them to the parameter's dtype."""
+    """Copy values from ``state_dict`` into the states whose dtype differs from their parameter's,
+    after torch's ``load_state_dict`` has rounded them to the parameter's dtype."""
     saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
     own = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     for index, parameter in zip(saved, own, strict=True):
@@ -94,8 +94,8 @@ def restore(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> 
 
 
 def _own_part(value: torch.Tensor, parameter: Sharded) -> torch.Tensor:
-    """Return what this rank has of a loaded ``value``, which may be whole."""
+    """Return this rank's part of a loaded ``value``, which may be a full tensor."""
     if isinstance(parameter, RowTensor):
         return parameter.local_part(value)
-    found: torch.Tensor = local_operand("load_state_dict", value, parameter)
-    return found
+    local: torch.Tensor = local_operand("load_state_dict", value, parameter)
+    return local

@@ -1,4 +1,4 @@
-"""How Muon moves one parameter."""
+"""Muon's update of parameters: momentum, direction, learning rate."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class DeviceRate:
-    """A learning rate on the device, which the host does not read: captured steps follow it."""
+    """A learning rate on the device, which the host does not read, so that captured steps follow
+    it."""
 
     value: torch.Tensor
 
 
 @dataclass(frozen=True)
 class MuonSettings:
-    """The options of a group of parameters, read once in a step."""
+    """The options of a param group, read once in a step."""
 
     lr: float | DeviceRate
     weight_decay: float
@@ -36,7 +37,7 @@ class MuonSettings:
     nesterov: bool
     steps: tuple[Polynomial, ...]
     eps: float
-    matches_adamw: bool
+    match_rms_adamw: bool
 
     @classmethod
     def of(cls, group: dict[str, Any]) -> MuonSettings:
@@ -62,18 +63,18 @@ class MuonSettings:
         lr = self.lr.value if isinstance(self.lr, DeviceRate) else self.lr
         return 1 - lr * self.weight_decay
 
-    def scale(self, matrices: MatrixBatch | SharedMatrices) -> float:
+    def lr_ratio(self, matrices: MatrixBatch | SharedMatrices) -> float:
         """Return the factor of the learning rate for matrices of this shape, as in torch's Muon."""
-        if self.matches_adamw:
+        if self.match_rms_adamw:
             return 0.2 * sqrt(max(matrices.rows, matrices.columns))
         return sqrt(max(1, matrices.rows / matrices.columns))
 
 
 class Update:
-    """A parameter that moves along its orthogonalized momentum.
+    """The update of one parameter by its orthogonalized momentum.
 
-    ``local``, ``gradient`` and ``buffer`` (the momentum) are what this rank holds, flat. Matrices
-    are orthogonalized on ``device``, by the ranks of ``ownership.owner_group``.
+    ``local``, ``gradient`` and ``buffer`` (the momentum) are this rank's shards, flat. Matrices are
+    orthogonalized on ``device``, by the ranks of ``ownership.owner_group``.
     """
 
     def __init__(
@@ -92,13 +93,13 @@ class Update:
         self.gradient = local_of(parameter.grad).reshape(-1).to(self.buffer.dtype)
         self.device = self.local.device
         if isinstance(parameter, Sharded) and not is_on_mesh(self.local, parameter._spec):
-            # This device multiplies faster than the host, and its backend sends the matrices.
+            # Offloaded: the device multiplies faster than the host, and its backend communicates.
             self.device = torch.device(parameter.device_mesh.device_type)
 
 
 class UpdateSlice(NamedTuple):
-    """Elements ``[first, last)`` of the tile of which ``update`` has a range. This rank holds them,
-    and they belong to ``matrices``."""
+    """Elements ``[first, last)`` of the flattened tile, which this rank holds, and which belong to
+    ``matrices``."""
 
     update: Update
     matrices: MatrixBatch | SharedMatrices
@@ -106,15 +107,15 @@ class UpdateSlice(NamedTuple):
     last: int
 
     def view_of(self, local: torch.Tensor) -> torch.Tensor:
-        """Return these elements of ``local``, which is what this rank holds."""
+        """Return these elements of ``local``, this rank's shard of the parameter or a state."""
         start = self.update.ownership.start
         return local[self.first - start : self.last - start]
 
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """Matrices to orthogonalize. Each chunk of them is one that this rank holds (``own``), and one
-    that came from another rank (``received``) or for which another rank waits (``results``)."""
+    """Matrices to orthogonalize: the chunks that this rank holds (``own``), those that came from
+    other ranks (``received``), and those for which other ranks wait (``results``)."""
 
     matrices: MatrixBatch | SharedMatrices
     settings: MuonSettings
@@ -144,19 +145,19 @@ def momentum_directions(slices: Sequence[UpdateSlice]) -> list[torch.Tensor]:
 
 
 def move(slices: Sequence[UpdateSlice], values: Sequence[torch.Tensor]) -> None:
-    """Move each slice along its ``values``: the elements of its orthogonal matrices, flat."""
+    """Update each slice by its ``values``: the elements of its orthogonal matrices, flat."""
 
     def step(part: UpdateSlice) -> tuple[float | DeviceRate, float, torch.dtype, torch.device]:
         local, settings = part.update.local, part.update.settings
-        return settings.lr, settings.scale(part.matrices), local.dtype, local.device
+        return settings.lr, settings.lr_ratio(part.matrices), local.dtype, local.device
 
-    for (lr, scale, dtype, device), indices in _grouped(slices, step):
+    for (lr, ratio, dtype, device), indices in _grouped(slices, step):
         moved = [values[i].to(device, dtype) for i in indices]
         if isinstance(lr, DeviceRate):
             moved = list(torch._foreach_mul(moved, lr.value))
             lr = 1.0
         torch._foreach_add_(
-            [slices[i].view_of(slices[i].update.local) for i in indices], moved, alpha=-(scale * lr)
+            [slices[i].view_of(slices[i].update.local) for i in indices], moved, alpha=-(ratio * lr)
         )
 
 

@@ -1,33 +1,31 @@
-"""Exchanges of weights: the ranks that take part, what they know of each other, and rounds
-of packed messages between them."""
+"""Runs an exchange of weights: ranks gather each other's layouts, and send packed messages in
+rounds."""
 
 from __future__ import annotations
 
-import ctypes
-import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
-from itertools import accumulate
 from typing import NamedTuple, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_overlap.checkpoint.checksums import checksum_of
 from fsdp_overlap.comm.collectives import PendingCollective, all_to_all, choose
 from fsdp_overlap.comm.comm_streams import CommStream, WorkHandle, make_comm_stream
 from fsdp_overlap.comm.objects import all_equal, broadcast_object, gather_objects
 from fsdp_overlap.desync.error_monitor import ErrorMonitor
-from fsdp_overlap.engine.context import FsdpContext, context_of
+from fsdp_overlap.engine.context import context_of
 from fsdp_overlap.layout import ParamGroupPlan
-from fsdp_overlap.weights.tensor_chunks import Chunk, chunks_by_rank, full_chunk, local_chunks
-from fsdp_overlap.weights.tensors import connected, units_of
+from fsdp_overlap.weights.chunks import Chunk, chunks_by_rank, full_chunk, local_chunks
+from fsdp_overlap.weights.model_weights import connected_ranks, units_of
+from fsdp_overlap.weights.plan_cache import ExchangePlan, PlanCache, plan_cache_of
 from fsdp_overlap.weights.transfer_plan import (
     Layouts,
     Messages,
@@ -39,98 +37,39 @@ from fsdp_overlap.weights.transfer_plan import (
     plan_transfers,
 )
 
-# A piece is a quarter of the largest weight, within these bounds: so pieces take little beside the
-# weights themselves, and are still large enough to travel well.
+# A piece is a quarter of the largest weight, within these bounds: small beside the weights, and
+# large enough for an efficient message.
 _PIECE_BYTES = (1 << 20, 64 << 20)
 
-# An export for evaluation and one for generation take turns, and files are written now and then.
-_MAX_PLANS = 4
-
-TensorParts = Callable[[str], Sequence[tuple[Chunk, torch.Tensor]]]
-"""Gives chunks of the tensor of a name, and views of their values."""
+TensorChunks = Callable[[str], Sequence[tuple[Chunk, torch.Tensor]]]
+"""Returns the chunks of the tensor of a name, and views of their values."""
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class ExchangePlan:
-    """What all ranks planned. Knows no tensor, so that it keeps none alive."""
-
-    number: int
-    """The same on all ranks, and another for each other plan."""
-    has: Layouts
-    rounds: list[TransferRound]
-
-
-TensorLayouts = list[tuple[object, torch.Size, torch.dtype]]
-
-
-class PlanCache:
-    """The last few plans of one context, on this rank."""
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[str, tuple[str, ...]], tuple[TensorLayouts, ExchangePlan]] = {}
-
-    def find(self, arguments: str, weights: Mapping[str, torch.Tensor]) -> ExchangePlan | None:
-        """Return the plan that was kept for the same ``arguments``, if ``weights`` lie as they did.
-        The other ranks may have none."""
-        layouts, plan = self._kept.get((arguments, tuple(weights)), ([], None))
-        same = layouts and all(
-            one is other and its == own
-            for (one, *its), (other, *own) in zip(layouts, _layouts_of(weights), strict=True)
-        )
-        return plan if same else None
-
-    def keep(self, arguments: str, weights: Mapping[str, torch.Tensor], plan: ExchangePlan) -> None:
-        """Keep ``plan``, and drop the oldest if there are many."""
-        key = arguments, tuple(weights)
-        self._kept.pop(key, None)
-        self._kept[key] = _layouts_of(weights), plan
-        if len(self._kept) > _MAX_PLANS:
-            del self._kept[next(iter(self._kept))]
-
-    def clear(self) -> None:
-        """Drop all plans."""
-        self._kept.clear()
-
-
-def plan_cache_of(context: FsdpContext) -> PlanCache:
-    """Return the plans of ``context``, which go with it."""
-    return _of_contexts.setdefault(context, PlanCache())
-
-
-_of_contexts: WeakKeyDictionary[FsdpContext, PlanCache] = WeakKeyDictionary()
-
-
-def _layouts_of(weights: Mapping[str, torch.Tensor]) -> TensorLayouts:
-    """Return how each of ``weights`` lies. A tensor that lies otherwise has another spec."""
-    return [
-        (tensor._spec if isinstance(tensor, DTensor) else None, tensor.shape, tensor.dtype)
-        for tensor in weights.values()
-    ]
-
-
 def hash_of(*what: object) -> int:
-    """Return a number for ``what``, by its ``repr``, of 56 bits. The same on all ranks."""
+    """Return a hash of ``what``, by its ``repr``, of 56 bits. It is the same on all ranks."""
     return int.from_bytes(blake2b(repr(what).encode(), digest_size=7).digest(), "little")
 
 
 class RankLayouts(NamedTuple):
-    """How what a rank ``has`` and ``wants`` is laid out, by name."""
+    """The layouts of the tensors that a rank ``has`` and ``wants``, by name."""
 
     has: Mapping[str, TensorLayout]
     wants: Mapping[str, TensorLayout]
 
     def digest(self) -> int:
-        """Return a number for all of it."""
+        """Return a hash of all layouts."""
         distinct = {id(layout): layout for layouts in self for layout in layouts.values()}
-        at = {each: number for number, each in enumerate(distinct)}
-        names = [[(name, at[id(layout)]) for name, layout in layouts.items()] for layouts in self]
+        indices = {address: index for index, address in enumerate(distinct)}
+        names = [
+            [(name, indices[id(layout)]) for name, layout in layouts.items()] for layouts in self
+        ]
         return hash_of(names, list(distinct.values()))
 
 
 class GatheredLayouts(NamedTuple):
-    """The layouts of all ranks, and a digest of each rank's."""
+    """The layouts of all ranks, and the digest of each rank's."""
 
     has: dict[str, list[tuple[TensorLayout, Sequence[int]]]]
     wants: dict[str, list[tuple[TensorLayout, Sequence[int]]]]
@@ -139,8 +78,8 @@ class GatheredLayouts(NamedTuple):
 
 @dataclass
 class WeightExchange:
-    """The ranks that exchange weights. ``group`` is ``None`` where there is one. ``what`` names
-    the exchange in errors and traces."""
+    """An exchange of weights among the ranks of ``group``, which is ``None`` for one rank. ``what``
+    names the exchange in errors and traces."""
 
     what: str
     group: dist.ProcessGroup | None
@@ -154,15 +93,15 @@ class WeightExchange:
         find: Callable[[], Mapping[str, torch.Tensor]],
         arguments: str,
         make: Callable[[Layouts], list[TransferRound]],
-        alone: str = "",
+        other_arguments: str = "",
     ) -> tuple[Mapping[str, torch.Tensor], ExchangePlan]:
-        """Return the weights of this rank, as ``find`` gives them, and the plan of their exchange,
-        which ``make`` makes of what ranks have. Collective. If all ranks keep the same plan for the
-        same ``arguments``, that is the plan. ``alone`` are arguments that change nothing in it.
+        """Return the weights of this rank, from ``find``, and the plan of their exchange, which
+        ``make`` makes of the layouts of all ranks, or which all ranks have cached for the same
+        ``arguments``. Collective. The plan does not depend on ``other_arguments``.
 
         Raises:
             RuntimeError: ``find`` raised on another rank.
-            ValueError: ranks gave other arguments, or as ``make``, on all ranks.
+            ValueError: arguments differ between ranks, or ``make`` raised it on all ranks.
         """
         weights: Mapping[str, torch.Tensor] = {}
         raised: Exception | None = None
@@ -173,7 +112,8 @@ class WeightExchange:
             plan = self.plans.find(key, weights)
         except Exception as error:
             raised = error
-        if self._all_equal(0 if plan is None else hash_of(plan.number, alone)) and plan:
+        number = 0 if plan is None else hash_of(plan.number, other_arguments)
+        if self._all_equal(number) and plan:
             return weights, plan
 
         def describe() -> RankLayouts:
@@ -181,7 +121,7 @@ class WeightExchange:
                 raise raised
             return self.layouts_of(weights, {})
 
-        gathered = self.gather_layouts(describe, f"{arguments}{alone}")
+        gathered = self.gather_layouts(describe, f"{arguments}{other_arguments}")
         plan = ExchangePlan(hash_of(key, gathered.digests), gathered.has, make(gathered.has))
         self.plans.keep(key, weights, plan)
         return weights, plan
@@ -189,46 +129,45 @@ class WeightExchange:
     def layouts_of(
         self, has: Mapping[str, torch.Tensor], wants: Mapping[str, torch.Tensor]
     ) -> RankLayouts:
-        """Return how this rank's tensors are laid out."""
-        known: dict[object, TensorLayout] = {}
-        return RankLayouts(self._by_tensor(has, known), self._by_tensor(wants, known))
+        """Return the layouts of this rank's tensors. Equal ones, as of equal blocks of a model, are
+        one object, which is sent once and planned once."""
+        layouts: dict[object, TensorLayout] = {}
 
-    def _by_tensor(
-        self, weights: Mapping[str, torch.Tensor], known: dict[object, TensorLayout]
-    ) -> dict[str, TensorLayout]:
-        """Return how each of ``weights`` lies. Those that lie alike, as those of equal blocks, have
-        one object, so that it is sent once and planned once."""
-        found = {}
-        for name, tensor in weights.items():
+        def layout_of(tensor: torch.Tensor) -> TensorLayout:
             plain = tuple(tensor.shape), tensor.dtype
             key = tensor._spec if isinstance(tensor, DTensor) else plain
-            if key not in known:
-                known[key] = TensorLayout(*plain)
+            if key not in layouts:
+                layouts[key] = TensorLayout(*plain)
                 if isinstance(tensor, DTensor):
-                    spread = chunks_by_rank(tensor)
+                    by_rank, group_ranks = chunks_by_rank(tensor), self.group_ranks
                     mesh = tensor.device_mesh.mesh.flatten().tolist()
-                    places = self.places
-                    chunks = {places[r]: spread[r] for r in sorted(spread) if r in places}
-                    known[key] = TensorLayout(*plain, chunks, tuple(sorted(mesh)))
-            found[name] = known[key]
-        return found
+                    ranks = [rank for rank in sorted(by_rank) if rank in group_ranks]
+                    chunks = {group_ranks[rank]: by_rank[rank] for rank in ranks}
+                    layouts[key] = TensorLayout(*plain, chunks, tuple(sorted(mesh)))
+            return layouts[key]
+
+        return RankLayouts(
+            {name: layout_of(tensor) for name, tensor in has.items()},
+            {name: layout_of(tensor) for name, tensor in wants.items()},
+        )
 
     @cached_property
-    def places(self) -> Mapping[int, int]:
-        """The place in the group of each global rank."""
+    def group_ranks(self) -> Mapping[int, int]:
+        """The group rank of each global rank."""
         if self.group is None:
             return {dist.get_rank() if dist.is_initialized() else 0: 0}
-        return {rank: at for at, rank in enumerate(dist.get_process_group_ranks(self.group))}
+        ranks = dist.get_process_group_ranks(self.group)
+        return {rank: group_rank for group_rank, rank in enumerate(ranks)}
 
     def gather_layouts(
         self, describe: Callable[[], RankLayouts], arguments: str
     ) -> GatheredLayouts:
-        """Return what all ranks have and want, as their ``describe`` says. Collective. Ranks whose
-        layouts are equal send them once.
+        """Return the layouts of all ranks, from their ``describe``. Collective. Equal layouts are
+        sent once.
 
         Raises:
             RuntimeError: ``describe`` raised on another rank.
-            ValueError: ranks gave other ``arguments``.
+            ValueError: ``arguments`` differ between ranks.
         """
         raised: Exception | None = None
         local, digest = RankLayouts({}, {}), 0
@@ -237,68 +176,64 @@ class WeightExchange:
             digest = local.digest()
         except Exception as error:
             raised = error
-        answers = self.gather((arguments, digest, f"{raised!r}"))
+        by_rank = self.gather((arguments, digest, f"{raised!r}"))
         if raised is not None:
             raise raised
         members: dict[int, list[int]] = {}
-        for rank, (given, other_digest, what) in enumerate(answers):
-            if not other_digest:
-                raise RuntimeError(f"{self.what}: rank {self.global_rank(rank)} raised {what}")
-            if given != answers[0][0]:
-                first = f"rank {self.global_rank(0)} gave {answers[0][0]}"
-                raise ValueError(f"{self.what}: {first}, and rank {self.global_rank(rank)} {given}")
-            members.setdefault(other_digest, []).append(rank)
-        found = GatheredLayouts({}, {}, [each for _, each, _ in answers])
+        for rank, (of_rank, digest, error_of_rank) in enumerate(by_rank):
+            who = f"rank {self.global_rank(rank)}"
+            if not digest:
+                raise RuntimeError(f"{self.what}: {who} raised {error_of_rank}")
+            if of_rank != by_rank[0][0]:
+                first = f"rank {self.global_rank(0)} gave {by_rank[0][0]}"
+                raise ValueError(f"{self.what}: {first}, and {who} {of_rank}")
+            members.setdefault(digest, []).append(rank)
+        gathered = GatheredLayouts({}, {}, [digest for _, digest, _ in by_rank])
         for ranks in members.values():
-            each = local if len(members) == 1 else self._broadcast(ranks[0], local)
-            for name, layout in each.has.items():
-                found.has.setdefault(name, []).append((layout, ranks))
-            for name, layout in each.wants.items():
-                found.wants.setdefault(name, []).append((layout, ranks))
-        return found
+            layouts = local if len(members) == 1 else self._broadcast(ranks[0], local)
+            for name, layout in layouts.has.items():
+                gathered.has.setdefault(name, []).append((layout, ranks))
+            for name, layout in layouts.wants.items():
+                gathered.wants.setdefault(name, []).append((layout, ranks))
+        return gathered
 
     def plan_transfers(
-        self, has: Layouts, wants: Layouts, *, strict: bool, one: bool
+        self, has: Layouts, wants: Layouts, *, strict: bool, unique_names: bool
     ) -> list[PlannedTensor]:
-        """Return how each tensor travels. See
-        :func:`~fsdp_overlap.weights.transfer_plan.plan_transfers`.
-
-        Raises:
-            ValueError: what ranks have and want does not go together.
-        """
+        """Call :func:`~fsdp_overlap.weights.transfer_plan.plan_transfers` for these ranks, and name
+        the exchange in its errors."""
         try:
-            return plan_transfers(has, wants, self.ranks, strict=strict, one=one)
+            return plan_transfers(has, wants, self.ranks, strict=strict, unique_names=unique_names)
         except ValueError as error:
             raise ValueError(f"{self.what}: {error}") from None
 
     def check_replicas(self, has: Layouts, weights: Mapping[str, torch.Tensor]) -> None:
-        """Check that what lies on each of several meshes under one name are copies. Collective if
-        there is any.
+        """Check that tensors of one name on several meshes are replicas. Collective if there are
+        any.
 
         Raises:
-            ValueError: they differ, as experts do that have the same names on all ranks.
+            ValueError: they differ, as those of experts with the same names on all ranks.
         """
-        # Copies, or tensors of their own, as those of experts.
         names = [
             name for name, layouts in has.items() if len({layout.mesh for layout, _ in layouts}) > 1
         ]
         if not names:
             return
         local = {
-            (name, chunk): digest_of(values)
+            (name, chunk): checksum_of(values)
             for name in names
             if name in weights
             for chunk, values in local_chunks(weights[name])
         }
-        digests = self.gather(local)
+        checksums = self.gather(local)
         for name in names:
             by_mesh: dict[tuple[int, ...], dict[Chunk, int]] = {}
             for layout, ranks in has[name]:
                 of_mesh = by_mesh.setdefault(layout.mesh, {})
                 for rank, chunks in layout.on(ranks):
-                    of_mesh.update(
-                        {each: digests[rank][name, each] for each in chunks if each.numel}
-                    )
+                    for chunk in chunks:
+                        if chunk.numel:
+                            of_mesh[chunk] = checksums[rank][name, chunk]
             first, *others = by_mesh.items()
             for mesh, of_other in others:
                 if of_other != first[1]:
@@ -318,21 +253,21 @@ class WeightExchange:
         )
         return plan_rounds(tensors, piece_bytes or min(max(largest // 4, least), most))
 
-    def gather(self, mine: T) -> list[T]:
-        """Return what each rank gives. Collective."""
+    def gather(self, own: T) -> list[T]:
+        """Return the object of each rank. Collective."""
         if self.group is None:
-            return [mine]
+            return [own]
         self._begin()
-        return gather_objects(mine, self.group, self.device, self.what)
+        return gather_objects(own, self.group, self.device, self.what)
 
-    def _broadcast(self, rank: int, mine: T) -> T:
-        """Return what ``rank`` gives. Collective."""
+    def _broadcast(self, rank: int, own: T) -> T:
+        """Return the object of ``rank``. Collective."""
         assert self.group is not None
         self._begin()
-        return broadcast_object(mine, rank, self.group, self.device, self.what)
+        return broadcast_object(own, rank, self.group, self.device, self.what)
 
     def _all_equal(self, number: int) -> bool:
-        """Return whether all ranks give the same number. Collective."""
+        """Return whether all ranks have the same number. Collective."""
         if self.group is None:
             return True
         self._begin()
@@ -344,94 +279,94 @@ class WeightExchange:
 
     @property
     def rank(self) -> int:
-        """This rank's place in the group."""
+        """This rank's group rank."""
         return 0 if self.group is None else self.group.rank()
 
     @property
     def ranks(self) -> int:
-        """How many take part."""
+        """The number of ranks."""
         return 1 if self.group is None else self.group.size()
 
     def global_rank(self, rank: int) -> int:
-        """Return the global rank of a place in the group."""
+        """Return the global rank of a group rank."""
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
     def start(
         self,
-        each: TransferRound,
+        transfer_round: TransferRound,
         messages: Messages,
-        sources: TensorParts,
-        targets: TensorParts,
+        sources: TensorChunks,
+        targets: TensorChunks,
     ) -> WorkHandle:
-        """Enqueue a round, from ``sources`` into ``targets``, which are called in the comm stream's
-        order. This rank has ``messages``. Collective."""
+        """Enqueue a round with this rank's ``messages``, from ``sources`` into ``targets``, which
+        are called in the comm stream's order. Collective."""
         self._begin()
         self.comm_stream.after_compute()  # which may have edited what is sent
         sizes = _sizes(messages.receives, self.ranks)
 
         def issue() -> PendingCollective:
-            for part in messages.own:
-                _view(part, targets).copy_(_view(part, sources))
+            for item in messages.own:
+                _view(item, targets).copy_(_view(item, sources))
             received = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
             if self.group is None:
                 return PendingCollective((), lambda: received)
-            if each.gathered:
-                mine = received[sum(sizes[: self.rank]) :][: sizes[self.rank]]
-                _pack(mine, messages.sends[self.rank], sources)
+            if transfer_round.gathered:
+                shard = received[sum(sizes[: self.rank]) :][: sizes[self.rank]]
+                _pack(shard, messages.sends[self.rank], sources)
                 plan = ParamGroupPlan((), (), tuple(sizes))
                 collectives = choose(self.group, self.device.type, plan)
-                return collectives.all_gather(received, mine, self.group)
+                return collectives.all_gather(received, shard, self.group)
             sent_sizes = _sizes(messages.sends, self.ranks)
             sent = torch.empty(sum(sent_sizes), dtype=torch.uint8, device=self.device)
             _pack(sent, _in_order(messages.sends), sources)
             return all_to_all(received, sent, sizes, sent_sizes, self.group)
 
         def accept(received: torch.Tensor) -> None:
-            for part, values in _views(received, _in_order(messages.receives)):
-                _view(part, targets).copy_(values)
+            for item, values in _views(received, _in_order(messages.receives)):
+                _view(item, targets).copy_(values)
 
-        label = ", ".join(each.completes[:3])
+        label = ", ".join(transfer_round.completes[:3])
         return self.comm_stream.enqueue(self.what, label, issue, accept, sum(sizes))
 
     def run(
         self,
         rounds: Iterable[tuple[TransferRound, Messages]],
-        sources: TensorParts,
-        targets: TensorParts,
-        ahead: int,
+        sources: TensorChunks,
+        targets: TensorChunks,
+        prefetch: int,
     ) -> Iterator[tuple[TransferRound, Messages]]:
-        """Enqueue ``rounds`` with what this rank sends and receives in each, so many ``ahead`` of
-        the one that is waited for. Yield each when it is done. Collective."""
+        """Enqueue ``rounds``, each with this rank's messages, ``prefetch`` of them ahead of the one
+        that is waited for. Yield each when it is done. Collective."""
         in_flight: deque[tuple[WorkHandle, tuple[TransferRound, Messages]]] = deque()
         to_start = iter(rounds)
         try:
             while True:
-                while len(in_flight) <= ahead and (each := next(to_start, None)) is not None:
-                    in_flight.append((self.start(*each, sources, targets), each))
+                while len(in_flight) <= prefetch and (following := next(to_start, None)):
+                    in_flight.append((self.start(*following, sources, targets), following))
                 if not in_flight:
                     return
                 work, done = in_flight.popleft()
                 work.wait()
                 yield done
         finally:
-            # Where the loop was left, what travels still reads shards and writes to memory.
+            # If the caller left the loop, rounds in flight still read shards and write to memory.
             for work, _ in in_flight:
                 with suppress(RuntimeError):
                     work.wait()
 
 
 def exchange_of(model: nn.Module, weights: Collection[torch.Tensor], what: str) -> WeightExchange:
-    """Return the exchange among the ranks that together have ``weights``, those of ``model``.
-    Collective over them at its first call.
+    """Return the exchange among the ranks that together hold ``weights``, those of ``model``.
+    Collective over them at the first call.
 
     Raises:
-        ValueError: they lie over several ranks, and no module of the model is a unit.
+        ValueError: there are several, and no module of the model is a unit.
     """
-    ranks, units = connected(weights), units_of(model)
+    ranks, units = connected_ranks(weights), units_of(model)
     if not units:
         if len(ranks) > 1:
             raise ValueError(f"{what}: no module of the model was given to fully_shard()")
-        device = next((each.device for each in weights), torch.device("cpu"))
+        device = next((weight.device for weight in weights), torch.device("cpu"))
         return WeightExchange(what, None, device, make_comm_stream(device))
     context = context_of(units[0])
     comm_stream = context.comm_context.all_gather_stream
@@ -445,52 +380,35 @@ def exchange_of(model: nn.Module, weights: Collection[torch.Tensor], what: str) 
     )
 
 
-def digest_of(values: torch.Tensor) -> int:
-    """Return a checksum of the elements."""
-    held = values.contiguous().cpu()
-    return zlib.crc32((ctypes.c_char * held.nbytes).from_address(held.data_ptr()))
-
-
 def _sizes(messages: Mapping[int, Sequence[TransferItem]], ranks: int) -> list[int]:
-    """Return the bytes of the message of each of so many ``ranks``."""
-    sizes = [0] * ranks
-    for rank, parts in messages.items():
-        sizes[rank] = sum(part.nbytes for part in parts)
-    return sizes
+    """Return the bytes of the message of each of ``ranks`` ranks."""
+    return [sum(item.nbytes for item in messages.get(rank, ())) for rank in range(ranks)]
 
 
 def _in_order(messages: Mapping[int, Sequence[TransferItem]]) -> list[TransferItem]:
-    """Return all parts, as messages follow each other in memory."""
-    return [part for rank in sorted(messages) for part in messages[rank]]
+    """Return the items of all messages, in the order of ranks."""
+    return [item for rank in sorted(messages) for item in messages[rank]]
 
 
-def _pack(message: torch.Tensor, parts: Sequence[TransferItem], sources: TensorParts) -> None:
-    for part, values in _views(message, parts):
-        values.copy_(_view(part, sources))
+def _pack(message: torch.Tensor, items: Sequence[TransferItem], sources: TensorChunks) -> None:
+    for item, values in _views(message, items):
+        values.copy_(_view(item, sources))
 
 
 def _views(
-    message: torch.Tensor, parts: Sequence[TransferItem]
-) -> list[tuple[TransferItem, torch.Tensor]]:
-    """Return where each of ``parts`` lies in ``message``."""
-    starts = accumulate((part.nbytes for part in parts), initial=0)
-    return [
-        (
-            part,
-            message[at : at + part.chunk.numel * part.dtype.itemsize]
-            .view(part.dtype)
-            .view(part.chunk.sizes),
-        )
-        for at, part in zip(starts, parts, strict=False)
-    ]
+    message: torch.Tensor, items: Sequence[TransferItem]
+) -> Iterator[tuple[TransferItem, torch.Tensor]]:
+    """Yield each of ``items`` with the view of its values in ``message``."""
+    start = 0
+    for item in items:
+        stop = start + item.chunk.numel * item.dtype.itemsize
+        yield item, message[start:stop].view(item.dtype).view(item.chunk.sizes)
+        start += item.nbytes
 
 
-def _view(part: TransferItem, tensors: TensorParts) -> torch.Tensor:
-    """Return where the values of ``part`` are, or belong."""
-    found = tensors(part.name)
-    outer, values = (
-        found[0]
-        if len(found) == 1
-        else next(each for each in found if part.chunk & each[0] == part.chunk)
-    )
-    return part.chunk.of(outer, values)
+def _view(item: TransferItem, tensors: TensorChunks) -> torch.Tensor:
+    """Return the view of the values of ``item`` in its tensor."""
+    chunks = tensors(item.name)
+    if len(chunks) > 1:
+        chunks = [(outer, values) for outer, values in chunks if item.chunk & outer == item.chunk]
+    return item.chunk.of(*chunks[0])

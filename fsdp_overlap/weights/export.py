@@ -1,4 +1,4 @@
-"""Whole weights of a sharded model, one after the other."""
+"""Exports the full weights of a sharded model, one after the other."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_overlap.comm.streams import has_streams, streams_of
+from fsdp_overlap.weights.chunks import Chunk, full_chunk, local_chunks
 from fsdp_overlap.weights.exchange import WeightExchange, exchange_of
-from fsdp_overlap.weights.tensor_chunks import Chunk, full_chunk, local_chunks
-from fsdp_overlap.weights.tensors import Names, checked, renamed, weights_of
+from fsdp_overlap.weights.model_weights import Names, renamed, weights_of
 from fsdp_overlap.weights.transfer_plan import (
     Layouts,
     TensorLayout,
     TransferRound,
-    wants_all,
-    whole_of,
+    full_layout,
+    want_all,
 )
 
 
@@ -30,7 +30,7 @@ def export_weights(
     prefetch: int = 1,
     piece_bytes: int | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Iterate over the whole weights of a sharded model, in its order, with their names.
+    """Iterate over the full weights of a sharded model, in its order, with their names.
 
     Parameters and persistent buffers come once each, also where several modules share one. They
     travel in pieces. A rank has memory for the weight that is used, for those that the next pieces
@@ -66,44 +66,40 @@ def export_weights(
         ValueError: ranks gave other arguments, or have weights of the same name that differ in
             shape or dtype; ``names`` gives a name twice; or ``prefetch`` is negative.
     """
-    found = weights_of(model)
-    exchange = exchange_of(model, found.values(), "export_weights")
+    own = weights_of(model)
+    exchange = exchange_of(model, own.values(), "export_weights")
     targets = None if ranks is None else sorted(ranks)
 
     def find() -> Mapping[str, torch.Tensor]:
         if prefetch < 0:
             raise ValueError(f"prefetch={prefetch} is not a number of pieces; use 0 or more")
-        return checked(renamed(found, names))
+        return renamed(own, names)
 
     def make(has: Layouts) -> list[TransferRound]:
-        """Let each target rank want all that it has."""
-        places = exchange.places
-        among = None if targets is None else {places[rank] for rank in targets if rank in places}
-        wants = wants_all(has, dtype, among)
-        return exchange.rounds(
-            exchange.plan_transfers(has, wants, strict=False, one=False), piece_bytes
-        )
+        """Plan that each target rank gets in full what it has parts of."""
+        group_ranks = exchange.group_ranks
+        among = None if targets is None else {group_ranks[r] for r in targets if r in group_ranks}
+        wants = want_all(has, dtype, among)
+        tensors = exchange.plan_transfers(has, wants, strict=False, unique_names=False)
+        return exchange.rounds(tensors, piece_bytes)
 
     arguments = f"dtype={dtype}, ranks={targets}, prefetch={prefetch}, piece_bytes={piece_bytes}"
     weights, plan = exchange.planned(find, arguments, make)
     is_target = targets is None or (dist.get_rank() if dist.is_initialized() else 0) in targets
-    wants = {n: whole_of(w.shape, w.dtype, dtype) for n, w in weights.items()} if is_target else {}
-    return whole_weights(exchange, plan.rounds, weights, wants, prefetch)
+    wanted = weights if is_target else {}
+    wants = {name: full_layout(w.shape, w.dtype, dtype) for name, w in wanted.items()}
+    return full_weights(exchange, plan.rounds, weights, wants, prefetch)
 
 
-def whole_weights(
+def full_weights(
     exchange: WeightExchange,
     rounds: list[TransferRound],
     weights: Mapping[str, torch.Tensor],
     wants: dict[str, TensorLayout],
     prefetch: int,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return the weights that this rank ``wants`` as they are complete, after so many
-    ``rounds``."""
+    """Run ``rounds``, and yield the weights that this rank ``wants`` as they are complete."""
     arriving: dict[str, torch.Tensor] = {}
-
-    def sources(name: str) -> list[tuple[Chunk, torch.Tensor]]:
-        return local_chunks(weights[name])
 
     def targets(name: str) -> list[tuple[Chunk, torch.Tensor]]:
         if name not in arriving:
@@ -111,16 +107,18 @@ def whole_weights(
             arriving[name] = torch.empty(shape, dtype=dtype, device=exchange.device)
         return [(full_chunk(wants[name].shape), arriving[name])]
 
-    messages = ((each, each.messages(exchange.rank)) for each in rounds)
-    for done, _ in exchange.run(messages, sources, targets, prefetch):
+    with_messages = ((one, one.messages(exchange.rank)) for one in rounds)
+    for done, _ in exchange.run(
+        with_messages, lambda name: local_chunks(weights[name]), targets, prefetch
+    ):
         for name in done.completes:
             if name in wants:
-                targets(name)  # has memory by now, but for one without elements
+                targets(name)  # allocates a weight without elements
                 yield name, handed_over(arriving.pop(name))
 
 
 def handed_over(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor``, which a comm stream made, for compute to use."""
+    """Return ``tensor``, which was allocated on a comm stream, for use on the compute stream."""
     if has_streams(tensor.device):
         tensor.record_stream(streams_of(tensor.device).current_stream())
     return tensor

@@ -1,5 +1,7 @@
-"""Who has which chunks of a tensor, and who receives them from whom. Chunks are searched in
-order, so that a rank scans those alone that overlap its own."""
+"""Which ranks of a mesh send which chunks of a tensor to which ranks.
+
+Chunks are found by binary search, so that a rank visits only those that overlap its own.
+"""
 
 from __future__ import annotations
 
@@ -10,35 +12,35 @@ from itertools import accumulate
 from operator import itemgetter
 from typing import TypeVar
 
-from fsdp_overlap.weights.tensor_chunks import Chunk
+from fsdp_overlap.weights.chunks import Chunk
 
 ChunkHolders = dict[Chunk, list[int]]
 """The ranks that have each chunk of a tensor."""
 
 
 class ChunkIndex:
-    """The chunks of a tensor of ``shape`` in order, and which of them touch another."""
+    """The chunks of a tensor of ``shape``, in order, for finding those that overlap another."""
 
     def __init__(self, shape: Sequence[int], chunks: Iterable[Chunk]) -> None:
         self.chunks = sorted(chunks)
         self._strides = [*accumulate(reversed(shape[1:]), lambda a, b: a * b, initial=1)][::-1]
         spans = [self._span(chunk) for chunk in self.chunks]
         self._starts = [start for start, _ in spans]
-        # The last end so far. It is the chunk's own where chunks are ranges or rows.
+        # The last end so far. If chunks are ranges or rows, it is the chunk's own.
         self._ends = [*accumulate((end for _, end in spans), max)]
 
-    def touching(self, other: Chunk) -> list[Chunk]:
-        """Return those that have elements in common with ``other``, in order."""
+    def overlapping(self, other: Chunk) -> list[Chunk]:
+        """Return the chunks that have elements in common with ``other``, in order."""
         start, end = self._span(other)
         near = self.chunks[bisect_right(self._ends, start) : bisect_left(self._starts, end)]
         return [chunk for chunk in near if chunk & other is not None]
 
     def place(self, chunk: Chunk) -> int:
-        """Return the place of one of them."""
+        """Return the place of ``chunk``, which is one of them."""
         return bisect_left(self.chunks, chunk)
 
     def _span(self, chunk: Chunk) -> tuple[int, int]:
-        """Return where it begins and ends in the flattened tensor."""
+        """Return where a chunk begins and ends in the flattened tensor."""
         start = end = 0
         for offset, size, stride in zip(chunk.offsets, chunk.sizes, self._strides, strict=False):
             start += offset * stride
@@ -48,11 +50,12 @@ class ChunkIndex:
 
 T = TypeVar("T")
 WantedChunks = list[tuple[list[Chunk], list[int]]]
-"""Chunks that ranks want, and these ranks."""
+"""Chunks, and the ranks that want them."""
 
 
 class MeshTransfer:
-    """What ranks want of a tensor, and the ranks that have it. ``ranks`` is how many there are."""
+    """A tensor on one mesh: the chunks that ranks hold, and those that ranks want, of ``ranks``
+    ranks in all."""
 
     def __init__(
         self,
@@ -80,29 +83,29 @@ class MeshTransfer:
 
     @property
     def max_held_numel(self) -> int:
-        """How many elements the rank has that has most."""
+        """The most elements that a rank holds."""
         held = self._held.values()
         return max((sum(chunk.numel for chunk in chunks) for chunks in held), default=0)
 
-    def run(self, number: int, runs: int) -> slice:
-        """Return the places of some neighbors among chunks, if these are divided into so many
-        ``runs`` of about as many elements."""
+    def part(self, number: int, parts: int) -> slice:
+        """Return the places of the chunks of part ``number`` of ``parts``: adjacent chunks, about
+        as many elements in each part."""
         starts, numel = self._starts, self._starts[-1]
-        first, last = (-(-numel * each // runs) for each in (number, number + 1))
+        first, last = (-(-numel * n // parts) for n in (number, number + 1))
         return slice(bisect_left(starts, first), bisect_left(starts, last))
 
     @cached_property
     def _starts(self) -> list[int]:
-        """How many elements are before each chunk, and in all."""
+        """The number of elements before each chunk, and in all."""
         return [*accumulate((chunk.numel for chunk in self.ordered), initial=0)]
 
     @cached_property
     def _held(self) -> Mapping[int, list[Chunk]]:
-        found: dict[int, list[Chunk]] = {}
+        by_rank: dict[int, list[Chunk]] = {}
         for chunk in self.ordered:
             for rank in self.holders[chunk]:
-                found.setdefault(rank, []).append(chunk)
-        return found
+                by_rank.setdefault(rank, []).append(chunk)
+        return by_rank
 
     @cached_property
     def _wanted(self) -> Mapping[int, tuple[Chunk, ...]]:
@@ -110,70 +113,71 @@ class MeshTransfer:
 
     @cached_property
     def _all_wanted(self) -> tuple[ChunkIndex, Mapping[Chunk, list[tuple[Chunk, ...]]]]:
-        found: dict[Chunk, list[tuple[Chunk, ...]]] = {}
+        by_chunk: dict[Chunk, list[tuple[Chunk, ...]]] = {}
         for chunks in self.wants:
             for chunk in chunks:
-                found.setdefault(chunk, []).append(chunks)
-        return ChunkIndex(self._shape, found), found
+                by_chunk.setdefault(chunk, []).append(chunks)
+        return ChunkIndex(self._shape, by_chunk), by_chunk
 
     def source(self, chunk: Chunk, target: int) -> int:
-        """Return the rank that sends ``chunk`` to ``target``: itself if it can, else one that
-        others who want the same do not all ask."""
+        """Return the rank that sends ``chunk`` to ``target``: itself if it holds the chunk, else a
+        holder, among which targets are divided."""
         ranks = self.holders[chunk]
         return target if _in(target, ranks) else ranks[target * len(ranks) // self._ranks]
 
     def sends(self, me: int) -> list[tuple[int, Chunk, WantedChunks]]:
-        """Return the chunks that rank ``me`` sends of, each with its place among all, and with the
-        parts that others want of it."""
+        """Return the chunks of which rank ``me`` sends elements, each with its place, and with what
+        others want of it."""
         if me not in self._sends:
             self._sends[me] = [
                 (self._all_held.place(chunk), chunk, wanting)
                 for chunk in self._held.get(me, ())
-                if (wanting := self._asking(chunk, me))
+                if (wanting := self._wanting(chunk, me))
             ]
         return self._sends[me]
 
-    def _asking(self, chunk: Chunk, me: int) -> WantedChunks:
+    def _wanting(self, chunk: Chunk, me: int) -> WantedChunks:
+        """Return what other ranks want of ``chunk`` from rank ``me``."""
         holders = self.holders[chunk]
         place = bisect_left(holders, me)
-        # Those for which source() gives this rank.
-        first, last = (-(-each * self._ranks // len(holders)) for each in (place, place + 1))
-        ordered, by_chunk = self._all_wanted
-        touched: dict[tuple[Chunk, ...], list[Chunk]] = {}
-        for want in ordered.touching(chunk):
+        # The targets of which source() is this rank.
+        first, last = (-(-at * self._ranks // len(holders)) for at in (place, place + 1))
+        index, by_chunk = self._all_wanted
+        overlapping: dict[tuple[Chunk, ...], list[Chunk]] = {}
+        for want in index.overlapping(chunk):
             for chunks in by_chunk[want]:
-                touched.setdefault(chunks, []).append(want)
-        found = []
-        for chunks, wants in touched.items():
+                overlapping.setdefault(chunks, []).append(want)
+        wanting = []
+        for chunks, wants in overlapping.items():
             ranks = self.wants[chunks]
-            near = ranks[bisect_left(ranks, first) : bisect_left(ranks, last)]
-            if targets := [rank for rank in near if not _in(rank, holders)]:
-                found.append((wants, targets))
-        return found
+            targets = ranks[bisect_left(ranks, first) : bisect_left(ranks, last)]
+            if others := [rank for rank in targets if not _in(rank, holders)]:
+                wanting.append((wants, others))
+        return wanting
 
     def receives(self, me: int) -> list[tuple[int, Chunk, tuple[int, list[Chunk]]]]:
-        """Return the chunks that rank ``me`` wants some of, each with its place among all, the rank
-        that it comes from, and what is wanted of it."""
+        """Return the chunks of which rank ``me`` wants elements, each with its place, its source,
+        and what is wanted of it."""
         if me not in self._receives:
-            touched: dict[Chunk, list[Chunk]] = {}
+            overlapping: dict[Chunk, list[Chunk]] = {}
             for want in sorted(self._wanted.get(me, ())):
-                for chunk in self._all_held.touching(want):
-                    touched.setdefault(chunk, []).append(want)
+                for chunk in self._all_held.overlapping(want):
+                    overlapping.setdefault(chunk, []).append(want)
             self._receives[me] = [
-                (self._all_held.place(each), each, (self.source(each, me), touched[each]))
-                for each in sorted(touched)
+                (self._all_held.place(chunk), chunk, (self.source(chunk, me), wants))
+                for chunk, wants in sorted(overlapping.items())
             ]
         return self._receives[me]
 
 
-def between(found: Sequence[tuple[int, Chunk, T]], places: slice) -> Iterator[tuple[Chunk, T]]:
-    """Return those of ``found``, which is in order, that are at ``places``."""
+def at_places(items: Sequence[tuple[int, Chunk, T]], places: slice) -> Iterator[tuple[Chunk, T]]:
+    """Yield those of ``items``, in order of their places, that are at ``places``."""
     first, last = (
-        None if each is None else bisect_left(found, each, key=itemgetter(0))
-        for each in (places.start, places.stop)
+        None if place is None else bisect_left(items, place, key=itemgetter(0))
+        for place in (places.start, places.stop)
     )
-    for _, chunk, what in found[first:last]:
-        yield chunk, what
+    for _, chunk, value in items[first:last]:
+        yield chunk, value
 
 
 def _in(rank: int, ranks: Sequence[int]) -> bool:

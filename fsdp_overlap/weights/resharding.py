@@ -1,4 +1,4 @@
-"""Weights on their way to another placement, without ever being whole."""
+"""Copies weights from one sharding to another, without full tensors."""
 
 from __future__ import annotations
 
@@ -14,22 +14,15 @@ from torch.distributed.tensor import DTensor
 from fsdp_overlap.comm.comm_streams import make_comm_stream
 from fsdp_overlap.comm.streams import current_device
 from fsdp_overlap.engine.context import context_of
+from fsdp_overlap.weights.chunks import local_chunks
 from fsdp_overlap.weights.exchange import RankLayouts, WeightExchange
-from fsdp_overlap.weights.tensor_chunks import Chunk, local_chunks
-from fsdp_overlap.weights.tensors import (
-    Names,
-    checked,
-    renamed,
-    units_of,
-    version_of,
-    weights_of,
-)
+from fsdp_overlap.weights.model_weights import Names, renamed, units_of, version_of, weights_of
 from fsdp_overlap.weights.transfer_plan import Messages, PlannedTensor, TransferItem, TransferRound
 
 Weights = nn.Module | Mapping[str, torch.Tensor]
-"""A model, sharded or not, or tensors by name: whole ones, DTensors, or sharded parameters."""
+"""A model, sharded or not, or tensors by name: plain ones, DTensors, or sharded parameters."""
 
-_AHEAD = 1  # rounds under way beside the one that is waited for
+_PREFETCH = 1  # rounds that are in flight beside the one that is waited for
 
 
 class WeightResharder:
@@ -38,7 +31,7 @@ class WeightResharder:
     Each rank sends what another wants of it and nothing else, in pieces. It is planned once, and
     :meth:`run` copies the values of that moment into the tensors of ``target``, which keep their
     memory. Both sides may lie over any ranks of ``group`` in any way: ranges or rows of a sharded
-    model, DTensors of tensor parallelism on other ranks, whole tensors. Of a plain tensor that
+    model, DTensors of tensor parallelism on other ranks, full tensors. Of a plain tensor that
     several ranks have in ``source``, any rank's is taken.
 
     A tensor of ``target`` may be a view of another. So a weight that is fused elsewhere, as q, k
@@ -93,14 +86,14 @@ class WeightResharder:
         layouts = self._exchange.gather_layouts(describe, f"piece_bytes={piece_bytes}")
         self._exchange.check_replicas(layouts.has, self._source)
         self._tensors = self._exchange.plan_transfers(
-            layouts.has, layouts.wants, strict=True, one=True
+            layouts.has, layouts.wants, strict=True, unique_names=True
         )
 
     def _find(self) -> None:
         """Find the tensors of both sides, which a module may have replaced."""
         source, target = self._sides
-        self._source = checked(renamed(_by_name(source), self._names))
-        self._target = checked(_by_name(target))
+        self._source = renamed(_by_name(source), self._names)
+        self._target = renamed(_by_name(target))
 
     def run(self, *, changed: bool = False) -> None:
         """Copy the weights. Compute enqueued from now on waits for it. Collective.
@@ -115,11 +108,16 @@ class WeightResharder:
         rounds = self._planned(self._edited(versions)) if changed else self._rounds
         self.sent_bytes = self.received_bytes = 0
         if isinstance(self._sides[1], nn.Module):
-            for unit in units_of(self._sides[1]):  # whose weights may be gathered ahead
+            for unit in units_of(self._sides[1]):  # whose parameters may be prefetched
                 context_of(unit).comm_context.all_gather_stream.before_compute()
         with torch.no_grad():
-            for each, messages in self._exchange.run(rounds, self._sources, self._targets, _AHEAD):
-                self._count(each, messages)
+            for done in self._exchange.run(
+                rounds,
+                lambda name: local_chunks(self._source[name]),
+                lambda name: local_chunks(self._target[name]),
+                _PREFETCH,
+            ):
+                self._count(*done)
         self._versions.update(versions)
 
     @cached_property
@@ -127,30 +125,24 @@ class WeightResharder:
         return self._planned(self._tensors)
 
     def _planned(self, tensors: list[PlannedTensor]) -> list[tuple[TransferRound, Messages]]:
-        """Return the rounds in which ``tensors`` travel, and what this rank sends and receives in
-        each."""
+        """Return the rounds in which ``tensors`` travel, with this rank's messages."""
         rounds = self._exchange.rounds(tensors, self._piece_bytes)
-        return [(each, each.messages(self._exchange.rank)) for each in rounds]
+        return [(one, one.messages(self._exchange.rank)) for one in rounds]
 
     def _edited(self, versions: Mapping[str, object]) -> list[PlannedTensor]:
-        mine = [
+        """Return the tensors that were edited on some rank since the last run. Collective."""
+        own = [
             name
             for name, version in versions.items()
             if version is None or self._versions.get(name) != version
         ]
-        found = set().union(*self._exchange.gather(mine))
-        return [tensor for tensor in self._tensors if tensor.name in found]
+        edited = set().union(*self._exchange.gather(own))
+        return [tensor for tensor in self._tensors if tensor.name in edited]
 
-    def _sources(self, name: str) -> list[tuple[Chunk, torch.Tensor]]:
-        return local_chunks(self._source[name])
-
-    def _targets(self, name: str) -> list[tuple[Chunk, torch.Tensor]]:
-        return local_chunks(self._target[name])
-
-    def _count(self, each: TransferRound, messages: Messages) -> None:
+    def _count(self, done: TransferRound, messages: Messages) -> None:
         me, others = self._exchange.rank, self._exchange.ranks - 1
         for sent in messages.sends.values():
-            self.sent_bytes += _nbytes(sent) * (others if each.gathered else 1)
+            self.sent_bytes += _nbytes(sent) * (others if done.gathered else 1)
         for rank, received in messages.receives.items():
             self.received_bytes += _nbytes(received) if rank != me else 0
 
@@ -168,13 +160,13 @@ def _by_name(weights: Weights | None) -> Mapping[str, torch.Tensor]:
 def _device_of(
     source: Weights | None, target: Weights | None, group: dist.ProcessGroup | None
 ) -> torch.device:
-    """Return where messages lie, of one type on all ranks: that of the tensors of some rank that
-    has an accelerator, or else the host. Collective over ``group``."""
+    """Return the device of messages, of one type on all ranks: an accelerator if some rank's
+    tensors are on one, or else the CPU. Collective over ``group``."""
     local_types = [
-        each.device_mesh.device_type if isinstance(each, DTensor) else each.device.type
+        tensor.device_mesh.device_type if isinstance(tensor, DTensor) else tensor.device.type
         for side in (source, target)
-        for each in _by_name(side).values()
-        if isinstance(each, torch.Tensor)
+        for tensor in _by_name(side).values()
+        if isinstance(tensor, torch.Tensor)
     ]
     local_type = next((kind for kind in local_types if kind not in ("cpu", "meta")), "cpu")
     types: list[Any] = [local_type]

@@ -1,6 +1,8 @@
-"""Who sends which part of which tensor to whom, in rounds of a bounded size. All ranks plan
-the same rounds from the layouts of all. What one rank sends and receives in a round is
-reckoned when the round begins, and takes time for that alone."""
+"""Plans in which rounds of bounded size tensors travel, and what each rank sends to which.
+
+All ranks plan the same rounds, from the layouts of all ranks. The messages of one rank in a round
+are computed when the round begins.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +14,17 @@ from typing import NamedTuple
 
 import torch
 
-from fsdp_overlap.weights.mesh_transfer import ChunkHolders, MeshTransfer, between
-from fsdp_overlap.weights.tensor_chunks import Chunk, full_chunk, slab, slab_count
+from fsdp_overlap.weights.chunks import Chunk, full_chunk, slab, slab_count
+from fsdp_overlap.weights.mesh_transfer import ChunkHolders, MeshTransfer, at_places
 
 ALIGNMENT = 16
-"""Bytes. Parts of a message begin at multiples of it, so that they can be viewed in any dtype."""
+"""Bytes. Items of a message begin at multiples of it, so that they can be viewed in any dtype."""
 
 
 class TensorLayout(NamedTuple):
-    """How a tensor lies on ranks that have it, or want it. ``chunks`` are those of each rank, by
-    its place in the group; ``None`` if each has all, as of a plain tensor. ``mesh`` lists the ranks
-    that it is spread over. It is empty for a plain tensor."""
+    """The layout of a tensor on the ranks that have it, or want it. ``chunks`` are those of each
+    rank, by its place in the group, or ``None`` for a plain tensor. ``mesh`` lists the ranks of the
+    tensor's mesh. It is empty for a plain tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -30,18 +32,18 @@ class TensorLayout(NamedTuple):
     mesh: tuple[int, ...] = ()
 
     def on(self, ranks: Sequence[int]) -> Iterator[tuple[int, tuple[Chunk, ...]]]:
-        """Return what each of ``ranks`` has, if anything."""
+        """Yield each of ``ranks`` that has chunks, and these."""
         if self.chunks is None:
-            everything = (full_chunk(self.shape),)
-            yield from ((rank, everything) for rank in ranks)
+            chunks = (full_chunk(self.shape),)
+            yield from ((rank, chunks) for rank in ranks)
         else:
             among = set(ranks)
-            yield from (each for each in self.chunks.items() if each[0] in among)
+            yield from (item for item in self.chunks.items() if item[0] in among)
 
 
 Layouts = Mapping[str, Sequence[tuple[TensorLayout, Sequence[int]]]]
-"""By the names of tensors: how each lies, and on which ranks, in ascending order. Several where
-ranks differ."""
+"""The layouts of each tensor, by name, with the ranks that have them, in ascending order. There are
+several if ranks differ."""
 
 
 class TransferItem(NamedTuple):
@@ -58,9 +60,9 @@ class TransferItem(NamedTuple):
 
 @dataclass
 class Messages:
-    """What one rank sends to others and receives from them in a round. What it has itself is in
-    ``own``. If the round is gathered, each rank sends the same to all, and ``sends`` has that once,
-    at the place of this rank, as has ``receives``."""
+    """What one rank sends and receives in a round, by the other rank. ``own`` is copied from its
+    own chunks. In a gathered round each rank sends the same to all. Then ``sends`` and
+    ``receives`` have that once, under this rank."""
 
     own: list[TransferItem] = field(default_factory=list)
     sends: dict[int, list[TransferItem]] = field(default_factory=dict)
@@ -69,8 +71,8 @@ class Messages:
 
 @dataclass
 class TransferPlan:
-    """How tensors travel that lie in the same way: one transfer for each mesh that ranks get it
-    from. ``ranks`` is how many ranks there are."""
+    """How tensors of the same layouts travel among ``ranks`` ranks: one transfer for each mesh that
+    they come from."""
 
     shape: tuple[int, ...]
     transfers: list[MeshTransfer]
@@ -78,59 +80,56 @@ class TransferPlan:
 
     @cached_property
     def is_gathered(self) -> bool:
-        """Whether every rank wants all of it, and no two have the same."""
+        """Whether every rank wants the full tensor, and no two ranks hold the same chunk."""
         if self.ranks == 1 or len(self.transfers) != 1:
             return False
         [transfer] = self.transfers
-        asking = transfer.wants.get((full_chunk(self.shape),), ())
-        return len(asking) == self.ranks and all(
-            len(each) == 1 for each in transfer.holders.values()
+        wanting = transfer.wants.get((full_chunk(self.shape),), ())
+        return len(wanting) == self.ranks and all(
+            len(holders) == 1 for holders in transfer.holders.values()
         )
 
     @cached_property
     def send_factor(self) -> int:
-        """How many times as much as a piece the rank that has most of it may have to send."""
+        """The largest ratio of the bytes that a rank sends of a piece to the bytes of the piece."""
         numel = full_chunk(self.shape).numel
         wanted = sum(transfer.wanted_numel for transfer in self.transfers)
         most = max((transfer.max_held_numel for transfer in self.transfers), default=0)
         return max(1, -(-wanted * most // max(1, numel * numel)))
 
-    def cut(self, most: int) -> PieceSplit:
-        """Return how to cut it into pieces of about ``most`` elements."""
-        count = max(1, -(-full_chunk(self.shape).numel // most))
+    def split(self, max_numel: int) -> PieceSplit:
+        """Return how to split it into pieces of about ``max_numel`` elements."""
+        numel = full_chunk(self.shape).numel
+        count = max(1, -(-numel // max_numel))
         largest = max(
             (chunk.numel for transfer in self.transfers for chunk in transfer.holders), default=0
         )
-        if count == 1 or largest * _MANY * (1 if self.is_gathered else self._times_asked) <= most:
+        wanted = sum(transfer.wanted_numel for transfer in self.transfers)
+        copies = 1 if self.is_gathered else -(-wanted // max(1, numel))
+        if count == 1 or largest * _MIN_CHUNKS * copies <= max_numel:
             return PieceSplit(count)
         sizes = {chunk.sizes for transfer in self.transfers for chunk in transfer.holders}
-        return PieceSplit(max(slab_count(each, _part(each, count)) for each in sizes), count)
-
-    @property
-    def _times_asked(self) -> int:
-        numel = full_chunk(self.shape).numel
-        return -(-sum(transfer.wanted_numel for transfer in self.transfers) // max(1, numel))
+        return PieceSplit(max(slab_count(size, _slab_numel(size, count)) for size in sizes), count)
 
 
-_MANY = 16
+_MIN_CHUNKS = 16  # in a piece of complete chunks: so many can be divided evenly
 
 
 class PieceSplit(NamedTuple):
-    """How a tensor is cut into so many ``pieces``. Each has some of the chunks, as they follow
-    each other, where these are small. Else it has the part of one number of each chunk, cut in so
-    many ``parts``, so that all ranks that have something send some of each piece. There are more
-    pieces than that if a row is large."""
+    """How a tensor is split into ``pieces``. If chunks are small, a piece has some adjacent ones.
+    Else chunks are split into about ``parts`` slabs, and piece *i* has slab *i* of each, so that
+    all ranks that hold chunks send some of each piece. If rows are large there are more slabs."""
 
     pieces: int
     parts: int | None = None
 
 
-def _part(sizes: tuple[int, ...], parts: int) -> int:
+def _slab_numel(sizes: tuple[int, ...], parts: int) -> int:
     return max(1, -(-full_chunk(sizes).numel // parts))
 
 
 class PlannedTensor(NamedTuple):
-    """One tensor, in the dtype in which it travels."""
+    """A tensor, the dtype in which it travels, and its plan."""
 
     name: str
     dtype: torch.dtype
@@ -138,63 +137,57 @@ class PlannedTensor(NamedTuple):
 
 
 class TensorPiece(NamedTuple):
-    """A piece of a tensor."""
+    """Piece ``number`` of a tensor."""
 
     tensor: PlannedTensor
     number: int
-    cut: PieceSplit
+    split: PieceSplit
 
-    def gather(self, into: Messages) -> None:
+    def add_gathered(self, messages: Messages) -> None:
         """Add what each rank sends to all."""
         [transfer] = self.tensor.plan.transfers
         for chunk in transfer.ordered[self._places(transfer)]:
-            if (found := self._of(chunk)) is not None:
-                [sender] = transfer.holders[chunk]
-                into.receives.setdefault(sender, []).append(self._message(found))
+            [sender] = transfer.holders[chunk]
+            if items := self._items(chunk, [chunk]):
+                messages.receives.setdefault(sender, []).extend(items)
 
-    def exchange(self, into: Messages, me: int) -> None:
-        """Add what rank ``me`` sends and receives. Both sides go through chunks, and then
-        through those that are wanted of each, in the same order."""
+    def add_exchanged(self, messages: Messages, me: int) -> None:
+        """Add what rank ``me`` sends and receives. Both sides go through chunks, and then through
+        those that are wanted of each, in the same order."""
         for transfer in self.tensor.plan.transfers:
             places = self._places(transfer)
-            for chunk, wanting in between(transfer.sends(me), places):
+            for chunk, wanting in at_places(transfer.sends(me), places):
                 for wants, targets in wanting:
-                    parts = self._parts(chunk, wants)
-                    for target in targets if parts else ():
-                        into.sends.setdefault(target, []).extend(parts)
-            for chunk, (sender, wants) in between(transfer.receives(me), places):
-                parts = self._parts(chunk, wants)
+                    items = self._items(chunk, wants)
+                    for target in targets if items else ():
+                        messages.sends.setdefault(target, []).extend(items)
+            for chunk, (sender, wants) in at_places(transfer.receives(me), places):
+                items = self._items(chunk, wants)
                 if sender == me:
-                    into.own += parts
-                elif parts:
-                    into.receives.setdefault(sender, []).extend(parts)
+                    messages.own += items
+                elif items:
+                    messages.receives.setdefault(sender, []).extend(items)
 
     def _places(self, transfer: MeshTransfer) -> slice:
-        """Return which chunks of ``transfer`` the piece has some of."""
-        return slice(None) if self.cut.parts else transfer.run(self.number, self.cut.pieces)
+        """Return the places of the chunks of which the piece has some elements."""
+        return slice(None) if self.split.parts else transfer.part(self.number, self.split.pieces)
 
-    def _of(self, chunk: Chunk) -> Chunk | None:
-        """Return what of ``chunk``, which is at one of these places, is in the piece."""
-        if self.cut.parts is None:
-            return chunk
-        most = _part(chunk.sizes, self.cut.parts)
-        if self.number >= slab_count(chunk.sizes, most):
-            return None
-        return slab(chunk.sizes, most, self.number).moved(chunk.offsets)
-
-    def _parts(self, chunk: Chunk, wants: Iterable[Chunk]) -> list[TransferItem]:
-        if (found := self._of(chunk)) is None:
-            return []
-        return [self._message(both) for want in wants if (both := found & want) is not None]
-
-    def _message(self, chunk: Chunk) -> TransferItem:
-        return TransferItem(self.tensor.name, chunk, self.tensor.dtype)
+    def _items(self, chunk: Chunk, wants: Iterable[Chunk]) -> list[TransferItem]:
+        """Return what the piece has of ``chunk``, at one of its places, and of ``wants``."""
+        if self.split.parts is not None:
+            max_numel = _slab_numel(chunk.sizes, self.split.parts)
+            if self.number >= slab_count(chunk.sizes, max_numel):
+                return []
+            chunk = slab(chunk.sizes, max_numel, self.number).moved(chunk.offsets)
+        name, dtype, _ = self.tensor
+        both = (chunk & want for want in wants)
+        return [TransferItem(name, part, dtype) for part in both if part is not None]
 
 
 @dataclass
 class TransferRound:
     """Pieces that travel together. If it is ``gathered``, each rank sends the same to all.
-    ``completes`` lists the tensors of which nothing comes later."""
+    ``completes`` lists the tensors whose last piece it has."""
 
     gathered: bool
     pieces: list[TensorPiece] = field(default_factory=list)
@@ -202,77 +195,73 @@ class TransferRound:
 
     def messages(self, me: int) -> Messages:
         """Return what rank ``me`` sends and receives."""
-        found = Messages()
+        messages = Messages()
         for piece in self.pieces:
             if self.gathered:
-                piece.gather(found)
+                piece.add_gathered(messages)
             else:
-                piece.exchange(found, me)
+                piece.add_exchanged(messages, me)
         if self.gathered:
-            found.sends[me] = found.receives.get(me, [])
-        return found
+            messages.sends[me] = messages.receives.get(me, [])
+        return messages
 
 
-def whole_of(shape: Sequence[int], dtype: torch.dtype, to: torch.dtype | None) -> TensorLayout:
-    """Return all of a tensor, cast ``to`` a dtype if one is given and it has floating-point
-    numbers."""
+def full_layout(shape: Sequence[int], dtype: torch.dtype, to: torch.dtype | None) -> TensorLayout:
+    """Return the layout of a full tensor. A floating-point one is cast ``to`` a dtype, if given."""
     return TensorLayout(tuple(shape), to if to is not None and dtype.is_floating_point else dtype)
 
 
-def wants_all(has: Layouts, to: torch.dtype | None, among: Collection[int] | None) -> Layouts:
-    """Return what ranks want if each has to get all of what it has a part of, cast as by
-    :func:`whole_of`. ``among`` are the ranks that want anything, all by default."""
-    layouts: dict[tuple[object, ...], TensorLayout] = {}
+def want_all(has: Layouts, to: torch.dtype | None, among: Collection[int] | None) -> Layouts:
+    """Return the layouts that ranks want to get full tensors of all that they have, cast as by
+    :func:`full_layout`. ``among`` are the ranks that want any, all by default."""
+    full: dict[tuple[object, ...], TensorLayout] = {}
     members: dict[int, list[int]] = {}
-    found: dict[str, list[tuple[TensorLayout, Sequence[int]]]] = {}
-    for name, each in has.items():
-        for layout, ranks in each:
+    wants: dict[str, list[tuple[TensorLayout, Sequence[int]]]] = {}
+    for name, layouts in has.items():
+        for layout, ranks in layouts:
             key = id(ranks)
             if key not in members:
                 members[key] = [rank for rank in ranks if among is None or rank in among]
             if members[key]:
-                want = layouts.setdefault((layout.shape, layout.dtype), whole_of(*layout[:2], to))
-                found.setdefault(name, []).append((want, members[key]))
-    return found
+                want = full.setdefault((layout.shape, layout.dtype), full_layout(*layout[:2], to))
+                wants.setdefault(name, []).append((want, members[key]))
+    return wants
 
 
 def plan_transfers(
-    has: Layouts, wants: Layouts, ranks: int, *, strict: bool, one: bool
+    has: Layouts, wants: Layouts, ranks: int, *, strict: bool, unique_names: bool
 ) -> list[PlannedTensor]:
-    """Return how tensors travel among so many ``ranks``, in the order of ``has``.
+    """Return how tensors travel among ``ranks`` ranks, in the order of ``has``.
 
-    ``strict``: whether it is an error if nobody wants a tensor. ``one``: whether a name stands for
-    one tensor, of which those on several meshes are copies; else each rank gets that of its own
-    mesh.
+    ``strict``: whether a tensor that nobody wants is an error. ``unique_names``: whether tensors of
+    one name on several meshes are replicas. Otherwise each rank gets that of its own mesh.
 
     Raises:
-        ValueError: what ranks have and want does not go together; names each tensor.
+        ValueError: what ranks have and want does not match; names each tensor.
     """
     problems = [f"nobody has {name!r}" for name in wants if name not in has]
     if strict:
         problems += [f"nobody wants {name!r}" for name in has if name not in wants]
-    known: dict[tuple[tuple[int, int], ...], TransferPlan] = {}
-    found = []
+    plans: dict[tuple[tuple[int, int], ...], TransferPlan] = {}
+    tensors = []
     for name, layouts in has.items():
         if wanted := wants.get(name):
             try:
                 _check_same(name, "shape", [*_shapes(layouts), *_shapes(wanted)])
-                for each in (layouts, wanted):
-                    _check_same(name, "dtype", [(ranks[0], layout.dtype) for layout, ranks in each])
-                # Layouts that are sent once are one object for all tensors that lie so.
+                for side in (layouts, wanted):
+                    _check_same(name, "dtype", [(ranks[0], layout.dtype) for layout, ranks in side])
+                # Equal layouts are one object, which ranks sent once.
                 key = tuple((id(layout), id(ranks)) for layout, ranks in (*layouts, *wanted))
-                if key not in known:
-                    known[key] = _plan_transfer(name, layouts, wanted, ranks, one)
-                dtypes = layouts[0][0].dtype, wanted[0][0].dtype
-                found.append(
-                    PlannedTensor(name, min(dtypes, key=attrgetter("itemsize")), known[key])
-                )
+                if key not in plans:
+                    plans[key] = _plan_transfer(name, layouts, wanted, ranks, unique_names)
+                dtype = min(layouts[0][0].dtype, wanted[0][0].dtype, key=attrgetter("itemsize"))
+                tensors.append(PlannedTensor(name, dtype, plans[key]))
             except ValueError as error:
                 problems.append(str(error))
     if problems:
         more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise ValueError("; ".join(problems[:8]) + more)
-    return found
+    return tensors
 
 
 def _shapes(layouts: Sequence[tuple[TensorLayout, Sequence[int]]]) -> list[tuple[int, object]]:
@@ -284,7 +273,7 @@ def _plan_transfer(
     has: Sequence[tuple[TensorLayout, Sequence[int]]],
     wants: Sequence[tuple[TensorLayout, Sequence[int]]],
     ranks: int,
-    one: bool,
+    unique_names: bool,
 ) -> TransferPlan:
     shape = has[0][0].shape
     by_mesh: dict[tuple[int, ...], ChunkHolders] = {}
@@ -294,12 +283,12 @@ def _plan_transfer(
             for chunk in chunks:
                 holders.setdefault(chunk, []).append(rank)
     for holders in by_mesh.values():
-        there, all_of_it = sum(chunk.numel for chunk in holders), full_chunk(shape).numel
-        if there != all_of_it:
-            raise ValueError(f"of {name!r} ranks have {there} elements, and it has {all_of_it}")
-    # The number of the mesh from which a rank gets what it wants: its own, or else the first.
+        held, numel = sum(chunk.numel for chunk in holders), full_chunk(shape).numel
+        if held != numel:
+            raise ValueError(f"of {name!r} ranks have {held} elements, and it has {numel}")
+    # The index of the mesh from which a rank gets what it wants: its own, or else the first.
     own: dict[int, int] = {}
-    if len(by_mesh) > 1 and not one:
+    if len(by_mesh) > 1 and not unique_names:
         numbers = {mesh: number for number, mesh in enumerate(by_mesh)}
         own = {rank: numbers[layout.mesh] for layout, members in has for rank in members}
     wanted: list[dict[tuple[Chunk, ...], list[int]]] = [{} for _ in by_mesh]
@@ -314,9 +303,9 @@ def _plan_transfer(
     return TransferPlan(shape, transfers, ranks)
 
 
-def _check_same(name: str, what: str, given: Sequence[tuple[int, object]]) -> None:
+def _check_same(name: str, what: str, values_of_ranks: Sequence[tuple[int, object]]) -> None:
     first: dict[object, int] = {}
-    for rank, value in given:
+    for rank, value in values_of_ranks:
         first.setdefault(value, rank)
     if len(first) > 1:
         values = ", ".join(f"{value} on rank {rank}" for value, rank in first.items())
@@ -327,21 +316,21 @@ def plan_rounds(tensors: Iterable[PlannedTensor], max_bytes: int) -> list[Transf
     """Return the rounds in which ``tensors`` travel. In each, no rank sends or receives more than
     about ``max_bytes``."""
     rounds: list[TransferRound] = []
-    cuts: dict[tuple[int, int], PieceSplit] = {}
+    splits: dict[tuple[int, int], PieceSplit] = {}
     room = 0
     for tensor in tensors:
         gathered = tensor.plan.is_gathered
         cost = tensor.dtype.itemsize * (1 if gathered else tensor.plan.send_factor)
         key = id(tensor.plan), cost
-        if key not in cuts:
-            cuts[key] = tensor.plan.cut(max(1, max_bytes // cost))
-        cut = cuts[key]
-        nbytes = -(-full_chunk(tensor.plan.shape).numel // (cut.parts or cut.pieces)) * cost
-        for number in range(cut.pieces):
+        if key not in splits:
+            splits[key] = tensor.plan.split(max(1, max_bytes // cost))
+        split = splits[key]
+        nbytes = -(-full_chunk(tensor.plan.shape).numel // (split.parts or split.pieces)) * cost
+        for number in range(split.pieces):
             if not rounds or nbytes > room or rounds[-1].gathered != gathered:
                 rounds.append(TransferRound(gathered))
                 room = max_bytes
             room -= nbytes
-            rounds[-1].pieces.append(TensorPiece(tensor, number, cut))
+            rounds[-1].pieces.append(TensorPiece(tensor, number, split))
         rounds[-1].completes.append(tensor.name)
     return rounds

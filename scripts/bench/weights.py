@@ -51,7 +51,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_overlap
 from fsdp_overlap.weights import WeightResharder, exchange, export, export_weights, save_weights
-from fsdp_overlap.weights.exchange import plan_cache_of
+from fsdp_overlap.weights.plan_cache import plan_cache_of
 from harness import output, peaks, processes, slow_link, turns
 from harness.measurement import Measurement, Ratio
 from harness.real_models import units_of

@@ -1,4 +1,4 @@
-"""Whole weights in files of safetensors, of which each rank writes some."""
+"""Saves full weights in safetensors files, of which each rank writes some."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from torch import nn
 
 from fsdp_overlap.comm.streams import mark_enqueued, streams_of
 from fsdp_overlap.weights.exchange import WeightExchange, exchange_of
-from fsdp_overlap.weights.export import whole_weights
-from fsdp_overlap.weights.tensors import Names, checked, is_first, renamed, weights_of
-from fsdp_overlap.weights.transfer_plan import Layouts, TensorLayout, TransferRound, whole_of
+from fsdp_overlap.weights.export import full_weights
+from fsdp_overlap.weights.model_weights import Names, is_first, renamed, weights_of
+from fsdp_overlap.weights.transfer_plan import Layouts, TensorLayout, TransferRound, full_layout
 
-# Ranks share the work where each of them has a file of at least this size.
+# Several ranks write if each of them gets a file of at least this size.
 _SHARED_BYTES = 256 << 20
 _UNFINISHED = ".unfinished"
 _DTYPES = {
@@ -55,12 +55,12 @@ class _File:
 
     @property
     def unfinished(self) -> Path:
-        """Where it is while it is written."""
+        """Its path while it is written."""
         return self.path.with_name(self.path.name + _UNFINISHED)
 
     def header(self) -> bytes:
-        """Return what comes before the values: its own length, then names, dtypes, shapes and
-        places."""
+        """Return the safetensors header: its length, and the JSON of names, dtypes, shapes and
+        offsets."""
         entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
         start = 0
         for name, layout in self.weights.items():
@@ -85,7 +85,7 @@ def save_weights(
     file_bytes: int = 5 << 30,
     piece_bytes: int | None = None,
 ) -> None:
-    """Write the whole weights of a sharded model as ``transformers`` loads them: files of
+    """Write the full weights of a sharded model as ``transformers`` loads them: files of
     safetensors, and an index if there are several.
 
     Each rank writes files of its own, one weight while the next is on its way, and has no more than
@@ -109,53 +109,52 @@ def save_weights(
             different tensors of the same name, as experts. ``names`` may depend on the rank.
     """
     folder = Path(folder)
-    found = weights_of(model)
-    if not is_first(found.values()):
+    own = weights_of(model)
+    if not is_first(own.values()):
         return
-    exchange = exchange_of(model, found.values(), "save_weights")
+    exchange = exchange_of(model, own.values(), "save_weights")
 
     def find() -> Mapping[str, torch.Tensor]:
         if exchange.rank == 0:
-            _check(folder)
-        weights = checked(renamed(found, names))
+            _check_folder(folder)
+        weights = renamed(own, names)
         for name, tensor in weights.items():
-            if whole_of(tensor.shape, tensor.dtype, dtype).dtype not in _DTYPES:
+            if full_layout(tensor.shape, tensor.dtype, dtype).dtype not in _DTYPES:
                 raise ValueError(f"{name!r} is of {tensor.dtype}, which safetensors does not know")
         return weights
 
     def make(has: Layouts) -> list[TransferRound]:
-        """Let each rank want what it writes. They travel in the order of writing."""
+        """Plan that each rank gets what it writes, in the order of writing."""
         files = _files(folder, has, dtype, file_bytes, exchange.ranks)
         wants: dict[str, list[tuple[TensorLayout, list[int]]]] = {}
         for number, file in enumerate(files):
             writer = [number % exchange.ranks]
             wants.update({name: [(layout, writer)] for name, layout in file.weights.items()})
-        turns = {name: has[name] for name in _in_turns(files, exchange.ranks)}
-        tensors = exchange.plan_transfers(turns, wants, strict=True, one=True)
+        ordered = {name: has[name] for name in _in_transfer_order(files, exchange.ranks)}
+        tensors = exchange.plan_transfers(ordered, wants, strict=True, unique_names=True)
         return exchange.rounds(tensors, piece_bytes)
 
     arguments = f"dtype={dtype}, file_bytes={file_bytes}, piece_bytes={piece_bytes}"
-    alone = f", folder={str(folder)!r}"
-    weights, plan = exchange.planned(find, arguments, make, alone)
+    weights, plan = exchange.planned(find, arguments, make, f", folder={str(folder)!r}")
     exchange.check_replicas(plan.has, weights)
     files = _files(folder, plan.has, dtype, file_bytes, exchange.ranks)
     rank = exchange.rank
-    mine = files[rank :: exchange.ranks]
-    wants = {name: layout for file in mine for name, layout in file.weights.items()}
-    arriving = whole_weights(exchange, plan.rounds, weights, wants, prefetch=1)
+    own_files = files[rank :: exchange.ranks]
+    wants = {name: layout for file in own_files for name, layout in file.weights.items()}
+    arriving = full_weights(exchange, plan.rounds, weights, wants, prefetch=1)
     try:
-        _on_all(exchange, lambda: _write_files(mine, arriving))
-        _on_all(exchange, lambda: [file.unfinished.rename(file.path) for file in mine])
+        _on_all(exchange, lambda: _write_files(own_files, arriving))
+        _on_all(exchange, lambda: [file.unfinished.rename(file.path) for file in own_files])
         _on_all(exchange, lambda: _write_index(folder, files) if rank == 0 else None)
     except BaseException:
-        for file in mine:
+        for file in own_files:
             file.unfinished.unlink(missing_ok=True)
             file.path.unlink(missing_ok=True)
         raise
 
 
 def _on_all(exchange: WeightExchange, run: Callable[[], object]) -> None:
-    """Do ``run`` on each rank, and go on if all could. Collective.
+    """Call ``run`` on each rank. Collective.
 
     Raises:
         RuntimeError: a rank could not write; names it.
@@ -171,26 +170,28 @@ def _on_all(exchange: WeightExchange, run: Callable[[], object]) -> None:
             raise RuntimeError(f"{who} could not write: {error_of_rank}") from failure
 
 
-def _check(folder: Path) -> None:
+def _check_folder(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    if found := sorted(path.name for path in folder.glob("*.safetensors*")):
-        raise FileExistsError(f"{folder} has weights already, as {found[0]}: name an empty folder")
+    if existing := sorted(path.name for path in folder.glob("*.safetensors*")):
+        raise FileExistsError(
+            f"{folder} has weights already, as {existing[0]}: name an empty folder"
+        )
 
 
 def _files(
     folder: Path, has: Layouts, dtype: torch.dtype | None, file_bytes: int, ranks: int
 ) -> list[_File]:
-    """Return the files of all weights, in order. Ranks share the work if it is enough."""
-    known: dict[TensorLayout, TensorLayout] = {}
+    """Return the files of all weights, in order, at least one for each rank if they are large."""
+    same: dict[TensorLayout, TensorLayout] = {}  # so that equal layouts are one object
     weights: dict[str, TensorLayout] = {}
     for name, [(layout, _), *_] in has.items():
-        want = whole_of(layout.shape, layout.dtype, dtype)
-        weights[name] = known.setdefault(want, want)
+        want = full_layout(layout.shape, layout.dtype, dtype)
+        weights[name] = same.setdefault(want, want)
     total = sum(map(_nbytes, weights.values()))
-    most = min(file_bytes, max(_SHARED_BYTES, -(-total // ranks)))
+    max_bytes = min(file_bytes, max(_SHARED_BYTES, -(-total // ranks)))
     files = [_File()]
     for name, layout in weights.items():
-        if files[-1].weights and files[-1].nbytes + _nbytes(layout) > most:
+        if files[-1].weights and files[-1].nbytes + _nbytes(layout) > max_bytes:
             files.append(_File())
         files[-1].weights[name] = layout
         files[-1].nbytes += _nbytes(layout)
@@ -200,29 +201,29 @@ def _files(
     return files
 
 
-def _in_turns(files: list[_File], ranks: int) -> Iterator[str]:
-    """Return the order in which weights travel: each rank gets one file after the other, and all
-    ranks theirs at once."""
+def _in_transfer_order(files: list[_File], ranks: int) -> Iterator[str]:
+    """Yield the names of weights as they travel: for each rank file by file, for all ranks at the
+    same time."""
     for first in range(0, len(files), ranks):
-        turn: list[tuple[int, int, str]] = []
+        weights: list[tuple[int, int, str]] = []
         for number, file in enumerate(files[first : first + ranks]):
             starts = accumulate(map(_nbytes, file.weights.values()), initial=0)
-            turn += [(at, number, name) for at, name in zip(starts, file.weights, strict=False)]
-        yield from (name for _, _, name in sorted(turn))
+            weights += [(at, number, name) for at, name in zip(starts, file.weights, strict=False)]
+        yield from (name for _, _, name in sorted(weights))
 
 
 def _write_files(files: list[_File], arriving: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Write ``files``, whose weights come in order. A thread writes one while the next is on its
-    way. If it fails, all weights are taken all the same, because other ranks wait for what this one
-    sends meanwhile."""
+    """Write ``files``, whose weights arrive in order. A thread writes one while the next arrives.
+    If it fails, all weights are still received, because other ranks wait for what this one sends.
+    """
     try:
         with ThreadPoolExecutor(1) as writer:
             for file in files:
                 with file.unfinished.open("wb") as out:
                     writing: Future[object] = writer.submit(out.write, file.header())
                     for name in file.weights:
-                        came, weight = next(arriving)
-                        assert came == name
+                        arrived_name, weight = next(arriving)
+                        assert arrived_name == name
                         writing.result()
                         ready = mark_enqueued(weight.device)
                         writing = writer.submit(_write, out, weight, ready)
@@ -235,8 +236,8 @@ def _write_files(files: list[_File], arriving: Iterator[tuple[str, torch.Tensor]
 
 
 def _write(out: BinaryIO, weight: torch.Tensor, ready: Any) -> int:
-    """Write ``weight``, which is there after the event ``ready``. This thread has a stream of its
-    own."""
+    """Write ``weight``, which is complete at the event ``ready``. This thread has another current
+    stream."""
     if ready is not None:
         ready.wait(streams_of(weight.device).current_stream(weight.device))
     values = weight.cpu().contiguous()

@@ -1,4 +1,4 @@
-"""Which part of a tensor this rank has, as boxes of the whole tensor."""
+"""Chunks: the boxes of a tensor that ranks hold."""
 
 from __future__ import annotations
 
@@ -13,13 +13,20 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_overlap.tensor.boxes import boxes
-from fsdp_overlap.tensor.placement import RaggedShard, local_range, range_dim, tile_at, tile_of
+from fsdp_overlap.tensor.placement import (
+    RaggedShard,
+    Tile,
+    local_range,
+    range_dim,
+    tile_at,
+    tile_of,
+)
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
 from fsdp_overlap.torch_internals import StridedShard
 
 
 class Chunk(NamedTuple):
-    """A box of a tensor: where it begins and how large it is, along each dimension."""
+    """A box of a tensor, as ``ChunkStorageMetadata`` of DCP."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -29,22 +36,22 @@ class Chunk(NamedTuple):
         return prod(self.sizes)
 
     def __and__(self, other: Chunk) -> Chunk | None:
-        """Return what both have, if anything."""
+        """Return the intersection, if there is one."""
         starts = tuple(map(max, self.offsets, other.offsets))
         sizes = tuple(
-            min(mine + size, its + other_size) - start
-            for mine, size, its, other_size, start in zip(
-                self.offsets, self.sizes, other.offsets, other.sizes, starts, strict=True
+            min(offset + size, other_offset + other_size) - start
+            for offset, size, other_offset, other_size, start in zip(
+                *self, *other, starts, strict=True
             )
         )
         return Chunk(starts, sizes) if all(size > 0 for size in sizes) else None
 
     def moved(self, offsets: Sequence[int]) -> Chunk:
-        """Return the same chunk of a larger tensor, in which this tensor begins at ``offsets``."""
+        """Return the same chunk of a larger tensor in which this tensor begins at ``offsets``."""
         return Chunk(tuple(map(add, self.offsets, offsets)), self.sizes)
 
     def of(self, outer: Chunk, values: torch.Tensor) -> torch.Tensor:
-        """Return this chunk of ``values``, which are those of ``outer``, as a view."""
+        """Return a view of this chunk in ``values``, the values of the chunk ``outer``."""
         for dim, size in enumerate(self.sizes):
             if size != outer.sizes[dim]:
                 values = values.narrow(dim, self.offsets[dim] - outer.offsets[dim], size)
@@ -52,55 +59,48 @@ class Chunk(NamedTuple):
 
 
 def full_chunk(shape: Sequence[int]) -> Chunk:
-    """Return all of a tensor of ``shape``."""
+    """Return the chunk that is all of a tensor of ``shape``."""
     return Chunk((0,) * len(shape), tuple(shape))
 
 
-def slab(shape: tuple[int, ...], most: int, number: int) -> Chunk:
-    """Return one chunk of the tensor of ``shape``, cut into chunks of at most ``most`` elements,
-    but of one element at least, which follow each other in the flattened tensor."""
+def slab(shape: tuple[int, ...], max_numel: int, number: int) -> Chunk:
+    """Return chunk ``number`` of a tensor that is split into contiguous chunks of at most
+    ``max_numel`` elements, or one."""
     offsets, sizes = [], []
-    for size, step, count in reversed(_steps(shape, most)):
+    for size, step, count in reversed(_steps(shape, max_numel)):
         number, along = divmod(number, count)
         offsets.append(along * step)
         sizes.append(min(step, size - along * step))
     return Chunk(tuple(offsets[::-1]), tuple(sizes[::-1]))
 
 
-def slab_count(shape: tuple[int, ...], most: int) -> int:
-    """Return how many chunks :func:`slab` gives."""
-    return prod(count for _, _, count in _steps(shape, most))
+def slab_count(shape: tuple[int, ...], max_numel: int) -> int:
+    """Return the number of chunks of :func:`slab`."""
+    return prod(count for _, _, count in _steps(shape, max_numel))
 
 
 @lru_cache(maxsize=1024)
-def _steps(shape: tuple[int, ...], most: int) -> tuple[tuple[int, int, int], ...]:
-    """Return for each dimension its size, that of a slab, and how many slabs follow each other in
-    it."""
+def _steps(shape: tuple[int, ...], max_numel: int) -> tuple[tuple[int, int, int], ...]:
+    """Return for each dimension ``(its size, the size of a slab, the number of slabs)``."""
     rest = prod(shape)
-    found: list[tuple[int, int, int]] = []
+    steps: list[tuple[int, int, int]] = []
     is_cut = True
     for size in shape:
-        is_cut = is_cut and rest > most
+        is_cut = is_cut and rest > max_numel
         rest //= max(1, size)
-        step = max(1, most // max(1, rest)) if is_cut else max(1, size)
+        step = max(1, max_numel // max(1, rest)) if is_cut else max(1, size)
         is_cut = is_cut and step == 1
-        found.append((size, step, max(1, -(-size // step))))
-    return tuple(found)
+        steps.append((size, step, max(1, -(-size // step))))
+    return tuple(steps)
 
 
 def local_chunks(tensor: torch.Tensor) -> list[tuple[Chunk, torch.Tensor]]:
-    """Return what this rank has of ``tensor``, which may lie over ranks: chunks, and views of their
-    values."""
+    """Return the chunks of ``tensor``, sharded or not, on this rank, and views of their values."""
     if isinstance(tensor, RaggedDTensor):
         spec, local = tensor._spec, tensor._local_tensor.detach()
-        tile, (start, stop) = tile_of(spec), local_range(spec)
-        return [
-            (
-                Chunk(box.offsets, box.sizes).moved(tile.offsets),
-                local[box.start - start : box.start - start + box.numel].view(box.sizes),
-            )
-            for box in boxes(tile.shape, start, stop)
-        ]
+        chunks = _chunks_of_range(tile_of(spec), *local_range(spec))
+        parts = local.split([chunk.numel for chunk in chunks])
+        return [(chunk, part.view(chunk.sizes)) for chunk, part in zip(chunks, parts, strict=True)]
     if isinstance(tensor, DTensor):
         if tensor.device_mesh.get_coordinate() is None:
             return []
@@ -110,13 +110,19 @@ def local_chunks(tensor: torch.Tensor) -> list[tuple[Chunk, torch.Tensor]]:
     return [(full_chunk(tensor.shape), tensor.detach())] if tensor.numel() else []
 
 
+def _chunks_of_range(tile: Tile, start: int, stop: int) -> tuple[Chunk, ...]:
+    """Return the chunks of elements ``[start, stop)`` of a flattened tile, in order."""
+    return tuple(
+        Chunk(box.offsets, box.sizes).moved(tile.offsets) for box in boxes(tile.shape, start, stop)
+    )
+
+
 def chunks_by_rank(tensor: DTensor) -> Mapping[int, tuple[Chunk, ...]]:
-    """Return what each rank has of ``tensor``, in the order of its :func:`local_chunks`, by global
-    ranks: of a sharded parameter all ranks that its ranges are divided among, of another DTensor
-    all of its mesh.
+    """Return the chunks of ``tensor`` on each rank, in the order of :func:`local_chunks`, by global
+    rank: of a ``RaggedDTensor`` on the ranks along its ragged dimension, of another on all.
 
     Raises:
-        TypeError: it is placed otherwise than by shards and copies, or cut otherwise than by
+        TypeError: a placement is neither a shard nor a replica, or it is cut otherwise than by
             ``distribute_tensor``.
     """
     spec, ranks = tensor._spec, tensor.device_mesh.mesh
@@ -125,14 +131,11 @@ def chunks_by_rank(tensor: DTensor) -> Mapping[int, tuple[Chunk, ...]]:
         assert coordinate is not None
         place: list[int | slice] = list(coordinate)
         place[dim] = slice(None)
-        row, ranges = ranks[tuple(place)].tolist(), spec.placements[dim]
-        assert isinstance(ranges, RaggedShard)
+        along, placement = ranks[tuple(place)].tolist(), spec.placements[dim]
+        assert isinstance(placement, RaggedShard)
         return {
-            row[rank]: tuple(
-                Chunk(box.offsets, box.sizes).moved(tile.offsets)
-                for box in boxes(tile.shape, start, stop)
-            )
-            for rank, start, stop in ranges.ranges
+            along[rank]: _chunks_of_range(tile, start, stop)
+            for rank, start, stop in placement.ranges
         }
     if not _is_known(tensor):
         raise TypeError(
@@ -149,18 +152,18 @@ def chunks_by_rank(tensor: DTensor) -> Mapping[int, tuple[Chunk, ...]]:
 
 
 def _is_known(tensor: DTensor) -> bool:
-    """Return whether this rank's part is a box, and the one that is reckoned. A strided shard is
-    one where it is cut after, by other dimensions of the mesh, into as many parts as it says."""
-    if tensor.device_mesh.get_coordinate() is None:
-        return True  # nothing of it is here
+    """Return whether this rank's shard is the box that ``tile_at`` computes. A strided shard is one
+    if later mesh dimensions cut it into ``split_factor`` parts."""
+    mesh = tensor.device_mesh
+    if mesh.get_coordinate() is None:
+        return True  # this rank has no shard
     for dim, placement in enumerate(tensor.placements):
         if isinstance(placement, StridedShard):
-            later = [
-                tensor.device_mesh.size(other)
-                for other, each in enumerate(tensor.placements)
-                if other > dim and type(each) is Shard and each.dim == placement.dim
-            ]
-            if prod(later) != placement.split_factor:
+            parts = 1
+            for later, other in enumerate(tensor.placements[dim + 1 :], dim + 1):
+                if type(other) is Shard and other.dim == placement.dim:
+                    parts *= mesh.size(later)
+            if parts != placement.split_factor:
                 return False
         elif type(placement) is not Shard and not placement.is_replicate():
             return False

@@ -1,4 +1,4 @@
-"""Which parameters of a model are stepped by Muon, and which by AdamW."""
+"""Divides the parameters of a model into Muon's and AdamW's param groups."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ ALGORITHMS = ("muon", "adamw")
 T = TypeVar("T")
 
 
-def parameter_groups(
+def muon_param_groups(
     model: nn.Module, algorithms: Mapping[str, str], split: Mapping[str, Split]
 ) -> list[dict[str, Any]]:
-    """Return one group of parameters for each algorithm and split that occurs in ``model``. Muon's
-    groups are first.
+    """Return a param group for each algorithm and split that occurs in ``model``, Muon's first.
 
     Raises:
         ValueError: a pattern matches no parameter, an algorithm is unknown, or ``split`` names a
@@ -78,13 +77,13 @@ def _is_matrix(parameter: nn.Parameter) -> bool:
 
 
 def _by_name(names: Mapping[str, Any], patterns: Mapping[str, T], what: str) -> dict[str, T]:
-    """Return the value of each name that a pattern matches. If several match, the last one
-    counts."""
-    found = {}
+    """Return the value of each of ``names`` that a pattern matches, that of the last one if several
+    match."""
+    value_of = {}
     for pattern, value in patterns.items():
         matching = [name for name in names if fnmatchcase(name, pattern)]
         if not matching:
             some = ", ".join(list(names)[:4])
             raise ValueError(f"{what}: {pattern!r} matches no parameter; there are {some}, ...")
-        found.update(dict.fromkeys(matching, value))
-    return found
+        value_of.update(dict.fromkeys(matching, value))
+    return value_of

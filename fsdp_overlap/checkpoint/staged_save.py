@@ -1,4 +1,4 @@
-"""What an asynchronous save has still to write, and the copies that are made of it."""
+"""An asynchronous save: the shards that are not written yet, and the host copies of them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Offsets = tuple[int, ...]
 
 
 class StagingBuffers:
-    """The copies of shards that no writer has taken yet, of all saves of one stager.
+    """The host copies that no writer has taken yet, of all saves of one stager.
 
-    ``changed`` guards these and all that the saves know, and is notified when room is made.
+    ``changed`` guards these and the state of the saves, and is notified when copies are freed.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -46,29 +46,29 @@ class StagingBuffers:
             self._streams[device].wait_stream(streams_of(device).current_stream(device))
 
     def before_compute(self) -> None:
-        """Compute enqueued from now on starts after the copies made so far."""
+        """Order compute enqueued from now on after the copies made so far."""
         for device, stream in self._streams.items():
             streams_of(device).current_stream(device).wait_stream(stream)
 
     def copy(self, source: torch.Tensor) -> D2HCopy:
-        """Return a copy on the host. One from a device with streams is only enqueued, in pinned
+        """Return a copy on the host. From a device with streams it is only enqueued, into pinned
         memory."""
         stream = self._streams.get(source.device)
         pinned = stream is not None
         host = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=pinned)
         if stream is None:
             return copy_to_host(source, host)
-        # The thread of a writer has another current device. Where stream() went back to one of its
-        # streams, it would make a context there.
+        # The writer's thread has another current device, on which leaving stream() alone would make
+        # a CUDA context.
         streams = streams_of(source.device)
         with streams.device(source.device), streams.stream(stream):
-            landing = copy_to_host(source, host)
-        source.record_stream(stream)  # users may let go of an optimizer's states meanwhile
-        return landing
+            copied = copy_to_host(source, host)
+        source.record_stream(stream)  # users may free an optimizer's states meanwhile
+        return copied
 
 
 class StagedChunk:
-    """One item of a checkpoint: a part of a shard. It has its ``source`` until it is copied."""
+    """A part of a shard, one item of a checkpoint. It has its ``source`` until it is copied."""
 
     __slots__ = ("copy", "nbytes", "source")
 
@@ -79,9 +79,9 @@ class StagedChunk:
 
 
 class StagedShard:
-    """This rank's part of one sharded tensor, with the version that is saved. ``chunks`` are those
-    that the writer has not taken, by their offsets in the whole tensor, and ``given`` those that it
-    has."""
+    """This rank's shard of one tensor, with the version that is saved. ``chunks`` are those that
+    the writer has not taken, by their offsets in the full tensor, and ``given`` those that it has.
+    """
 
     def __init__(self, name: str, tensor: Sharded) -> None:
         self.name = name
@@ -103,14 +103,14 @@ class StagedShard:
             self.chunks[tuple(rows.offsets)] = StagedChunk(local)
 
     def _version(self, local: torch.Tensor) -> int:
-        # Fused ops bump no version counter, and what edits to_local() counts nowhere else.
+        # Fused ops bump no version counter, and edits of to_local() count only there.
         return local._version + (self._edits.values if self._edits is not None else 0)
 
     def is_edited(self) -> bool:
         return self._local is not None and self._version(self._local) != self._saved
 
     def drop_source(self) -> None:
-        """Let the shard be edited, and freed, from now on."""
+        """Drop the reference to the shard, which may be edited from now on."""
         self._local = None
 
     def free(self, offsets: Offsets) -> None:
@@ -123,19 +123,19 @@ class StagedShard:
 class StagedSave:
     """One asynchronous save.
 
-    Its writer takes chunk after chunk, each as a copy that is made then. Whoever edits shards calls
-    :meth:`copy_remaining` before, which copies what is left.
+    Its writer takes chunk after chunk, as a copy that is made then or was made ahead. Before shards
+    are edited, :meth:`copy_remaining` copies the chunks that are left.
     """
 
     def __init__(self, buffers: StagingBuffers) -> None:
         self._buffers = buffers
         self._shards: list[StagedShard] = []
         self._uncopied: dict[StagedChunk, None] = {}
-        """Those without a copy, in the order of writing."""
+        """The chunks without a copy, in the order of writing."""
         self._num_untaken = 0
         """The chunks that the writer has not taken."""
         self._held_bytes = [0]
-        """The bytes of copies that take up room, which is given back when this is gone."""
+        """The bytes of this save's copies in the buffers, which its finalizer subtracts."""
         finalize(self, _release_bytes, buffers, self._held_bytes).atexit = False
         self._last_taken: StagedShard | None = None
         self._all_copied = False
@@ -144,19 +144,18 @@ class StagedSave:
     def begin(self, shards: Iterable[StagedShard]) -> None:
         with self._buffers.changed:
             self._shards = list(shards)
-            self._uncopied = {
-                chunk: None for each in self._shards for chunk in each.chunks.values()
-            }
+            chunks = (chunk for shard in self._shards for chunk in shard.chunks.values())
+            self._uncopied = dict.fromkeys(chunks)
             self._num_untaken = len(self._uncopied)
             for device in {shard.device for shard in self._shards}:
                 self._buffers.after_compute(device)
             self._copy_ahead()
 
     def keep(self, planned: Mapping[StagedShard, Collection[Offsets]]) -> None:
-        """Drop the chunks that are not ``planned``: other ranks that have them write them."""
+        """Drop the chunks that are not ``planned``, which other replicas write."""
         with self._buffers.changed:
             for shard, kept in planned.items():
-                for offsets in [each for each in shard.chunks if each not in kept]:
+                for offsets in shard.chunks.keys() - kept:
                     chunk = shard.chunks.pop(offsets)
                     self._num_untaken -= 1
                     self._uncopied.pop(chunk, None)
@@ -164,7 +163,7 @@ class StagedSave:
             self._buffers.changed.notify_all()
 
     def take(self, shard: StagedShard, offsets: Offsets) -> torch.Tensor:
-        """Return a chunk in memory of its own, on the host. Called by the writer, in any thread.
+        """Return a chunk in its own memory, on the host. Called by the writer, in any thread.
 
         Raises:
             RuntimeError: the shard was edited before, or the chunk was taken before.
@@ -181,10 +180,10 @@ class StagedSave:
             buffers.changed.notify_all()
         values = copy.wait()
         with buffers.changed:
-            # Again also those before: an edit that ran meanwhile was counted at its end.
+            # The last shard too, since an edit is counted when it ends, and at the end all.
             recent = (shard, self._last_taken or shard)
-            for each in recent if self._num_untaken else self._shards:
-                self._check_for_edit(each)
+            for checked in recent if self._num_untaken else self._shards:
+                self._check_for_edit(checked)
             self._last_taken = shard
             self._raise_failure()
             shard.given[offsets] = values
@@ -192,7 +191,7 @@ class StagedSave:
         return values
 
     def peek(self, shard: StagedShard, offsets: Offsets) -> torch.Tensor:
-        """Return the values of a chunk that is still to be taken.
+        """Return the values of a chunk that is not taken yet.
 
         Raises:
             RuntimeError: as :meth:`take`.
@@ -207,8 +206,8 @@ class StagedSave:
         return values
 
     def copy_remaining(self) -> None:
-        """Copy what is left, so that shards may be edited. Wait for the writer where there is no
-        room for copies. On a device with streams it is compute that waits for copies."""
+        """Copy what is left, so that shards may be edited. If there is no room for copies, wait for
+        the writer. On a device with streams, compute waits for the copies."""
         buffers = self._buffers
         with buffers.changed:
             if self._all_copied:
@@ -216,7 +215,7 @@ class StagedSave:
             for shard in self._shards:
                 self._check_for_edit(shard)
         while self._uncopied:
-            with buffers.changed:  # for one chunk, so that the writer can take others
+            with buffers.changed:  # for one chunk at a time, so that the writer can take others
                 chunk = next(iter(self._uncopied), None)
                 if chunk is None:
                     break
@@ -231,7 +230,7 @@ class StagedSave:
                 shard.drop_source()
 
     def release_after(self, thread: threading.Thread) -> None:
-        """Release everything when ``thread``, which saves, has ended: it may have failed."""
+        """Release everything when ``thread``, which saves, has ended: it may fail."""
         me = ref(self)
 
         def watch() -> None:
@@ -259,7 +258,7 @@ class StagedSave:
         return shard.chunks[offsets]
 
     def _copy_of(self, chunk: StagedChunk) -> D2HCopy:
-        """Return the copy that was made of ``chunk``, or a new one that nothing counts."""
+        """Return the copy of ``chunk``, or a new one that is not counted."""
         if chunk.copy is not None:
             return chunk.copy
         assert chunk.source is not None
@@ -278,7 +277,7 @@ class StagedSave:
             self._buffers.nbytes -= chunk.nbytes
 
     def _copy_ahead(self) -> None:
-        """Copy ahead where copies run beside compute, and so need not wait for the writer."""
+        """Copy ahead of the writer on devices with streams, where copies overlap with compute."""
         while chunk := next(iter(self._uncopied), None):
             assert chunk.source is not None
             if not has_streams(chunk.source.device) or not self._buffers.fits(chunk.nbytes):
