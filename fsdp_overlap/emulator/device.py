@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
@@ -172,6 +174,8 @@ class EmulatedDevice:
         self._turns = [0] * PRIORITIES
         self._memories: dict[int, TrackedMemory] = {}
         self._blocks: dict[TrackedMemory, MemoryBlock] = {}
+        self._dead: deque[TrackedMemory] = deque()
+        """Memory of storages that are gone, which is not given back yet."""
 
     # Threads
 
@@ -314,16 +318,28 @@ class EmulatedDevice:
         if not is_async:
             self.run(operation)
             return None
-        caller, stream = self.current, self.stream_of(group.group_name)
+        with self.on_stream_of(group.group_name) as stream:
+            self.run(operation)
+        return self.keep(stream, (*reads, *writes))
+
+    @contextmanager
+    def on_stream_of(self, group: str) -> Iterator[Queue]:
+        """Enqueue on the stream of a group, after what is enqueued on the current one."""
+        caller, stream = self.current, self.stream_of(group)
         self.wait(stream, self.mark(caller))
         self.current = stream
         try:
-            self.run(operation)
+            yield stream
         finally:
             self.current = caller
-        enqueued = EnqueuedCollective(self, self.mark(stream), (*reads, *writes))
+
+    def keep(self, stream: Queue, tensors: Sequence[torch.Tensor]) -> EnqueuedCollective:
+        """Keep the tensors of the collective that was enqueued last on ``stream``, also where the
+        program drops them without a wait. Drop those of others that are done."""
+        enqueued = EnqueuedCollective(self, self.mark(stream), tensors)
         if not stream.is_captured:  # else nobody may ask
-            self._in_flight = {each for each in self._in_flight if not self.is_done(each.moment)}
+            for other in [one for one in self._in_flight if self.is_done(one.moment)]:
+                self._drop(other)
             self._in_flight.add(enqueued)
         return enqueued
 
@@ -334,6 +350,9 @@ class EmulatedDevice:
     def land(self, enqueued: EnqueuedCollective) -> None:
         """Let the current stream wait for a collective. Its tensors are kept no longer."""
         self.wait(self.current, enqueued.moment)
+        self._drop(enqueued)
+
+    def _drop(self, enqueued: EnqueuedCollective) -> None:
         self._in_flight.discard(enqueued)
         enqueued.kept = ()
 
@@ -406,15 +425,15 @@ class EmulatedDevice:
                 raise RuntimeError(str(found))
 
     def release_after(self, tensor: torch.Tensor, stream: Queue) -> None:
-        """Keep the memory, as ``Tensor.record_stream`` does, until ``stream`` is done with it. the
-        memory is not used again before ``stream`` is done with it. Its own stream need not be
-        waited for."""
+        """Keep the memory, as ``Tensor.record_stream`` does, until ``stream`` is done with it. Its
+        own stream need not be waited for."""
         memory = self.memory_of(tensor)
         block = self._blocks.get(memory)
         if block is None or block.stream != stream.index:
             memory.waited_for.add(stream)
 
     def _give(self, memory: TrackedMemory, nbytes: int) -> None:
+        self._take_from_dead()
         if memory.is_on_device and nbytes:
             if self.allocating is not None:
                 self.allocating(nbytes)
@@ -437,11 +456,20 @@ class EmulatedDevice:
         if block is not None:
             self.allocator.give_back(block, left, used, lambda: all(map(self.is_done, moments)))
 
-    @_locked
     def _forget(self, key: int, memory: TrackedMemory) -> None:
+        """Give back the memory of a storage that is gone. The garbage collector may call this in
+        the middle of another method of the same thread, such as one that looks for free memory;
+        then the next allocation gives it back."""
         if self._memories.get(key) is memory:
             del self._memories[key]
-        self._take(memory)
+        self._dead.append(memory)
+        if not self.lock._is_owned():  # type: ignore[attr-defined]
+            with self.lock:
+                self._take_from_dead()
+
+    def _take_from_dead(self) -> None:
+        while self._dead:
+            self._take(self._dead.popleft())
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
