@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_overlap.emulator.allocator import Allocator, MemoryBlock, MemPool
-from fsdp_overlap.emulator.findings import Finding, Sync, place
+from fsdp_overlap.emulator.findings import Finding, Sync, call_site
 from fsdp_overlap.emulator.memory import Access, TrackedMemory
 from fsdp_overlap.emulator.queues import Moment, Queue
 
@@ -58,7 +58,7 @@ class EnqueuedCollective:
 
     def wait(self) -> None:
         """Let the current stream wait for the collective. The host goes on."""
-        self.device.land(self)
+        self.device.wait_for(self)
 
 
 class OperatorCall(NamedTuple):
@@ -196,7 +196,7 @@ class EmulatedDevice:
         """Use the device of this number on this thread, or its current one."""
         index = self.of_thread.index if index is None else index
         if index != self.index:
-            text = f"makes a context on device {index} ({place()}): this one is {self.index}"
+            text = f"makes a context on device {index} ({call_site()}): this one is {self.index}"
             self.findings.append(Finding("context", text))
 
     # Order
@@ -243,7 +243,7 @@ class EmulatedDevice:
     def wait_on_host(self, moment: Moment, operation: str, is_promised: bool = True) -> None:
         """Make the host wait for ``moment``. A wait that nobody has promised takes time, and orders
         nothing."""
-        self.syncs.append(Sync(operation, place()))
+        self.syncs.append(Sync(operation, call_site()))
         self.host.learn(moment.clock if is_promised else {}, moment.ends)
 
     @_locked
@@ -280,7 +280,7 @@ class EmulatedDevice:
         """Note that an operation on ``queue`` reads or writes ``tensors``."""
         if not tensors:
             return
-        where, stamp = place(), queue.add()
+        where, stamp = call_site(), queue.add()
         for tensor in tensors:
             memory = self.memory_of(tensor)
             access = Access(stamp, name, where, is_write, *extent(tensor))
@@ -347,7 +347,7 @@ class EmulatedDevice:
         """Make the host wait for a barrier, a collective that is enqueued on the current stream."""
         self.wait_on_host(self.mark(self.current), "barrier")
 
-    def land(self, enqueued: EnqueuedCollective) -> None:
+    def wait_for(self, enqueued: EnqueuedCollective) -> None:
         """Let the current stream wait for a collective. Its tensors are kept no longer."""
         self.wait(self.current, enqueued.moment)
         self._drop(enqueued)
@@ -420,7 +420,7 @@ class EmulatedDevice:
         for tensor in tensors:
             memory = self._memories.get(tensor.untyped_storage()._cdata)
             if memory is not None and memory.is_freed and tensor.numel():
-                found = Finding("freed", f"{operation} uses memory that is freed ({place()})")
+                found = Finding("freed", f"{operation} uses memory that is freed ({call_site()})")
                 self.findings.append(found)
                 raise RuntimeError(str(found))
 

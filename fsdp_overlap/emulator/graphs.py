@@ -25,7 +25,7 @@ from fsdp_overlap.emulator import torch_module
 from fsdp_overlap.emulator.allocator import MemoryBlock, MemPool
 from fsdp_overlap.emulator.device import EmulatedDevice, IssuedCollective, Operation, extent
 from fsdp_overlap.emulator.dispatch import tensors_in
-from fsdp_overlap.emulator.findings import Finding, place
+from fsdp_overlap.emulator.findings import Finding, call_site
 from fsdp_overlap.emulator.memory import Access, TrackedMemory
 from fsdp_overlap.emulator.queues import Clock, Moment, Queue, Stamp
 from fsdp_overlap.emulator.torch_module import Stream, active, synchronize
@@ -45,7 +45,8 @@ class CapturedMoment:
 
     def _refuse(self) -> NoReturn:
         raise RuntimeError(
-            f"cudaErrorCapturedEvent: an event is used that was recorded in a capture ({place()})"
+            "cudaErrorCapturedEvent: an event is used that was recorded in a capture "
+            f"({call_site()})"
         )
 
     @property
@@ -159,7 +160,7 @@ class Capture:
         queue.is_captured = True
 
     def _fail(self, error: str, why: str) -> NoReturn:
-        self.failure = f"{error}: {why} ({place()})"
+        self.failure = f"{error}: {why} ({call_site()})"
         raise RuntimeError(self.failure)
 
     # In place of the device's methods, each of which comes first
@@ -184,7 +185,7 @@ class Capture:
         ]
         issued = self.device.issued[-1] if operation.group is not None else None
         call, has_grad = self._call_of(operation), torch.is_grad_enabled()
-        node = Node(queue, clock, operation.name, place(), accesses, call, issued, has_grad)
+        node = Node(queue, clock, operation.name, call_site(), accesses, call, issued, has_grad)
         self.nodes.append(node)
 
     def mark(self, mark: Any, queue: Queue) -> Any:
@@ -419,7 +420,7 @@ class CUDAGraph:
         for index, tick in _replayed.setdefault(self.pool(), {}).items():
             if index not in mine and not launch.knows(Stamp(index, tick)):
                 text = (
-                    f"a graph is replayed ({place()}) that shares its pool with another one; "
+                    f"a graph is replayed ({call_site()}) that shares its pool with another one; "
                     f"nothing orders it after the replay of that, on {device.queues[index].name}"
                 )
                 device.findings.append(Finding("reuse", text))

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import torch
 
-from fsdp_overlap.emulator.findings import place, placing
+from fsdp_overlap.emulator.findings import attributed_to, call_site
 from fsdp_overlap.torch_internals import (
     DisableTorchFunction,
     DisableTorchFunctionSubclass,
@@ -87,7 +87,7 @@ def _carried() -> Callable[[Call], Any]:
     elif not is_torch_function_enabled():
         disabled = DisableTorchFunctionSubclass
     autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-    where = place()
+    where = call_site()
 
     def run(call: Call) -> Any:
         with ExitStack() as stack:
@@ -100,7 +100,7 @@ def _carried() -> Callable[[Call], Any]:
             enabled, dtype = autocast
             stack.enter_context(torch.autocast("cpu", dtype, enabled=enabled))
             stack.enter_context(disabled())
-            stack.enter_context(placing(where))
+            stack.enter_context(attributed_to(where))
             return call()
 
     return run

@@ -21,13 +21,12 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from harness import output, peaks, processes, slow_link
+from harness import options, output, peaks, processes, slow_link, turns
 from harness.measurement import Figure, Measurement, Ratio
 
 MIB = 2**20
@@ -265,20 +264,9 @@ def call(b: Buffers, kind: str, candidate: Candidate) -> tuple[float, float, flo
 
 def peak_extra(b: Buffers, kind: str, candidate: Candidate) -> float:
     """MiB by which this rank's resident memory peaks above where it stood before the call."""
-
-    def status(field: str) -> float:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(field + ":"):
-                return float(line.split()[1]) / 1024
-        raise KeyError(field)
-
     prepare(b, kind)
     b.shard.fill_(0.0)
-    dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak (VmHWM), see proc(5)
-    before = status("VmRSS")
-    candidate(b)()
-    return status("VmHWM") - before
+    return turns.weighed(lambda: candidate(b)(), MIB)()
 
 
 # Samples of each candidate, by what was measured, by kind: gather or reduce.
@@ -302,10 +290,7 @@ def run_rank(args: argparse.Namespace) -> None:
             found[kind] = {EXTRA: extra}
         else:
             found[kind] = time_candidates(args, b, kind, candidates)
-    if rank == 0:
-        processes.report(found)
-    dist.barrier()
-    dist.destroy_process_group()
+    processes.finish(found)
 
 
 def time_candidates(
@@ -350,21 +335,16 @@ def compare(args: argparse.Namespace, found: dict[str, Found]) -> Measurement:
                 figures += output.figures_of(f"{where}: {what}", unit, measured[what])
             chosen, plain = CHOSEN[kind]
             ratios.append(Ratio.between(f"{where}: {TIME}", chosen, plain, measured[TIME]))
-    about = f"torch {torch.__version__}, {args.mib:g} MiB of float32; {args.rounds} rounds"
-    settings = {"torch": torch.__version__, "mib": args.mib, "rounds": args.rounds}
-    return Measurement(about, settings, output.repeated_argv(), figures, ratios)
+    about = f"{args.mib:g} MiB of float32; {args.rounds} rounds"
+    return options.measurement(args, about, figures, ratios)
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options.parser(
+        __doc__, rate="2gbit", no_limit=False, rounds=15, warmup=2, timeout=300.0
+    )
     parser.add_argument("--mib", type=float, default=25.0, help="full buffer, in MiB of fp32")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="loopback runs")
-    parser.add_argument("--rate", default="2gbit", help="of the limited link, in tc's words")
-    parser.add_argument("--no-limit", action="store_true", help="leave the limited link out")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds, per launch")
-    output.add_outputs(parser)
     return parser.parse_args()
 
 

@@ -45,7 +45,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_overlap import RaggedDTensor, optim
-from harness import output, turns
+from harness import options, output, turns
 from harness.measurement import Measurement, Ratio
 from host_overhead import ROWS, build, profile, shard_fsdp2, shard_ours, timed
 
@@ -240,12 +240,7 @@ def check(candidates: Mapping[str, Candidate], reference: nn.Module) -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--blocks", type=int, default=32)
-    parser.add_argument("--width", type=int, default=32)
-    parser.add_argument("--world-size", type=int, default=8, help="of the fake process group")
-    parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--warmup", type=int, default=10, help="rounds thrown away")
+    parser = options.parser(__doc__, blocks=32, width=32, world_size=8, rounds=100, warmup=10)
     parser.add_argument(
         "--fresh-gradients",
         action="store_true",
@@ -257,7 +252,6 @@ def parse() -> argparse.Namespace:
         choices=[*STEPS, *CLIPS],
         help=f"print a profile of this one instead: {', '.join([*STEPS, *CLIPS])}",
     )
-    output.add_outputs(parser)
     return parser.parse_args()
 
 
@@ -305,17 +299,9 @@ def measurement_of(
     """`measured`: microseconds of each step and each clip, by key."""
     renewed = "gradients of a new backward each" if args.fresh_gradients else "gradients kept"
     about = (
-        f"torch {torch.__version__}, {args.blocks} blocks of 14 parameters, width {args.width}, "
+        f"{args.blocks} blocks of 14 parameters, width {args.width}, "
         f"fake world of {args.world_size}, {renewed}, {args.rounds} rounds"
     )
-    settings = {
-        "torch": torch.__version__,
-        "blocks": args.blocks,
-        "width": args.width,
-        "world_size": args.world_size,
-        "fresh_gradients": args.fresh_gradients,
-        "rounds": args.rounds,
-    }
     clips = measured["clip"]
     faster_clip = min(CLIP_REFERENCES, key=lambda key: statistics.median(clips[key]))
     figures, ratios = [], []
@@ -338,7 +324,7 @@ def measurement_of(
     named = {system.name: measured["step"][key] for key, system in STEPS.items()}
     same_form = (STEPS[key].name for key in ("ours-adamw", "fsdp2-adamw-fused"))
     ratios.append(Ratio.between("step", *same_form, named, at_most=0.06))
-    return Measurement(about, settings, output.repeated_argv(), figures, ratios)
+    return options.measurement(args, about, figures, ratios)
 
 
 if __name__ == "__main__":
