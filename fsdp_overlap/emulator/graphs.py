@@ -512,29 +512,22 @@ def _bound(node: Node, tensor: Callable[[View], torch.Tensor]) -> Callable[[], N
     return run
 
 
-class graph:  # noqa: N801 (named as in torch.cuda)
-    """Works like ``torch.cuda.graph``."""
-
-    def __init__(
-        self,
-        cuda_graph: CUDAGraph,
-        pool: MemPool | None = None,
-        stream: Stream | None = None,
-        capture_error_mode: str = "global",
-    ) -> None:
-        self._graph = cuda_graph
-        self._options = pool, capture_error_mode
-        self._stream = torch_module.stream(stream or Stream())
-
-    def __enter__(self) -> None:
-        synchronize()
-        torch_module.empty_cache()
-        self._stream.__enter__()
-        self._graph.capture_begin(*self._options)
-
-    def __exit__(self, *error: Any) -> None:
-        self._graph.capture_end()
-        self._stream.__exit__(*error)
+@contextmanager
+def graph(
+    cuda_graph: CUDAGraph,
+    pool: MemPool | None = None,
+    stream: Stream | None = None,
+    capture_error_mode: str = "global",
+) -> Iterator[None]:
+    """Work like ``torch.cuda.graph``."""
+    synchronize()
+    torch_module.empty_cache()
+    with torch_module.stream(stream or Stream()):
+        cuda_graph.capture_begin(pool, capture_error_mode)
+        try:
+            yield
+        finally:
+            cuda_graph.capture_end()
 
 
 def graph_pool_handle() -> MemPool:

@@ -106,42 +106,36 @@ def reduce_to_each(b: Buffers) -> Finish:
     return finish
 
 
-def reduce_all_to_all_sum(b: Buffers) -> Finish:
-    received = torch.empty_like(b.full)
-    work = dist.all_to_all_single(received, b.full, async_op=True)
+def reduce_by_all_to_all(add_up: Callable[[torch.Tensor, torch.Tensor], object]) -> Candidate:
+    """`add_up` gives the sum, or the mean, of the rows of what was received."""
 
-    def finish() -> None:
-        _wait([work])
-        torch.sum(received.view(b.world_size, -1), dim=0, out=b.shard)
-        b.shard.div_(b.world_size)
+    def issue(b: Buffers) -> Finish:
+        received = torch.empty_like(b.full)
+        work = dist.all_to_all_single(received, b.full, async_op=True)
 
-    return finish
+        def finish() -> None:
+            _wait([work])
+            add_up(received.view(b.world_size, -1), b.shard)
 
+        return finish
 
-def reduce_all_to_all_mean(b: Buffers) -> Finish:
-    received = torch.empty_like(b.full)
-    work = dist.all_to_all_single(received, b.full, async_op=True)
-
-    def finish() -> None:
-        _wait([work])
-        torch.mean(received.view(b.world_size, -1), dim=0, out=b.shard)
-
-    return finish
+    return issue
 
 
-def reduce_all_to_all_add(b: Buffers) -> Finish:
-    received = torch.empty_like(b.full)
-    work = dist.all_to_all_single(received, b.full, async_op=True)
+def sum_of_rows(rows: torch.Tensor, out: torch.Tensor) -> None:
+    torch.sum(rows, dim=0, out=out).div_(len(rows))
 
-    def finish() -> None:
-        _wait([work])
-        first, second, *rest = received.view(b.world_size, -1).unbind()
-        torch.add(first, second, out=b.shard)
-        for piece in rest:
-            b.shard.add_(piece)
-        b.shard.div_(b.world_size)
 
-    return finish
+def mean_of_rows(rows: torch.Tensor, out: torch.Tensor) -> None:
+    torch.mean(rows, dim=0, out=out)
+
+
+def add_rows(rows: torch.Tensor | list[torch.Tensor], out: torch.Tensor) -> None:
+    first, second, *rest = rows
+    torch.add(first, second, out=out)
+    for row in rest:
+        out.add_(row)
+    out.div_(len(rows))
 
 
 def reduce_two_all_to_alls(b: Buffers) -> Finish:
@@ -168,11 +162,7 @@ def reduce_two_all_to_alls(b: Buffers) -> Finish:
 
     def finish() -> None:
         _wait(works)
-        first, second, *rest = [*received[:before], b.slices[b.rank], *received[before:]]
-        torch.add(first, second, out=b.shard)
-        for piece in rest:
-            b.shard.add_(piece)
-        b.shard.div_(b.world_size)
+        add_rows([*received[:before], b.slices[b.rank], *received[before:]], b.shard)
 
     return finish
 
@@ -204,9 +194,9 @@ GATHERS: dict[str, Candidate] = {
 REDUCES: dict[str, Candidate] = {
     "reduce_scatter_tensor": reduce_scatter_tensor,
     "reduce per slice": reduce_to_each,
-    "all_to_all + sum(dim=0)": reduce_all_to_all_sum,
-    "all_to_all + mean(dim=0)": reduce_all_to_all_mean,
-    "all_to_all + add": reduce_all_to_all_add,
+    "all_to_all + sum(dim=0)": reduce_by_all_to_all(sum_of_rows),
+    "all_to_all + mean(dim=0)": reduce_by_all_to_all(mean_of_rows),
+    "all_to_all + add": reduce_by_all_to_all(add_rows),
     "two all_to_alls + add": reduce_two_all_to_alls,
     "isend / irecv + add": reduce_send_receive,
 }
