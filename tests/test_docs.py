@@ -221,12 +221,14 @@ def test_every_printed_command_has_its_script_and_options(page: Path) -> None:
             continue
         source = path.read_text()
         if script == "scripts/train.sh":
-            source = (ROOT / "fsdp_overlap" / "cli" / "main.py").read_text() + "--help"
+            cli = ROOT / "fsdp_overlap" / "cli"
+            source = (cli / "main.py").read_text() + (cli / "config.py").read_text() + "--help"
         if script == "scripts/gpu_suite.sh":
             source += (ROOT / "scripts" / "bench" / "gpu_suite.py").read_text()
-        if "loopback.parse(" in source:
-            source += (path.parent / "harness" / "loopback.py").read_text()
-        if "add_outputs(parser)" in source:
+        if common := re.search(r"options\.parser\([^)]*\)", source):
+            names = re.findall(r"(\w+)=", common[0])
+            source += " ".join("--" + name.replace("_", "-") for name in names)
+        if common or "add_outputs(parser)" in source:
             source += "--json --plot"
         for option in (argument for argument in arguments if argument.startswith("--")):
             name = option.removeprefix("--").replace("-", "_")

@@ -3,26 +3,33 @@ that relies on it is found, and a right one is not. `docs/emulated_device.md` ha
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch.autograd import Variable
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_overlap.emulator import (
     EmulatedDevice,
     Stream,
+    allocator,
     current_stream,
     fake_ranks,
     running,
     stream,
 )
 from fsdp_overlap.emulator.allocator import MemPool
+from fsdp_overlap.emulator.threads import DeviceThread
 from support.emulated import HERE, Seconds, kinds
 from support.nccl_like import BACKEND, NcclLikeGroup, unseen
 from support.ranks import run_ranks
@@ -711,6 +718,18 @@ def test_its_tensors_are_kept_until_it_is_waited_for(device: EmulatedDevice) -> 
     assert kinds(device) == ["reuse"]
 
 
+def test_the_output_of_a_functional_one_is_kept_and_no_later_tensor_is_taken_for_it() -> None:
+    # Of torch's own group, whose work keeps nothing.
+    with fake_ranks(4, "cpu:fake,emulated:fake"), running(EmulatedDevice()) as device:
+        funcol.all_reduce(torch.ones(1 << 20, device=HERE), "sum", dist.group.WORLD)
+        for _ in range(2):  # in its memory and at its address, if it is gone
+            funcol.wait_tensor(torch.ones(1 << 20, device=HERE))
+        assert not device.findings
+        torch.accelerator.synchronize()
+        funcol.all_reduce(torch.ones(128, device=HERE), "sum", dist.group.WORLD).wait()
+        assert device.allocator.allocated < 1 << 20
+
+
 @pytest.mark.usefixtures("ranks")
 def test_tensors_of_one_that_nobody_waits_for_are_kept_until_it_is_done(
     device: EmulatedDevice,
@@ -938,3 +957,47 @@ def test_memory_of_an_expandable_segment_is_used_again_too_early() -> None:
         del tensor
         torch.ones(30 << 20, dtype=torch.uint8, device=HERE)  # its pages, and more
         assert kinds(device) == ["reuse"]
+
+
+def test_the_thread_of_the_device_keeps_nothing_once_the_caller_goes_on() -> None:
+    thread = DeviceThread("a thread", lambda: None)
+    goes_on = threading.Event()
+
+    def stall(future: Future[Any], result: Any) -> None:
+        set_result(future, result)
+        goes_on.wait(60)
+
+    set_result = Future.set_result
+    given = torch.ones(2)
+    kept = weakref.ref(given)
+    with patch.object(Future, "set_result", stall):
+        made = thread.run(partial(torch.neg, given))
+        del given
+        assert kept() is None
+        kept = weakref.ref(made)
+        del made
+        assert kept() is None
+        goes_on.set()
+        thread.end()
+
+
+def test_garbage_that_is_collected_while_memory_is_looked_for_is_freed_later(
+    device: EmulatedDevice,
+) -> None:
+    first, second = (torch.ones(1 << 10, device=HERE) for _ in range(2))
+    del second
+    garbage = [first]
+    garbage.append(garbage)
+    del first, garbage
+
+    def merge_after_a_collection(*args: Any) -> None:
+        gc.collect()
+        merge(*args)
+
+    merge = allocator._merge
+    with patch.object(allocator, "_merge", merge_after_a_collection):
+        third = torch.ones(1 << 10, device=HERE)
+    del third
+    torch.ones(1, device=HERE)
+    assert device.allocator.allocated == 0
+    assert not device.findings

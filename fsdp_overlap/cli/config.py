@@ -1,7 +1,12 @@
 """What a training run was asked to do."""
 
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from fsdp_overlap.cli.output import BadInput
 
@@ -12,40 +17,48 @@ GATHER_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Raises BadInput if such a run is impossible.
+    """The options of a run, which `resume` does not change. Raises BadInput if such a run is
+    impossible."""
 
-    lr: the peak; by default the optimizer's in BEST_LR.
-    data: a file or a folder of text; None for the standard library's sources.
-    batch_size: sequences per rank and step, those of all microbatches. seq_len: bytes per sequence.
-    zero_stage: what is sharded between steps, as in `set_zero_stage`.
-    microbatches: equal parts of a rank's sequences, each with a forward and backward of its own.
-    prefetch: how many all-gathers may run ahead of compute.
-    gather_dtype: the codes of weights in all-gathers, one of GATHER_DTYPES; None for those of
-        compute.
-    eval_every: steps between validations. log_every: steps between lines of metrics.
-    save_every: steps between checkpoints. keep: how many of them are kept.
-    """
-
-    out: Path
-    data: Path | None = None
-    steps: int = 160
-    batch_size: int = 4
-    seq_len: int = 128
-    layers: int = 6
-    width: int = 192
-    heads: int = 6
-    optimizer: str = "adamw"
-    lr: float | None = None
-    seed: int = 0
-    zero_stage: int = 3
-    microbatches: int = 1
-    prefetch: int = 1
-    dtype: str = "float32"
-    gather_dtype: str | None = None
-    eval_every: int = 40
-    log_every: int = 5
-    save_every: int = 40
-    keep: int = 2
+    out: Annotated[Path, typer.Option(help="Run folder [default: runs/<timestamp>].")]
+    data: Annotated[
+        Path | None,
+        typer.Option(help="File or folder of text [default: the standard library's sources]."),
+    ] = None
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 160
+    batch_size: Annotated[int, typer.Option(help="Sequences per rank and step.")] = 4
+    microbatches: Annotated[
+        int, typer.Option(help="Equal parts of these sequences, trained one after the other.")
+    ] = 1
+    seq_len: Annotated[int, typer.Option(help="Bytes per sequence.")] = 128
+    layers: Annotated[int, typer.Option(help="Blocks, each a unit of its own.")] = 6
+    width: Annotated[int, typer.Option(help="Width of the residual stream.")] = 192
+    heads: Annotated[int, typer.Option(help="Attention heads.")] = 6
+    optimizer: Annotated[str, typer.Option(help="adamw or muon.")] = "adamw"
+    lr: Annotated[
+        float | None,
+        typer.Option(help="Peak learning rate [default: 0.003 for adamw, 0.01 for muon]."),
+    ] = None
+    seed: Annotated[int, typer.Option(help="Seed of weights and batches.")] = 0
+    zero_stage: Annotated[
+        int,
+        typer.Option(
+            help="3 shards everything; 2 keeps full parameters between steps; 1 keeps full "
+            "gradients too, between microbatches."
+        ),
+    ] = 3
+    prefetch: Annotated[int, typer.Option(help="All-gathers that may run ahead of compute.")] = 1
+    dtype: Annotated[str, typer.Option(help="Compute in float32 or bfloat16.")] = "float32"
+    gather_dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Gather matrices in float8_e4m3fn, float8_e5m2 or int8 [default: as computed in]."
+        ),
+    ] = None
+    eval_every: Annotated[int, typer.Option(help="Steps between validations.")] = 40
+    log_every: Annotated[int, typer.Option(help="Steps between lines of metrics.")] = 5
+    save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 40
+    keep: Annotated[int, typer.Option(help="Checkpoints to keep.")] = 2
 
     def __post_init__(self) -> None:
         at_least_one = (
@@ -97,6 +110,24 @@ class TrainConfig:
                 f"--width {self.width} cannot be split into --heads {self.heads} of an even size; "
                 f"{advice}"
             )
+
+
+def takes_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command that takes `**options` an option for each field of TrainConfig. None of them
+    is required."""
+    signature = inspect.signature(command)
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    taken = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None if field.default is MISSING else field.default,
+            annotation=field.type,
+        )
+        for field in fields(TrainConfig)
+    ]
+    vars(command)["__signature__"] = signature.replace(parameters=[*own, *taken])
+    return command
 
 
 def _option(field: str) -> str:

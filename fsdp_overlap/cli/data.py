@@ -54,9 +54,8 @@ def load_text(data: Path | None, seq_len: int) -> Text:
 
 
 def split_text(text: bytes) -> tuple[Tensor, Tensor]:
-    """Return every tenth piece for validation and the others for training, as uint8 tensors `[n]`.
-    Every tenth piece is for validation; pieces are small, so that it samples the whole text and not
-    just its end."""
+    """Return the bytes for training and those for validation, each a uint8 tensor `[n]`. Every
+    tenth piece is for validation; pieces are small, so that they sample all of the text."""
     rounds = math.ceil(len(text) / (10 * _MAX_BYTES_OF_A_PIECE))
     size = max(1, len(text) // max(1, 10 * rounds))
     pieces = [text[i : i + size] for i in range(0, len(text), size)]

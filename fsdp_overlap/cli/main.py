@@ -2,10 +2,10 @@
 
 import os
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from fsdp_overlap.checkpoint import CheckpointError, read_metadata
 from fsdp_overlap.cli.checkpoints import Checkpoints, how_to_go_on
-from fsdp_overlap.cli.config import TrainConfig
+from fsdp_overlap.cli.config import TrainConfig, takes_options
 from fsdp_overlap.cli.data import load_text, unigram_entropy
 from fsdp_overlap.cli.doctor import doctor as examine
 from fsdp_overlap.cli.export import export as export_checkpoint
@@ -34,53 +34,13 @@ app = typer.Typer(
 
 
 @app.command()
+@takes_options
 def train(
     context: typer.Context,
-    data: Annotated[
-        Path | None,
-        typer.Option(help="File or folder of text [default: the standard library's sources]."),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Run folder [default: runs/<timestamp>].")
-    ] = None,
     ranks: Annotated[
         int | None, typer.Option(help="Ranks to start [default: one per GPU, else 2].")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, or an accelerator as cuda.")] = "auto",
-    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 160,
-    batch_size: Annotated[int, typer.Option(help="Sequences per rank and step.")] = 4,
-    microbatches: Annotated[
-        int, typer.Option(help="Equal parts of these sequences, trained one after the other.")
-    ] = 1,
-    seq_len: Annotated[int, typer.Option(help="Bytes per sequence.")] = 128,
-    layers: Annotated[int, typer.Option(help="Blocks, each a unit of its own.")] = 6,
-    width: Annotated[int, typer.Option(help="Width of the residual stream.")] = 192,
-    heads: Annotated[int, typer.Option(help="Attention heads.")] = 6,
-    optimizer: Annotated[str, typer.Option(help="adamw or muon.")] = "adamw",
-    lr: Annotated[
-        float | None,
-        typer.Option(help="Peak learning rate [default: 0.003 for adamw, 0.01 for muon]."),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of weights and batches.")] = 0,
-    zero_stage: Annotated[
-        int,
-        typer.Option(
-            help="3 shards everything; 2 keeps full parameters between steps; 1 keeps full "
-            "gradients too, between microbatches."
-        ),
-    ] = 3,
-    prefetch: Annotated[int, typer.Option(help="All-gathers that may run ahead of compute.")] = 1,
-    dtype: Annotated[str, typer.Option(help="Compute in float32 or bfloat16.")] = "float32",
-    gather_dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="Gather matrices in float8_e4m3fn, float8_e5m2 or int8 [default: as computed in]."
-        ),
-    ] = None,
-    eval_every: Annotated[int, typer.Option(help="Steps between validations.")] = 40,
-    log_every: Annotated[int, typer.Option(help="Steps between lines of metrics.")] = 5,
-    save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 40,
-    keep: Annotated[int, typer.Option(help="Checkpoints to keep.")] = 2,
     max_restarts: Annotated[
         int | None,
         typer.Option(
@@ -91,6 +51,7 @@ def train(
         Path | None,
         typer.Option(help="Go on with the run in this folder, from its latest checkpoint."),
     ] = None,
+    **options: Any,
 ) -> None:
     """Train a byte-level GPT with sharded parameters, and show how much communication ran under
     compute. SIGTERM and Ctrl-C save a checkpoint and stop."""
@@ -99,14 +60,11 @@ def train(
         _check_alone(context)
         _go_on(resume, place)
         return
-    if place.joining and (begun := run_of_this_job(out)) is not None:
+    if place.joining and (begun := run_of_this_job(options["out"])) is not None:
         _go_on(begun, place)
         return
-    names = {field.name for field in fields(TrainConfig)}
-    options = {name: value for name, value in context.params.items() if name in names}
-    # The context has paths as strings.
-    out = out or RUNS / datetime.now().strftime("%Y%m%d-%H%M%S")
-    config = TrainConfig(**options | {"out": out, "data": data})
+    out = options["out"] or RUNS / datetime.now().strftime("%Y%m%d-%H%M%S")
+    config = TrainConfig(**options | {"out": out})
     check_out(config.out)
     load_text(config.data, config.seq_len)
     _run(config, place, resume=False)

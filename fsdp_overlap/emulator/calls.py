@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from fsdp_overlap.emulator.backwards import Backwards
 from fsdp_overlap.emulator.device import EmulatedDevice, Operation
 from fsdp_overlap.emulator.dispatch import PLAIN, Dispatch, has_values, inner_of
-from fsdp_overlap.emulator.findings import place
+from fsdp_overlap.emulator.findings import call_site
 from fsdp_overlap.torch_internals import (
     disable_current_modes,
     disabled_torch_function,
@@ -191,7 +191,7 @@ class Calls(TorchFunctionMode):
         if self.device.is_here(tensor):
             if func == torch.Tensor.numpy:
                 raise TypeError(
-                    f"numpy() of a tensor on the emulated device ({place()}): use cpu()"
+                    f"numpy() of a tensor on the emulated device ({call_site()}): use cpu()"
                 )
             device.wait_on_host(device.mark(device.current), func.__name__)
         device.run(Operation(func.__name__, [tensor], []), on_host=True)
@@ -207,7 +207,8 @@ class Calls(TorchFunctionMode):
     def _decide(self, func: Any, tensor: torch.Tensor) -> bool:
         if not has_values(tensor):
             raise RuntimeError(
-                f"the program depends on a value ({place()}), and tensors on this device have none"
+                f"the program depends on a value ({call_site()}), and tensors on this device have "
+                "none"
             )
         return func(tensor)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
@@ -13,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_overlap.emulator.allocator import Allocator, MemoryBlock, MemPool
-from fsdp_overlap.emulator.findings import Finding, Sync, place
+from fsdp_overlap.emulator.findings import Finding, Sync, call_site
 from fsdp_overlap.emulator.memory import Access, TrackedMemory
 from fsdp_overlap.emulator.queues import Moment, Queue
 
@@ -56,7 +58,7 @@ class EnqueuedCollective:
 
     def wait(self) -> None:
         """Let the current stream wait for the collective. The host goes on."""
-        self.device.land(self)
+        self.device.wait_for(self)
 
 
 class OperatorCall(NamedTuple):
@@ -172,6 +174,8 @@ class EmulatedDevice:
         self._turns = [0] * PRIORITIES
         self._memories: dict[int, TrackedMemory] = {}
         self._blocks: dict[TrackedMemory, MemoryBlock] = {}
+        self._dead: deque[TrackedMemory] = deque()
+        """Memory of storages that are gone, which is not given back yet."""
 
     # Threads
 
@@ -192,7 +196,7 @@ class EmulatedDevice:
         """Use the device of this number on this thread, or its current one."""
         index = self.of_thread.index if index is None else index
         if index != self.index:
-            text = f"makes a context on device {index} ({place()}): this one is {self.index}"
+            text = f"makes a context on device {index} ({call_site()}): this one is {self.index}"
             self.findings.append(Finding("context", text))
 
     # Order
@@ -239,7 +243,7 @@ class EmulatedDevice:
     def wait_on_host(self, moment: Moment, operation: str, is_promised: bool = True) -> None:
         """Make the host wait for ``moment``. A wait that nobody has promised takes time, and orders
         nothing."""
-        self.syncs.append(Sync(operation, place()))
+        self.syncs.append(Sync(operation, call_site()))
         self.host.learn(moment.clock if is_promised else {}, moment.ends)
 
     @_locked
@@ -276,7 +280,7 @@ class EmulatedDevice:
         """Note that an operation on ``queue`` reads or writes ``tensors``."""
         if not tensors:
             return
-        where, stamp = place(), queue.add()
+        where, stamp = call_site(), queue.add()
         for tensor in tensors:
             memory = self.memory_of(tensor)
             access = Access(stamp, name, where, is_write, *extent(tensor))
@@ -314,16 +318,28 @@ class EmulatedDevice:
         if not is_async:
             self.run(operation)
             return None
-        caller, stream = self.current, self.stream_of(group.group_name)
+        with self.on_stream_of(group.group_name) as stream:
+            self.run(operation)
+        return self.keep(stream, (*reads, *writes))
+
+    @contextmanager
+    def on_stream_of(self, group: str) -> Iterator[Queue]:
+        """Enqueue on the stream of a group, after what is enqueued on the current one."""
+        caller, stream = self.current, self.stream_of(group)
         self.wait(stream, self.mark(caller))
         self.current = stream
         try:
-            self.run(operation)
+            yield stream
         finally:
             self.current = caller
-        enqueued = EnqueuedCollective(self, self.mark(stream), (*reads, *writes))
+
+    def keep(self, stream: Queue, tensors: Sequence[torch.Tensor]) -> EnqueuedCollective:
+        """Keep the tensors of the collective that was enqueued last on ``stream``, also where the
+        program drops them without a wait. Drop those of others that are done."""
+        enqueued = EnqueuedCollective(self, self.mark(stream), tensors)
         if not stream.is_captured:  # else nobody may ask
-            self._in_flight = {each for each in self._in_flight if not self.is_done(each.moment)}
+            for other in [one for one in self._in_flight if self.is_done(one.moment)]:
+                self._drop(other)
             self._in_flight.add(enqueued)
         return enqueued
 
@@ -331,9 +347,12 @@ class EmulatedDevice:
         """Make the host wait for a barrier, a collective that is enqueued on the current stream."""
         self.wait_on_host(self.mark(self.current), "barrier")
 
-    def land(self, enqueued: EnqueuedCollective) -> None:
+    def wait_for(self, enqueued: EnqueuedCollective) -> None:
         """Let the current stream wait for a collective. Its tensors are kept no longer."""
         self.wait(self.current, enqueued.moment)
+        self._drop(enqueued)
+
+    def _drop(self, enqueued: EnqueuedCollective) -> None:
         self._in_flight.discard(enqueued)
         enqueued.kept = ()
 
@@ -401,20 +420,20 @@ class EmulatedDevice:
         for tensor in tensors:
             memory = self._memories.get(tensor.untyped_storage()._cdata)
             if memory is not None and memory.is_freed and tensor.numel():
-                found = Finding("freed", f"{operation} uses memory that is freed ({place()})")
+                found = Finding("freed", f"{operation} uses memory that is freed ({call_site()})")
                 self.findings.append(found)
                 raise RuntimeError(str(found))
 
     def release_after(self, tensor: torch.Tensor, stream: Queue) -> None:
-        """Keep the memory, as ``Tensor.record_stream`` does, until ``stream`` is done with it. the
-        memory is not used again before ``stream`` is done with it. Its own stream need not be
-        waited for."""
+        """Keep the memory, as ``Tensor.record_stream`` does, until ``stream`` is done with it. Its
+        own stream need not be waited for."""
         memory = self.memory_of(tensor)
         block = self._blocks.get(memory)
         if block is None or block.stream != stream.index:
             memory.waited_for.add(stream)
 
     def _give(self, memory: TrackedMemory, nbytes: int) -> None:
+        self._take_from_dead()
         if memory.is_on_device and nbytes:
             if self.allocating is not None:
                 self.allocating(nbytes)
@@ -437,11 +456,20 @@ class EmulatedDevice:
         if block is not None:
             self.allocator.give_back(block, left, used, lambda: all(map(self.is_done, moments)))
 
-    @_locked
     def _forget(self, key: int, memory: TrackedMemory) -> None:
+        """Give back the memory of a storage that is gone. The garbage collector may call this in
+        the middle of another method of the same thread, such as one that looks for free memory;
+        then the next allocation gives it back."""
         if self._memories.get(key) is memory:
             del self._memories[key]
-        self._take(memory)
+        self._dead.append(memory)
+        if not self.lock._is_owned():  # type: ignore[attr-defined]
+            with self.lock:
+                self._take_from_dead()
+
+    def _take_from_dead(self) -> None:
+        while self._dead:
+            self._take(self._dead.popleft())
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.emulator.device import EmulatedDevice, Operation, OperatorCall
-from fsdp_overlap.emulator.findings import place
+from fsdp_overlap.emulator.findings import call_site
 from fsdp_overlap.emulator.functional import Functional, is_functional
 from fsdp_overlap.emulator.shapes import run_on_shapes
 from fsdp_overlap.torch_internals import (
@@ -215,8 +215,8 @@ class Dispatch(TorchDispatchMode):
         is_mixed = any(not side and t.dim() for side, t in zip(sides, tensors, strict=True))
         if is_mixed and not about.may_cross:
             raise RuntimeError(
-                f"{about.name} got tensors on the host and on the emulated device ({place()}): "
-                "move them to one of the two"
+                f"{about.name} got tensors on the host and on the emulated device "
+                f"({call_site()}): move them to one of the two"
             )
         return True
 
@@ -287,10 +287,10 @@ def run_without_values(
         return func(*args, **kwargs)
     if all(without):
         return run_on_shapes(func, args, kwargs, tensors)
-    if about.name == "embedding" and not without[1] and int(tensors[1].max()) >= len(tensors[0]):
-        raise IndexError(
-            f"an embedding of {len(tensors[0])} rows has no row {int(tensors[1].max())} ({place()})"
-        )
+    if about.name == "embedding" and not without[1]:
+        rows, last = len(tensors[0]), int(tensors[1].max())
+        if last >= rows:
+            raise IndexError(f"an embedding of {rows} rows has no row {last} ({call_site()})")
     replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def without_values(tensor: torch.Tensor) -> torch.Tensor:

@@ -49,7 +49,7 @@ class Sync:
         return f"{self.operation} at {self.place}"
 
 
-def place() -> str:
+def call_site() -> str:
     """Return the innermost line of the program that is neither torch's nor the model's, as
     ``file:line in function``."""
     frame: FrameType | None = sys._getframe(1)
@@ -66,7 +66,7 @@ def place() -> str:
 
 
 @contextmanager
-def placing(where: str) -> Iterator[None]:
+def attributed_to(where: str) -> Iterator[None]:
     """Attribute what this thread does within to the line ``where`` of another one, unless the
     program has a line here."""
     _of_thread.place = where

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.emulator.device import EmulatedDevice
-from fsdp_overlap.emulator.queues import Moment
+from fsdp_overlap.emulator.device import EmulatedDevice, EnqueuedCollective
 from fsdp_overlap.torch_internals import AsyncCollectiveTensor, group_named
 
 
@@ -27,7 +27,11 @@ class Functional:
 
     def __init__(self, device: EmulatedDevice) -> None:
         self.device = device
-        self._pending: dict[int, _Pending] = {}
+        self._pending: WeakKeyDictionary[
+            torch.UntypedStorage, tuple[dist.Work, EnqueuedCollective]
+        ] = WeakKeyDictionary()
+        """What to wait for, by the storage of the output: a group of real ranks may put its result
+        in place no earlier than its work is done."""
 
     def run(self, name: str, args: Sequence[Any]) -> torch.Tensor:
         """Do what the operator ``name`` does. What it takes memory for and enqueues on the way is
@@ -57,32 +61,17 @@ class Functional:
         return plain.output
 
     def _issue(self, group: str, plain: _Plain, source: torch.Tensor) -> None:
-        device, current = self.device, self.device.current
-        stream = device.stream_of(group)
-        device.program_streams.add(stream)
-        device.wait(stream, device.mark(current))
-        device.current = stream
-        try:
+        with self.device.on_stream_of(group) as stream:
+            self.device.program_streams.add(stream)
             work = plain.issue()
-        finally:
-            device.current = current
-        key = plain.output.untyped_storage()._cdata
-        self._pending[key] = _Pending(device.mark(stream), work, source)
+        enqueued = self.device.keep(stream, (source, plain.output))
+        self._pending[plain.output.untyped_storage()] = work, enqueued
 
     def _wait(self, tensor: torch.Tensor) -> None:
-        pending = self._pending.pop(tensor.untyped_storage()._cdata, None)
-        if pending is not None:
-            pending.work.wait()
-            self.device.wait(self.device.current, pending.moment)
-
-
-class _Pending(NamedTuple):
-    """When a collective ends, what it reads until then, and what to wait for: a group of real ranks
-    may put its result in place no earlier."""
-
-    moment: Moment
-    work: dist.Work
-    source: torch.Tensor
+        work, enqueued = self._pending.pop(tensor.untyped_storage(), (None, None))
+        if work is not None and enqueued is not None:
+            work.wait()
+            enqueued.wait()
 
 
 class _Plain(NamedTuple):

@@ -25,7 +25,7 @@ from fsdp_overlap.emulator import torch_module
 from fsdp_overlap.emulator.allocator import MemoryBlock, MemPool
 from fsdp_overlap.emulator.device import EmulatedDevice, IssuedCollective, Operation, extent
 from fsdp_overlap.emulator.dispatch import tensors_in
-from fsdp_overlap.emulator.findings import Finding, place
+from fsdp_overlap.emulator.findings import Finding, call_site
 from fsdp_overlap.emulator.memory import Access, TrackedMemory
 from fsdp_overlap.emulator.queues import Clock, Moment, Queue, Stamp
 from fsdp_overlap.emulator.torch_module import Stream, active, synchronize
@@ -45,7 +45,8 @@ class CapturedMoment:
 
     def _refuse(self) -> NoReturn:
         raise RuntimeError(
-            f"cudaErrorCapturedEvent: an event is used that was recorded in a capture ({place()})"
+            "cudaErrorCapturedEvent: an event is used that was recorded in a capture "
+            f"({call_site()})"
         )
 
     @property
@@ -159,7 +160,7 @@ class Capture:
         queue.is_captured = True
 
     def _fail(self, error: str, why: str) -> NoReturn:
-        self.failure = f"{error}: {why} ({place()})"
+        self.failure = f"{error}: {why} ({call_site()})"
         raise RuntimeError(self.failure)
 
     # In place of the device's methods, each of which comes first
@@ -184,7 +185,7 @@ class Capture:
         ]
         issued = self.device.issued[-1] if operation.group is not None else None
         call, has_grad = self._call_of(operation), torch.is_grad_enabled()
-        node = Node(queue, clock, operation.name, place(), accesses, call, issued, has_grad)
+        node = Node(queue, clock, operation.name, call_site(), accesses, call, issued, has_grad)
         self.nodes.append(node)
 
     def mark(self, mark: Any, queue: Queue) -> Any:
@@ -419,7 +420,7 @@ class CUDAGraph:
         for index, tick in _replayed.setdefault(self.pool(), {}).items():
             if index not in mine and not launch.knows(Stamp(index, tick)):
                 text = (
-                    f"a graph is replayed ({place()}) that shares its pool with another one; "
+                    f"a graph is replayed ({call_site()}) that shares its pool with another one; "
                     f"nothing orders it after the replay of that, on {device.queues[index].name}"
                 )
                 device.findings.append(Finding("reuse", text))
@@ -511,29 +512,22 @@ def _bound(node: Node, tensor: Callable[[View], torch.Tensor]) -> Callable[[], N
     return run
 
 
-class graph:  # noqa: N801 (named as in torch.cuda)
-    """Works like ``torch.cuda.graph``."""
-
-    def __init__(
-        self,
-        cuda_graph: CUDAGraph,
-        pool: MemPool | None = None,
-        stream: Stream | None = None,
-        capture_error_mode: str = "global",
-    ) -> None:
-        self._graph = cuda_graph
-        self._options = pool, capture_error_mode
-        self._stream = torch_module.stream(stream or Stream())
-
-    def __enter__(self) -> None:
-        synchronize()
-        torch_module.empty_cache()
-        self._stream.__enter__()
-        self._graph.capture_begin(*self._options)
-
-    def __exit__(self, *error: Any) -> None:
-        self._graph.capture_end()
-        self._stream.__exit__(*error)
+@contextmanager
+def graph(
+    cuda_graph: CUDAGraph,
+    pool: MemPool | None = None,
+    stream: Stream | None = None,
+    capture_error_mode: str = "global",
+) -> Iterator[None]:
+    """Work like ``torch.cuda.graph``."""
+    synchronize()
+    torch_module.empty_cache()
+    with torch_module.stream(stream or Stream()):
+        cuda_graph.capture_begin(pool, capture_error_mode)
+        try:
+            yield
+        finally:
+            cuda_graph.capture_end()
 
 
 def graph_pool_handle() -> MemPool:

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import torch
 
-from fsdp_overlap.emulator.findings import place, placing
+from fsdp_overlap.emulator.findings import attributed_to, call_site
 from fsdp_overlap.torch_internals import (
     DisableTorchFunction,
     DisableTorchFunctionSubclass,
@@ -41,7 +41,7 @@ class DeviceThread:
     def __init__(self, name: str, begin: Callable[[], object]) -> None:
         self._name = name
         self._begin = begin
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Call] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Future[list[Any]], Call] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def run(self, call: Call) -> Any:
@@ -51,9 +51,10 @@ class DeviceThread:
             _start(self._thread)
         if self._thread is threading.current_thread():
             return call()
-        future: Future[Any] = Future()
+        future: Future[list[Any]] = Future()
         self._calls.put((future, partial(_carried(), call)))
-        return future.result()
+        del call
+        return future.result().pop()
 
     def end(self) -> None:
         if self._thread is not None:
@@ -65,14 +66,16 @@ class DeviceThread:
         self._begin()
         while (request := self._calls.get()) is not None:
             future, call = request
+            del request
             try:
-                result = call()
+                settle = partial(future.set_result, [call()])
             except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-                del result
-            del request, future, call  # they would keep tensors until the next call
+                settle = partial(future.set_exception, error)
+            # Tensors are freed when the program drops them, and not when this thread does: so the
+            # caller goes on after the call is dropped, and takes the result out of its list.
+            del call
+            settle()
+            del future, settle
 
 
 def _carried() -> Callable[[Call], Any]:
@@ -84,7 +87,7 @@ def _carried() -> Callable[[Call], Any]:
     elif not is_torch_function_enabled():
         disabled = DisableTorchFunctionSubclass
     autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-    where = place()
+    where = call_site()
 
     def run(call: Call) -> Any:
         with ExitStack() as stack:
@@ -97,7 +100,7 @@ def _carried() -> Callable[[Call], Any]:
             enabled, dtype = autocast
             stack.enter_context(torch.autocast("cpu", dtype, enabled=enabled))
             stack.enter_context(disabled())
-            stack.enter_context(placing(where))
+            stack.enter_context(attributed_to(where))
             return call()
 
     return run

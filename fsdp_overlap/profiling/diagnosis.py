@@ -256,7 +256,7 @@ def _is_late(c: Collective) -> bool:
 
 
 def _shared_group(of_units: Iterable[Collective]) -> str | None:
-    """Return the process group that both kinds run in, in words;"""
+    """Return the process group that both kinds run in, in words; None if they run in two."""
     groups: dict[str, set[str | None]] = {"all_gather": set(), "reduce_scatter": set()}
     lanes: dict[str, set[str]] = {"all_gather": set(), "reduce_scatter": set()}
     for c in of_units:

@@ -58,5 +58,5 @@ def clip(a: list[Interval], start: float, end: float) -> list[Interval]:
 
 
 def measure(a: Iterable[Interval]) -> float:
-    """Return total length of a union, in microseconds."""
+    """Return the total length of a union, in microseconds."""
     return sum(end - start for start, end in a)

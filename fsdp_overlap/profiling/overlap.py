@@ -8,9 +8,9 @@ from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
+from fsdp_overlap.profiling.backends import Compute
 from fsdp_overlap.profiling.intervals import Interval, clip, intersect, measure, subtract, union
 from fsdp_overlap.profiling.names import Kind, Pass
-from fsdp_overlap.profiling.pieces import Compute
 
 EXPOSED_AT_MOST = 0.5
 """A collective counts as under compute only if at most this share of it is exposed."""
@@ -26,7 +26,7 @@ class Collective:
         name: the unit it serves; for kind ``"other"``, the operation as the trace names it, or what
             it is for: ``"confirmation of blocks.0"``.
         pass_: the pass that issued it; None for kind ``"other"``.
-        spans: when its pieces were in flight, as a union of intervals.
+        spans: when it was in flight, as a union of intervals.
         exposed_spans: when this rank waited for it. Where the trace does not say, as on a GPU,
             where the stream waits and not the host: when it was in flight and this rank did not
             compute.

@@ -5,8 +5,8 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from fsdp_overlap.profiling.backends import Compute
 from fsdp_overlap.profiling.overlap import Collective, RankReport
-from fsdp_overlap.profiling.pieces import Compute
 from fsdp_overlap.profiling.ranges import OPTIMIZER
 from fsdp_overlap.profiling.report import Report
 from fsdp_overlap.profiling.tables import describe, describe_under

@@ -18,6 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
+from fsdp_overlap.profiling.backends import BackendRecords, CollectiveActivity, read_cpu, read_cuda
 from fsdp_overlap.profiling.events import Progress, TraceEvent, read_trace
 from fsdp_overlap.profiling.intervals import Interval, clip, covers, union
 from fsdp_overlap.profiling.names import (
@@ -32,7 +33,6 @@ from fsdp_overlap.profiling.names import (
     read_mark,
 )
 from fsdp_overlap.profiling.overlap import Collective, ComputeTimeline, RankReport
-from fsdp_overlap.profiling.pieces import BackendRecords, CollectivePiece, read_cpu, read_cuda
 from fsdp_overlap.profiling.ranges import EngineRanges, Phases, Ranges, Waits
 
 _CATEGORIES = {"cpu_op", "cuda_runtime", "cuda_driver", "kernel"}
@@ -74,7 +74,7 @@ def read_rank(
     start, end = window = _window(marks + step_ranges, recorded)
     compute = [c for c in recorded.compute if start <= c.start and c.end <= end]
     grouping = _Grouping(ComputeTimeline(compute), issues, backward, waits)
-    collectives = sorted(grouping.collectives(recorded.pieces), key=lambda c: c.spans[0])
+    collectives = sorted(grouping.collectives(recorded.activities), key=lambda c: c.spans[0])
     distributed = about.get("distributedInfo") or {}
     if distributed.get("world_size") != 1:
         _check_complete(events, issues, collectives)
@@ -112,9 +112,9 @@ def _check_complete(
 def _window(marks: list[TraceEvent], recorded: BackendRecords) -> Interval:
     """Return the time from the first mark to the end of what the host started, which on a GPU is
     later than the marks. Barriers, which programs put around what they profile, do not count."""
-    in_flight = [(p.start, p.end) for p in recorded.pieces if p.operation != "barrier"]
+    in_flight = [(p.start, p.end) for p in recorded.activities if p.operation != "barrier"]
     spans = in_flight + [(c.start, c.end) for c in recorded.compute]
-    spans = spans or [(p.start, p.end) for p in recorded.pieces] or [(0.0, 0.0)]
+    spans = spans or [(p.start, p.end) for p in recorded.activities] or [(0.0, 0.0)]
     start = min((e.start for e in marks), default=min(start for start, _ in spans))
     return start, max(end for _, end in spans)
 
@@ -137,7 +137,7 @@ def _count_steps(steps: list[TraceEvent], marks: list[TraceEvent]) -> int | None
 
 
 class _Grouping:
-    """Makes one collective of all pieces that one issue range issued."""
+    """Makes one collective of all activities that one issue range issued."""
 
     def __init__(
         self,
@@ -149,20 +149,20 @@ class _Grouping:
         self._compute, self._issues = compute, issues
         self._backward, self._waits = backward, waits
 
-    def collectives(self, pieces: list[CollectivePiece]) -> Iterator[Collective]:
-        by_issue: dict[int, tuple[TraceEvent, list[CollectivePiece]]] = {}
-        others: list[CollectivePiece] = []
-        for piece in pieces:
-            issue = self._issues.around(piece.issuer) if piece.issuer else None
+    def collectives(self, activities: list[CollectiveActivity]) -> Iterator[Collective]:
+        by_issue: dict[int, tuple[TraceEvent, list[CollectiveActivity]]] = {}
+        others: list[CollectiveActivity] = []
+        for activity in activities:
+            issue = self._issues.around(activity.issuer) if activity.issuer else None
             if issue is None:
-                others.append(piece)
+                others.append(activity)
             else:
-                by_issue.setdefault(id(issue), (issue, []))[1].append(piece)
+                by_issue.setdefault(id(issue), (issue, []))[1].append(activity)
         yield from self._not_issued(others)
         for issue, issued in by_issue.values():
             yield self._issued(issue, issued)
 
-    def _issued(self, issue: TraceEvent, pieces: list[CollectivePiece]) -> Collective:
+    def _issued(self, issue: TraceEvent, activities: list[CollectiveActivity]) -> Collective:
         mark = read_mark(issue.name)
         assert mark is not None
         name = mark.unit
@@ -173,36 +173,36 @@ class _Grouping:
             fields["nbytes"] = mark.nbytes
         if self._waits is not None:
             wait = self._waits.of(issue)
-            blocks = wait is None and issue.end >= max(piece.end for piece in pieces)
+            blocks = wait is None and issue.end >= max(activity.end for activity in activities)
             fields |= {"issued": issue.start, "wait": wait, "blocks": blocks}
-        return self._measure(pieces, mark.kind, name, **fields)
+        return self._measure(activities, mark.kind, name, **fields)
 
-    def _not_issued(self, pieces: list[CollectivePiece]) -> Iterator[Collective]:
+    def _not_issued(self, activities: list[CollectiveActivity]) -> Iterator[Collective]:
         """Yield confirmations, and collectives that no engine issued."""
-        issuers = [piece.issuer for piece in pieces if piece.issuer]
+        issuers = [activity.issuer for activity in activities if activity.issuer]
         confirmations = {} if self._waits is None else self._waits.confirmations(issuers)
-        for piece in pieces:
-            name, fields = piece.operation, dict[str, Any]()
-            if id(piece.issuer) in confirmations:
-                unit, wait = confirmations[id(piece.issuer)]
+        for activity in activities:
+            name, fields = activity.operation, dict[str, Any]()
+            if id(activity.issuer) in confirmations:
+                unit, wait = confirmations[id(activity.issuer)]
                 name = CONFIRMATION + unit
                 fields = {"engine": OWN_ENGINE, "issued": wait[0], "wait": wait}
-            yield self._measure([piece], "other", name, **fields)
+            yield self._measure([activity], "other", name, **fields)
 
     def _measure(
-        self, pieces: list[CollectivePiece], kind: Kind, name: str, **fields: Any
+        self, activities: list[CollectiveActivity], kind: Kind, name: str, **fields: Any
     ) -> Collective:
-        known = all(piece.nbytes is not None for piece in pieces)
-        spans = [(piece.start, piece.end) for piece in pieces]
+        known = all(activity.nbytes is not None for activity in activities)
+        spans = [(activity.start, activity.end) for activity in activities]
         defaults = {
             "pass_": None,
-            "nbytes": sum(piece.nbytes or 0 for piece in pieces) if known else None,
-            "lanes": tuple(sorted({piece.lane for piece in pieces})),
-            "group": pieces[0].group,
+            "nbytes": sum(activity.nbytes or 0 for activity in activities) if known else None,
+            "lanes": tuple(sorted({activity.lane for activity in activities})),
+            "group": activities[0].group,
             "engine": None,
             "blocks": False,
         }
-        # A piece that took no time at all was in flight nevertheless.
+        # One that took no time at all was in flight nevertheless.
         spans = union(spans) or spans[:1]
         return self._compute.measure(spans, kind=kind, name=name, **(defaults | fields))
 

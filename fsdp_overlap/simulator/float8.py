@@ -71,7 +71,7 @@ def compute_in_float8(model: nn.Module, gathers: bool) -> None:
 
 
 def fused_casts() -> AbstractContextManager[object]:
-    """Count a cast of torchao's within as one operation, as ``torch.compile`` makes of it,
+    """Count each cast of torchao's within as one operation, as ``torch.compile`` makes of it.
 
     The largest magnitude of a tensor is found where it is computed, which costs nothing; then the
     tensor is read, and a byte written for each element. A weight was gathered and not computed, so

@@ -57,9 +57,9 @@ class Fsdp2Training(Training):
         part = self.reshard_after_forward
         for unit in units:
             # In stage 3 it gathers each unit again in backward, but for the root.
-            among = part if part is not None and unit.mesh is meshes.whole else self.stage == 3
+            among = part if part is not None and unit.mesh is meshes.dense else self.stage == 3
             unit.share(shard, mesh=unit.mesh, reshard_after_forward=among)
-        sharded: Any = shard(model, mesh=meshes.whole)
+        sharded: Any = shard(model, mesh=meshes.dense)
         if self.prefetch > 1:  # one unit ahead is its default
             self._prefetch(sharded, units, meshes)
         return sharded
@@ -70,7 +70,7 @@ class Fsdp2Training(Training):
         blocks: list[list[Any]] = []
         experts: list[Any] = []
         for unit in units:
-            if unit.mesh is meshes.whole:
+            if unit.mesh is meshes.dense:
                 blocks.append([unit.modules[0], *experts])
                 experts = []
             else:

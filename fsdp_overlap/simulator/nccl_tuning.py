@@ -98,7 +98,7 @@ def within_bandwidth(fabric: Fabric, group: Group) -> float:
 
 
 def link_bandwidth(fabric: Fabric, group: Group) -> float:
-    """Return Bytes/s that all rings of a group together carry past a rank, or into a node where
+    """Return the bytes/s that all rings of a group together carry past a rank, or into a node where
     there are several: each rank has a link of its own to the network, and each ring takes another
     one."""
     if group.nodes == 1:

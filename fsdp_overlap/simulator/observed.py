@@ -91,7 +91,7 @@ class Ledger(Allocator):
 
     @property
     def position(self) -> int:
-        """Count changes so far."""
+        """How many times memory was taken or given back so far."""
         return len(self._changes)
 
     def note(self, operation: Operation, stream: Queue) -> None:
@@ -176,7 +176,7 @@ def counters(usage: Iterable[Usage]) -> list[dict[str, Any]]:
     ]
 
 
-class MemoryUse(NamedTuple):
+class HostBoundStretch(NamedTuple):
     """Operations of compute in a row, each of which waited for the host to enqueue it. In seconds
     of the device's time; compute did nothing for ``waited`` of them."""
 
@@ -199,7 +199,7 @@ class ObservedDevice(EmulatedDevice):
     def __init__(self, timing: Timing) -> None:
         super().__init__(timing=timing, values=False)
         self.allocator: Ledger = Ledger(self)
-        self.stretches: list[MemoryUse] = []
+        self.stretches: list[HostBoundStretch] = []
         self.collectives: list[ObservedCollective] = []
         self._is_late = False
         """Whether compute waited for the host before its last operation."""
@@ -224,9 +224,9 @@ class ObservedDevice(EmulatedDevice):
         waited = enqueued - ready
         if was_late and self.stretches:
             last = self.stretches[-1]
-            self.stretches[-1] = MemoryUse(last.start, enqueued, last.waited + waited)
+            self.stretches[-1] = HostBoundStretch(last.start, enqueued, last.waited + waited)
         else:
-            self.stretches.append(MemoryUse(ready, enqueued, waited))
+            self.stretches.append(HostBoundStretch(ready, enqueued, waited))
 
     @contextmanager
     def watching_optimizers(self) -> Iterator[None]:

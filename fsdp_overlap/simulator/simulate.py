@@ -17,8 +17,8 @@ from fsdp_overlap.simulator.clock import Clock
 from fsdp_overlap.simulator.costs import Costs
 from fsdp_overlap.simulator.hardware import Device, Fabric
 from fsdp_overlap.simulator.observed import (
+    HostBoundStretch,
     MemoryKind,
-    MemoryUse,
     ObservedCollective,
     ObservedDevice,
     Usage,
@@ -66,7 +66,7 @@ class Prediction:
     world_size: int
     seconds: float
     compute: float
-    stretches: Sequence[MemoryUse]
+    stretches: Sequence[HostBoundStretch]
     memory: int
     reserved: int
     peak: Mapping[MemoryKind, int]

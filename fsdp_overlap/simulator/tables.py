@@ -74,7 +74,7 @@ class TomlTable:
         return value
 
     def curve(self, key: str, unit: float = 1.0) -> Curve:
-        """Share by sizes; `{2 = 0.6, 8 = 0.8}` in the file."""
+        """Return shares by sizes: `{2 = 0.6, 8 = 0.8}` in the file."""
         what = f"{key} = {{2 = 0.6, 8 = 0.8}}: shares by sizes"
         values = self._get(key, what)
         try:

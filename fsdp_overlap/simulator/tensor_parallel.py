@@ -90,7 +90,7 @@ def _of_block(block: nn.Module, plan: dict[str, str]) -> dict[str, ParallelStyle
 
 
 def _gather_sequence(module: nn.Module) -> PrepareModuleInput:
-    """Return transformers gives attention its input by name."""
+    """Return what gathers the input, which transformers gives to attention by name."""
     if "hidden_states" in inspect.signature(module.forward).parameters:
         name = "hidden_states"
         return PrepareModuleInput(

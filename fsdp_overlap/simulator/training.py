@@ -55,11 +55,11 @@ _COUNTS = (
 
 
 class Meshes(NamedTuple):
-    """Ranks that shards lie over: ``experts`` for the experts of one rank, ``whole`` for all else.
+    """Ranks that shards lie over: ``experts`` for the experts of one rank, ``dense`` for all else.
     ``tokens`` is the group within which tokens travel to their experts; None if they need not.
     ``tensor``: the ranks that share each product; None if there is one."""
 
-    whole: DeviceMesh
+    dense: DeviceMesh
     experts: DeviceMesh
     tokens: dist.ProcessGroup | None
     tensor: DeviceMesh | None
@@ -261,13 +261,13 @@ class Training:
         if self.tensor_parallel > 1:
             grid = mesh_of(copies, shards, self.tensor_parallel, inner="tensor")
             return Meshes(grid[names], grid[names], None, grid["tensor"])
-        whole = mesh_of(copies, shards)
+        dense = mesh_of(copies, shards)
         if self.expert_parallel == 1:
-            return Meshes(whole, whole, None, None)
+            return Meshes(dense, dense, None, None)
         grid = mesh_of(
             copies, shards // self.expert_parallel, self.expert_parallel, inner="experts"
         )
-        return Meshes(whole, grid[names], grid.get_group("experts"), None)
+        return Meshes(dense, grid[names], grid.get_group("experts"), None)
 
     def _units_of(self, model: nn.Module, meshes: Meshes) -> list[SimulatedUnit]:
         """Return the units below the root, inner ones first. Blocks keep for backward what they
@@ -290,16 +290,16 @@ class Training:
                     for module in block.modules()
                     if isinstance(module, Experts)
                 ]
-            units.append(SimulatedUnit(of_unit, meshes.whole))
+            units.append(SimulatedUnit(of_unit, meshes.dense))
         return units
 
     def _shard(self, model: nn.Module, units: list[SimulatedUnit], meshes: Meshes) -> Any:
-        ctx = FsdpContext(meshes.whole, layout=self.layout, prefetch=self.prefetch)
+        ctx = FsdpContext(meshes.dense, layout=self.layout, prefetch=self.prefetch)
         policy = MixedPrecisionPolicy(self.param_dtype, self.reduce_dtype)
         wire = QuantizedCommPolicy(self.wire_dtype) if self.wire_dtype is not None else None
         shard = partial(fully_shard, ctx=ctx, mp_policy=policy, comm_policy=wire)
         for unit in units:
-            part = self.reshard_after_forward if unit.mesh is meshes.whole else None
+            part = self.reshard_after_forward if unit.mesh is meshes.dense else None
             unit.share(shard, mesh=unit.mesh, reshard_after_forward=part)
         sharded: Any = shard(model)
         if self.stage != 3:

@@ -30,13 +30,9 @@ Before anything is measured a save of each system must load as what was there wh
 from __future__ import annotations
 
 import argparse
-import itertools
-import shutil
 import statistics
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,16 +45,16 @@ from torch.distributed import fsdp as fsdp2
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_overlap
+from checkpoint import PAGE, new_folders
 from fsdp_overlap.checkpoint import SafeFileSystemWriter, ShardStager
 from fsdp_overlap.optim import AdamW
-from harness import link_training, output, peaks, processes, turns
+from harness import link_training, options, output, peaks, processes, turns
 from harness.measurement import Measurement, Ratio
 
 OURS, OURS_TORCHS, FSDP2 = "ours, ShardStager", "ours, torch's stager", "FSDP2"
 COMPARED = {OURS: FSDP2, OURS_TORCHS: FSDP2}
 STEP, CALL, SLOWEST, LOST = "step, no save", "call", "slowest step beside", "lost"
 EXTRA = "extra memory a rank"
-PAGE = 4096  # bytes; of less than that memory cannot be seen to be taken
 
 
 @dataclass
@@ -70,7 +66,7 @@ class System:
     step: Callable[[], None]
     writer: type[dcp.FileSystemWriter]
     stager: ShardStager | None
-    folders: Iterator[Path]
+    new_folder: Callable[[], Path]
     group: dist.ProcessGroup
     folder: Path = Path()
     times: dict[str, list[float]] = field(default_factory=dict)
@@ -89,7 +85,7 @@ class System:
         return getattr(saving, "upload_completion", saving)
 
     def run_beside(self, steps: int) -> None:
-        self.folder = next(self.folders)
+        self.folder = self.new_folder()
         saving = self.save()
         for _ in range(steps):
             self.step()
@@ -97,7 +93,7 @@ class System:
 
 
 def build(
-    args: argparse.Namespace, rank: int, system: str, folders: Iterator[Path], group: Any
+    args: argparse.Namespace, rank: int, system: str, new_folder: Callable[[], Path], group: Any
 ) -> System:
     mesh = init_device_mesh("cpu", (args.ranks,))
     model = link_training.build(args.blocks, args.sleep, args.width)
@@ -120,7 +116,7 @@ def build(
 
     writer = dcp.FileSystemWriter if system == FSDP2 else SafeFileSystemWriter
     stager = ShardStager(args.copied << 20) if system == OURS else None
-    return System(model, optimizer, step, writer, stager, folders, group)
+    return System(model, optimizer, step, writer, stager, new_folder, group)
 
 
 def timed(system: System, steps: int) -> Callable[[], float]:
@@ -137,7 +133,7 @@ def timed(system: System, steps: int) -> Callable[[], float]:
     def sample() -> float:
         alone = [slowest(system.step) for _ in range(steps)]
         savings: list[Any] = []
-        system.folder = next(system.folders)
+        system.folder = system.new_folder()
         call = slowest(lambda: savings.append(system.save()))
         beside = [slowest(system.step) for _ in range(steps)]
         rest = slowest(savings[0].result)
@@ -164,19 +160,7 @@ def weighed(system: System, steps: int) -> Callable[[], float]:
     return sample
 
 
-SAMPLERS = {"seconds": timed, "bytes": weighed}
-MALLOC = {"seconds": {}, "bytes": peaks.RETURNED}
-
-
-def new_folders(parent: Path) -> Iterator[Path]:
-    """A new one in `parent` each time, the same on every rank; the one before is removed."""
-    for number in itertools.count():
-        dist.barrier()
-        if dist.get_rank() == 0:
-            for old in parent.glob("*"):
-                shutil.rmtree(old)
-        dist.barrier()
-        yield parent / str(number)
+SAMPLERS = {"time": timed, "memory": weighed}
 
 
 def check(name: str, system: System) -> None:
@@ -203,59 +187,45 @@ def run_rank(args: argparse.Namespace) -> None:
     samplers = {name: sampler(system, args.steps) for name, system in systems.items()}
     with turns.quiet_gc():
         mine = turns.alternate(samplers, args.rounds, 1)
-    worst = processes.of_slowest_rank(mine)
-    if dist.get_rank() == 0:
-        model = systems[OURS].model
-        times = {name: system.times for name, system in systems.items()}
-        stager = systems[OURS].stager
-        assert stager is not None
-        processes.report(
-            {
-                "nbytes": 12 * sum(parameter.numel() for parameter in model.parameters()),
-                "samples": worst,
-                "times": times,
-                "copied": stager.peak_copied_bytes,
-            }
-        )
-    dist.barrier()
-    dist.destroy_process_group()
+    stager = systems[OURS].stager
+    assert stager is not None
+    processes.finish(
+        {
+            "nbytes": 12 * sum(each.numel() for each in systems[OURS].model.parameters()),
+            "samples": processes.of_slowest_rank(mine),
+            "times": {name: system.times for name, system in systems.items()},
+            "copied": stager.peak_copied_bytes,
+        }
+    )
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--blocks", type=int, default=8)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--rows", type=int, default=64, help="of the batch of a rank")
-    parser.add_argument("--sleep", type=float, default=15.0, help="of a block in forward, in ms")
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--copied", type=int, default=1024, metavar="MIB", help="of ShardStager")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument(
-        "--folder",
-        default=tempfile.gettempdir(),
-        help="where to save, in a folder that is removed at the end; takes one checkpoint",
+    parser = options.parser(
+        __doc__,
+        ranks=2,
+        blocks=8,
+        width=512,
+        rows=64,
+        sleep=15.0,
+        steps=4,
+        rounds=7,
+        timeout=600.0,
     )
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds, for each of the two")
-    output.add_outputs(parser)
-    # Of the ranks, which this script starts twice.
+    options.add_folder(parser, "one checkpoint")
+    parser.add_argument("--copied", type=int, default=1024, metavar="MIB", help="of ShardStager")
     parser.add_argument("--measure", choices=list(SAMPLERS), help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def measurement_of(args: argparse.Namespace, measured: dict[str, Any]) -> Measurement:
-    """`measured` is what ranks reported for each unit in SAMPLERS."""
-    seconds, weights = measured["seconds"], measured["bytes"]
+    """`measured` is what ranks reported of times and of memory."""
+    seconds, weights = measured["time"], measured["memory"]
     about = (
-        f"torch {torch.__version__}, {args.ranks} ranks, {args.blocks} blocks of "
+        f"{args.ranks} ranks, {args.blocks} blocks of "
         f"12*{args.width}^2, {args.rows} rows a rank, sleep {args.sleep:g} ms, a checkpoint of "
         f"{seconds['nbytes'] / 1e6:.0f} MB in {args.folder} beside {args.steps} steps, at most "
         f"{args.copied} MiB copied, {seconds['copied'] / 1e6:.0f} MB were; {args.rounds} rounds"
     )
-    settings = {
-        key: getattr(args, key)
-        for key in "ranks blocks width rows sleep steps copied rounds folder".split()
-    } | {"torch": torch.__version__, "nbytes": seconds["nbytes"], "peak_copied": seconds["copied"]}
     times = {
         quantity: {name: found[quantity][1:] for name, found in seconds["times"].items()}
         for quantity in (STEP, CALL, SLOWEST, LOST)
@@ -276,18 +246,14 @@ def measurement_of(args: argparse.Namespace, measured: dict[str, Any]) -> Measur
         for quantity, named in ((CALL, times[CALL]), (SLOWEST, times[SLOWEST]), (EXTRA, extra))
         for name, other in COMPARED.items()
     ]
-    return Measurement(about, settings, output.repeated_argv(), figures, ratios)
+    return options.measurement(args, about, figures, ratios, nbytes=seconds["nbytes"])
 
 
 def main() -> None:
     args = parse()
     if processes.is_rank():
         return run_rank(args)
-    measured = {}
-    for unit, malloc in MALLOC.items():
-        with tempfile.TemporaryDirectory(prefix="fsdp_overlap_async_", dir=args.folder) as folder:
-            argv = [*sys.argv[1:], f"--folder={folder}", f"--measure={unit}"]
-            measured[unit] = processes.launch_ranks(args.ranks, argv, args.timeout, malloc)
+    measured = options.launch_to_measure(args)
     output.publish(measurement_of(args, measured), args.json, args.plot)
 
 

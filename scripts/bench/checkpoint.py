@@ -28,9 +28,6 @@ import argparse
 import itertools
 import os
 import shutil
-import sys
-import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -45,7 +42,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_overlap
 from fsdp_overlap.checkpoint import SafeFileSystemReader, SafeFileSystemWriter
-from harness import output, peaks, processes, turns
+from harness import options, output, processes, turns
 from harness.measurement import Measurement, Ratio
 
 SAVE_OURS, SAVE_FSDP2 = "save, ours", "save, FSDP2"
@@ -92,33 +89,15 @@ PAGE = 4096  # bytes; of less than that memory cannot be seen to be taken
 Operation = Callable[[Path], None]
 
 
-def timed(run: Operation, folders: Callable[[], Path]) -> Callable[[], float]:
-    """A sample: seconds on this rank, all ranks starting together."""
+def sampled(run: Operation, folders: Callable[[], Path], measure: str) -> Callable[[], float]:
+    """A sample: milliseconds on this rank, or bytes that it needs above what rested before."""
+    sampler = turns.timed if measure == "time" else turns.weighed
 
     def sample() -> float:
         folder = folders()
-        dist.barrier()
-        start = time.perf_counter()
-        run(folder)
-        return time.perf_counter() - start
+        return sampler(lambda: run(folder))()
 
     return sample
-
-
-def weighed(run: Operation, folders: Callable[[], Path]) -> Callable[[], float]:
-    """A sample: bytes that this rank needs above what rested before."""
-
-    def sample() -> float:
-        folder = folders()
-        with peaks.PeakMemory() as peak:
-            run(folder)
-        return peak.nbytes
-
-    return sample
-
-
-SAMPLERS = {"seconds": timed, "bytes": weighed}
-MALLOC = {"seconds": {}, "bytes": peaks.RETURNED}
 
 
 def saving(model: nn.Module, writer: type[dcp.FileSystemWriter]) -> Operation:
@@ -201,65 +180,39 @@ def run_rank(args: argparse.Namespace) -> None:
         check(name, model, load, kept[model])
 
     folders = new_folders(folder / "saved")
-    sampler = SAMPLERS[args.measure]
-    samplers = {name: sampler(save, folders) for name, (_, save) in saves.items()}
+    samplers = {name: sampled(save, folders, args.measure) for name, (_, save) in saves.items()}
     for name, (model, load) in loads.items():
-        samplers[name] = sampler(load, kept_folder(kept[model], args.cold))
+        samplers[name] = sampled(load, kept_folder(kept[model], args.cold), args.measure)
     with turns.quiet_gc():
         mine = turns.alternate(samplers, args.rounds, 1)
-    worst = processes.of_slowest_rank(mine)
-    if dist.get_rank() == 0:
-        numel = sum(parameter.numel() for parameter in ours.parameters())
-        processes.report({"numel": numel, "samples": worst})
-    dist.barrier()
-    dist.destroy_process_group()
+    numel = sum(parameter.numel() for parameter in ours.parameters())
+    processes.finish({"numel": numel, "samples": processes.of_slowest_rank(mine)})
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--blocks", type=int, default=16)
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument(
-        "--folder",
-        default=tempfile.gettempdir(),
-        help="where to save, in a folder that is removed at the end; takes three checkpoints",
-    )
+    parser = options.parser(__doc__, ranks=2, blocks=16, width=1024, rounds=11, timeout=600.0)
+    options.add_folder(parser, "three checkpoints")
     parser.add_argument("--cold", action="store_true", help="loads find nothing in the page cache")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds, for each of the two")
-    output.add_outputs(parser)
-    # Of the ranks, which this script starts twice.
-    parser.add_argument("--measure", choices=list(SAMPLERS), help=argparse.SUPPRESS)
+    parser.add_argument("--measure", choices=["time", "memory"], help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def measurement_of(
-    args: argparse.Namespace, numel: int, samples: dict[str, dict[str, list[float]]]
-) -> Measurement:
-    """`samples` are those of each unit in SAMPLERS."""
-    seconds = samples["seconds"]
+def measurement_of(args: argparse.Namespace, measured: dict[str, Any]) -> Measurement:
+    """`measured` is what ranks reported of times and of memory."""
+    numel = measured["time"]["numel"]
+    times = measured["time"]["samples"]
+    seconds = {name: [ms / 1e3 for ms in values] for name, values in times.items()}
     rates = {name: [4 * numel / 1e9 / s for s in values] for name, values in seconds.items()}
     extra = {
         name: [max(nbytes, PAGE) / 1e6 for nbytes in values]
-        for name, values in samples["bytes"].items()
+        for name, values in measured["memory"]["samples"].items()
     }
     files = "cold" if args.cold else "cached"
     about = (
-        f"torch {torch.__version__}, {args.ranks} ranks, {args.blocks} blocks of "
+        f"{args.ranks} ranks, {args.blocks} blocks of "
         f"12*{args.width}^2, {numel / 1e6:.0f} million parameters in float32, in {args.folder}, "
         f"{files} files; {args.rounds} rounds"
     )
-    settings = {
-        "torch": torch.__version__,
-        "ranks": args.ranks,
-        "blocks": args.blocks,
-        "width": args.width,
-        "numel": numel,
-        "folder": args.folder,
-        "cold": args.cold,
-        "rounds": args.rounds,
-    }
     figures = output.figures_of(TIME, "s", seconds)
     figures += output.figures_of(RATE, "GB/s", rates)
     figures += output.figures_of(EXTRA, "MB", extra)
@@ -268,21 +221,15 @@ def measurement_of(
         for quantity, named in ((TIME, seconds), (EXTRA, extra))
         for name, other in COMPARED.items()
     ]
-    return Measurement(about, settings, output.repeated_argv(), figures, ratios)
+    return options.measurement(args, about, figures, ratios, numel=numel)
 
 
 def main() -> None:
     args = parse()
     if processes.is_rank():
         return run_rank(args)
-    measured = {}
-    for unit, malloc in MALLOC.items():
-        with tempfile.TemporaryDirectory(prefix="fsdp_overlap_ckpt_", dir=args.folder) as folder:
-            argv = [*sys.argv[1:], f"--folder={folder}", f"--measure={unit}"]
-            measured[unit] = processes.launch_ranks(args.ranks, argv, args.timeout, malloc)
-    samples = {unit: result["samples"] for unit, result in measured.items()}
-    measurement = measurement_of(args, measured["seconds"]["numel"], samples)
-    output.publish(measurement, args.json, args.plot)
+    measured = options.launch_to_measure(args)
+    output.publish(measurement_of(args, measured), args.json, args.plot)
 
 
 if __name__ == "__main__":

@@ -21,13 +21,12 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from harness import output, peaks, processes, slow_link
+from harness import options, output, peaks, processes, slow_link, turns
 from harness.measurement import Figure, Measurement, Ratio
 
 MIB = 2**20
@@ -107,42 +106,36 @@ def reduce_to_each(b: Buffers) -> Finish:
     return finish
 
 
-def reduce_all_to_all_sum(b: Buffers) -> Finish:
-    received = torch.empty_like(b.full)
-    work = dist.all_to_all_single(received, b.full, async_op=True)
+def reduce_by_all_to_all(add_up: Callable[[torch.Tensor, torch.Tensor], object]) -> Candidate:
+    """`add_up` gives the sum, or the mean, of the rows of what was received."""
 
-    def finish() -> None:
-        _wait([work])
-        torch.sum(received.view(b.world_size, -1), dim=0, out=b.shard)
-        b.shard.div_(b.world_size)
+    def issue(b: Buffers) -> Finish:
+        received = torch.empty_like(b.full)
+        work = dist.all_to_all_single(received, b.full, async_op=True)
 
-    return finish
+        def finish() -> None:
+            _wait([work])
+            add_up(received.view(b.world_size, -1), b.shard)
 
+        return finish
 
-def reduce_all_to_all_mean(b: Buffers) -> Finish:
-    received = torch.empty_like(b.full)
-    work = dist.all_to_all_single(received, b.full, async_op=True)
-
-    def finish() -> None:
-        _wait([work])
-        torch.mean(received.view(b.world_size, -1), dim=0, out=b.shard)
-
-    return finish
+    return issue
 
 
-def reduce_all_to_all_add(b: Buffers) -> Finish:
-    received = torch.empty_like(b.full)
-    work = dist.all_to_all_single(received, b.full, async_op=True)
+def sum_of_rows(rows: torch.Tensor, out: torch.Tensor) -> None:
+    torch.sum(rows, dim=0, out=out).div_(len(rows))
 
-    def finish() -> None:
-        _wait([work])
-        first, second, *rest = received.view(b.world_size, -1).unbind()
-        torch.add(first, second, out=b.shard)
-        for piece in rest:
-            b.shard.add_(piece)
-        b.shard.div_(b.world_size)
 
-    return finish
+def mean_of_rows(rows: torch.Tensor, out: torch.Tensor) -> None:
+    torch.mean(rows, dim=0, out=out)
+
+
+def add_rows(rows: torch.Tensor | list[torch.Tensor], out: torch.Tensor) -> None:
+    first, second, *rest = rows
+    torch.add(first, second, out=out)
+    for row in rest:
+        out.add_(row)
+    out.div_(len(rows))
 
 
 def reduce_two_all_to_alls(b: Buffers) -> Finish:
@@ -169,11 +162,7 @@ def reduce_two_all_to_alls(b: Buffers) -> Finish:
 
     def finish() -> None:
         _wait(works)
-        first, second, *rest = [*received[:before], b.slices[b.rank], *received[before:]]
-        torch.add(first, second, out=b.shard)
-        for piece in rest:
-            b.shard.add_(piece)
-        b.shard.div_(b.world_size)
+        add_rows([*received[:before], b.slices[b.rank], *received[before:]], b.shard)
 
     return finish
 
@@ -205,9 +194,9 @@ GATHERS: dict[str, Candidate] = {
 REDUCES: dict[str, Candidate] = {
     "reduce_scatter_tensor": reduce_scatter_tensor,
     "reduce per slice": reduce_to_each,
-    "all_to_all + sum(dim=0)": reduce_all_to_all_sum,
-    "all_to_all + mean(dim=0)": reduce_all_to_all_mean,
-    "all_to_all + add": reduce_all_to_all_add,
+    "all_to_all + sum(dim=0)": reduce_by_all_to_all(sum_of_rows),
+    "all_to_all + mean(dim=0)": reduce_by_all_to_all(mean_of_rows),
+    "all_to_all + add": reduce_by_all_to_all(add_rows),
     "two all_to_alls + add": reduce_two_all_to_alls,
     "isend / irecv + add": reduce_send_receive,
 }
@@ -265,20 +254,9 @@ def call(b: Buffers, kind: str, candidate: Candidate) -> tuple[float, float, flo
 
 def peak_extra(b: Buffers, kind: str, candidate: Candidate) -> float:
     """MiB by which this rank's resident memory peaks above where it stood before the call."""
-
-    def status(field: str) -> float:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(field + ":"):
-                return float(line.split()[1]) / 1024
-        raise KeyError(field)
-
     prepare(b, kind)
     b.shard.fill_(0.0)
-    dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak (VmHWM), see proc(5)
-    before = status("VmRSS")
-    candidate(b)()
-    return status("VmHWM") - before
+    return turns.weighed(lambda: candidate(b)(), MIB)()
 
 
 # Samples of each candidate, by what was measured, by kind: gather or reduce.
@@ -302,10 +280,7 @@ def run_rank(args: argparse.Namespace) -> None:
             found[kind] = {EXTRA: extra}
         else:
             found[kind] = time_candidates(args, b, kind, candidates)
-    if rank == 0:
-        processes.report(found)
-    dist.barrier()
-    dist.destroy_process_group()
+    processes.finish(found)
 
 
 def time_candidates(
@@ -350,21 +325,16 @@ def compare(args: argparse.Namespace, found: dict[str, Found]) -> Measurement:
                 figures += output.figures_of(f"{where}: {what}", unit, measured[what])
             chosen, plain = CHOSEN[kind]
             ratios.append(Ratio.between(f"{where}: {TIME}", chosen, plain, measured[TIME]))
-    about = f"torch {torch.__version__}, {args.mib:g} MiB of float32; {args.rounds} rounds"
-    settings = {"torch": torch.__version__, "mib": args.mib, "rounds": args.rounds}
-    return Measurement(about, settings, output.repeated_argv(), figures, ratios)
+    about = f"{args.mib:g} MiB of float32; {args.rounds} rounds"
+    return options.measurement(args, about, figures, ratios)
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options.parser(
+        __doc__, rate="2gbit", no_limit=False, rounds=15, warmup=2, timeout=300.0
+    )
     parser.add_argument("--mib", type=float, default=25.0, help="full buffer, in MiB of fp32")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="loopback runs")
-    parser.add_argument("--rate", default="2gbit", help="of the limited link, in tc's words")
-    parser.add_argument("--no-limit", action="store_true", help="leave the limited link out")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds, per launch")
-    output.add_outputs(parser)
     return parser.parse_args()
 
 

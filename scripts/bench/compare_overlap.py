@@ -33,10 +33,7 @@ def run_rank(args: argparse.Namespace) -> None:
         step = link_training.make_step(model, rank, args.rows, update)
         step()  # the order is known from now on
         trace(step, args.steps, args.out / name / f"rank-{rank}.json.gz")
-    if rank == 0:
-        processes.report(None)
-    dist.barrier()
-    dist.destroy_process_group()
+    processes.finish(None)
 
 
 def trace(step: Callable[[], float], steps: int, path: Path) -> None:

@@ -34,10 +34,10 @@ from torch.nn.utils import clip_grad_norm_
 
 import fsdp_overlap
 from fsdp_overlap import optim
-from harness import link_training, output, processes, slow_link, turns
-from harness.measurement import Figure, Measurement, Ratio
+from harness import link_training, options, output, processes, slow_link, turns
+from harness.measurement import Figure, Ratio
 from harness.optimizers import ADAMW
-from link import FSDP2, check, timed
+from link import FSDP2, check
 
 STAGE3, STAGE2, DDP = "ours, stage 3", "ours, stage 2", "DDP"
 LOOPBACK = "loopback"
@@ -132,19 +132,15 @@ def make_steps(shape: Shape, names: list[str]) -> dict[str, Callable[[], float]]
 
 def run_rank(args: argparse.Namespace) -> None:
     """Measures one shape on this rank; rank 0 reports the slowest rank's times."""
-    rank, _ = processes.join_ranks(timeout_s=args.timeout)
+    processes.join_ranks(timeout_s=args.timeout)
     [name] = args.shapes
     steps = make_steps(SHAPES[name], args.systems)
     for _ in range(FIRST_STEPS):
         check({name: step() for name, step in steps.items()})
-    each = {system: timed(step, SHAPES[name].steps) for system, step in steps.items()}
+    each = {system: turns.timed(step, SHAPES[name].steps) for system, step in steps.items()}
     with turns.quiet_gc():
         mine = turns.alternate(each, args.rounds, 1)
-    slowest = processes.of_slowest_rank(mine)
-    if rank == 0:
-        processes.report(slowest)
-    dist.barrier()
-    dist.destroy_process_group()
+    processes.finish(processes.of_slowest_rank(mine))
 
 
 def measure(args: argparse.Namespace, shape: str, rate: str) -> Mapping[str, list[float]]:
@@ -157,7 +153,7 @@ def measure(args: argparse.Namespace, shape: str, rate: str) -> Mapping[str, lis
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options.parser(__doc__, ranks=2, rounds=9, timeout=600.0)
     systems = [STAGE3, STAGE2, FSDP2, DDP]
     parser.add_argument("--shapes", choices=SHAPES, nargs="+", default=list(SHAPES))
     parser.add_argument("--systems", choices=systems, nargs="+", default=systems)
@@ -168,10 +164,6 @@ def parse() -> argparse.Namespace:
         default=[LOOPBACK, "2gbit"],
         help=f"of the link, in tc's words, or {LOOPBACK}, which needs no root",
     )
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds, for each shape")
-    output.add_outputs(parser)
     return parser.parse_args()
 
 
@@ -196,16 +188,8 @@ def main() -> None:
         f"{SHAPES[name].rows} rows a rank"
         for name in args.shapes
     )
-    about = f"torch {torch.__version__}, {args.ranks} ranks, {args.rounds} rounds; {shapes}"
-    settings = {
-        "torch": torch.__version__,
-        "rates": args.rates,
-        "shapes": args.shapes,
-        "ranks": args.ranks,
-        "rounds": args.rounds,
-    }
-    measurement = Measurement(about, settings, output.repeated_argv(), figures, ratios)
-    output.publish(measurement, args.json, args.plot)
+    about = f"{args.ranks} ranks, {args.rounds} rounds; {shapes}"
+    output.publish(options.measurement(args, about, figures, ratios), args.json, args.plot)
 
 
 if __name__ == "__main__":

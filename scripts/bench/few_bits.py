@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, QuantizedCommPolicy, fully_shard
 from fsdp_overlap.comm import quantized
 from fsdp_overlap.comm.quantized import QuantizedFormat
-from harness import link_training, output, processes, slow_link, turns
+from harness import link_training, options, output, processes, slow_link, turns
 from harness.measurement import Measurement, Ratio, Spread
 
 FSDP2, BF16 = "FSDP2, bfloat16", "ours, bfloat16"
@@ -140,50 +140,34 @@ def run_rank(args: argparse.Namespace) -> None:
     with turns.quiet_gc():
         mine = turns.alternate(samplers, args.rounds, 1)
     slowest = processes.of_slowest_rank(mine)
-    if rank == 0:
-        warm = {name: values[-args.rounds :] for name, values in sent.items()}
-        del counted[FSDP2]
-        processes.report({STEP: slowest, SENT: warm, COUNTED: counted})
-    dist.barrier()
-    dist.destroy_process_group()
+    warm = {name: values[-args.rounds :] for name, values in sent.items()}
+    del counted[FSDP2]
+    processes.finish({STEP: slowest, SENT: warm, COUNTED: counted})
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rate", type=slow_link.checked_rate, default="2gbit", help="of the link")
-    parser.add_argument("--no-limit", action="store_true", help="plain loopback, needs no root")
-    parser.add_argument("--rows", type=int, default=4, help="of each rank's batch")
-    parser.add_argument(
-        "--sleep", type=float, default=12.0, metavar="MS", help="of a block in forward, see above"
-    )
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--blocks", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=2, help="steps per sample")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds, for the whole run")
-    output.add_outputs(parser)
-    return parser.parse_args()
+    return options.parser(
+        __doc__,
+        rate="2gbit",
+        no_limit=False,
+        rows=4,
+        sleep=12.0,
+        ranks=2,
+        blocks=8,
+        rounds=5,
+        steps=2,
+        timeout=600.0,
+    ).parse_args()
 
 
 def measurement_of(
     args: argparse.Namespace, samples: dict[str, dict[str, list[float]]]
 ) -> Measurement:
-    link = "unlimited loopback" if args.no_limit else f"{args.rate} link"
     about = (
-        f"torch {torch.__version__}, {args.ranks} ranks, {link}, {args.blocks} blocks of "
+        f"{args.ranks} ranks, {slow_link.in_words(args)}, {args.blocks} blocks of "
         f"12*{link_training.WIDTH}^2, {args.rows} rows a rank, a block sleeps {args.sleep:g} ms in "
         f"forward, {2 * args.sleep:g} in backward; {args.rounds} rounds of {args.steps} steps"
     )
-    settings = {
-        "torch": torch.__version__,
-        "rate": None if args.no_limit else args.rate,
-        "ranks": args.ranks,
-        "blocks": args.blocks,
-        "rows": args.rows,
-        "sleep_ms": args.sleep,
-        "rounds": args.rounds,
-        "steps": args.steps,
-    }
     quantized = [name for name, policy in POLICIES.items() if policy is not None]
     ratios = [Ratio.between(STEP, BF16, FSDP2, samples[STEP])]
     for name in quantized:
@@ -197,17 +181,12 @@ def measurement_of(
     }
     if max(apart.values()) > 0.01:
         output.fail(f"the library counts other bytes than the network: {apart}", code=1)
-    return Measurement(
-        about,
-        settings,
-        output.repeated_argv(),
-        [
-            *output.figures_of(STEP, "ms", samples[STEP]),
-            *output.figures_of(SENT, "MB", samples[SENT]),
-            *output.figures_of(COUNTED, "MB", samples[COUNTED]),
-        ],
-        ratios,
-    )
+    figures = [
+        *output.figures_of(STEP, "ms", samples[STEP]),
+        *output.figures_of(SENT, "MB", samples[SENT]),
+        *output.figures_of(COUNTED, "MB", samples[COUNTED]),
+    ]
+    return options.measurement(args, about, figures, ratios)
 
 
 def main() -> None:

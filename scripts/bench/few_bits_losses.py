@@ -16,10 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
-
-from harness import output
-from harness.measurement import Claim, Measurement, Sweep
+from harness import options, output
+from harness.measurement import Claim, Sweep
 
 PLAIN = "bfloat16"
 SYSTEMS: dict[str, list[str]] = {
@@ -43,11 +41,8 @@ def validations(args: argparse.Namespace, system: str, seed: int, folder: Path) 
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options.parser(__doc__, steps=160, timeout=1800.0)
     parser.add_argument("--seeds", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=160)
-    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds, for one run")
-    output.add_outputs(parser)
     return parser.parse_args()
 
 
@@ -73,10 +68,9 @@ def main() -> None:
                 losses = ", ".join(f"{loss:.4f}" for loss in found.values())
                 print(f"seed {seed}, {system}: {losses}", flush=True)
     last = samples[args.steps]
-    measurement = Measurement(
-        f"torch {torch.__version__}, {args.seeds} seeds, {args.steps} steps of the main job",
-        {"torch": torch.__version__, "seeds": args.seeds, "steps": args.steps},
-        output.repeated_argv(),
+    measurement = options.measurement(
+        args,
+        f"{args.seeds} seeds, {args.steps} steps of the main job",
         [
             figure
             for step, of_step in samples.items()

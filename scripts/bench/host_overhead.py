@@ -39,10 +39,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fsdp_overlap
 from fsdp_overlap.emulator import EmulatedDevice, fake_ranks, running
 from fsdp_overlap.emulator.threads import DeviceThread
-from harness import output, turns
+from harness import options, output, turns
 from harness.bare_sharding import BareUnit
 from harness.calls import count_calls
-from harness.measurement import Figure, Measurement, Ratio, Sweep
+from harness.measurement import Figure, Ratio, Sweep
 
 ROWS = 4
 TARGETS = {"ours": 0.12, "ours, in rows": 0.35}  # of FSDP2's overhead
@@ -152,18 +152,12 @@ def profile(step: Callable[[], torch.Tensor], steps: int) -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options.parser(__doc__, width=32, world_size=8, prefetch=1, rounds=100, warmup=10)
     parser.add_argument("--blocks", type=int, nargs="+", default=[32], help="one model for each")
-    parser.add_argument("--width", type=int, default=32)
-    parser.add_argument("--world-size", type=int, default=8, help="of the fake process group")
-    parser.add_argument("--prefetch", type=int, default=1, help="of our context")
-    parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--warmup", type=int, default=10, help="rounds thrown away")
     parser.add_argument("--copies", type=int, default=1, help="ranks that hold each shard")
     parser.add_argument("--mixed", action="store_true", help="compute in bfloat16")
     parser.add_argument("--calls", action="store_true", help="count calls of functions instead")
     parser.add_argument("--profile", action="store_true", help="print a profile of ours instead")
-    output.add_outputs(parser)
     return parser.parse_args()
 
 
@@ -293,25 +287,14 @@ def main() -> None:
             found = [figures(args, blocks, measure(args, blocks)) for blocks in args.blocks]
         counts = ", ".join(map(str, args.blocks))
         about = (
-            f"torch {torch.__version__}, {counts} blocks of 14 parameters, width {args.width}, "
+            f"{counts} blocks of 14 parameters, width {args.width}, "
             f"fake world of {args.world_size}, prefetch {args.prefetch}, {args.rounds} rounds"
             f"{f', {args.copies} copies' if args.copies > 1 else ''}"
             f"{', bfloat16 reduced in float32' if args.mixed else ''}"
         )
-        settings = {
-            "torch": torch.__version__,
-            "blocks": args.blocks,
-            "width": args.width,
-            "world_size": args.world_size,
-            "prefetch": args.prefetch,
-            "rounds": args.rounds,
-            "copies": args.copies,
-            "mixed": args.mixed,
-        }
-        measurement = Measurement(
+        measurement = options.measurement(
+            args,
             about,
-            settings,
-            output.repeated_argv(),
             [figure for one, _ in found for figure in one],
             [ratio for _, some in found for ratio in some],
             sweep=Sweep("blocks") if len(args.blocks) > 1 else None,

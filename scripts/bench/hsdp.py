@@ -20,16 +20,15 @@ import sys
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch.distributed import fsdp as fsdp2
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp_overlap
 from fsdp_overlap.optim import AdamW
-from harness import link_training, output, processes, slow_link, turns
-from harness.measurement import Measurement, Ratio
+from harness import link_training, options, output, processes, slow_link, turns
+from harness.measurement import Ratio
 from harness.optimizers import ADAMW
-from link import check, timed
+from link import check
 
 OURS, DIVIDED, FSDP2 = "ours", "ours, copies divided", "FSDP2"
 STEP = "step"
@@ -68,7 +67,7 @@ def train_fsdp2(args: argparse.Namespace, mesh: DeviceMesh) -> tuple[Callable[[]
 
 def run_rank(args: argparse.Namespace) -> None:
     """Measure on this rank; rank 0 reports the slowest rank's times."""
-    rank, _ = processes.join_ranks(timeout_s=args.timeout)
+    processes.join_ranks(timeout_s=args.timeout)
     mesh = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("replicate", "shard"))
     trained = {
         OURS: train_ours(args, mesh, False),
@@ -79,28 +78,24 @@ def run_rank(args: argparse.Namespace) -> None:
     for _ in range(2):
         check({name: step() for name, step in steps.items()})
     with turns.quiet_gc():
-        mine = turns.alternate(
-            {name: timed(step, 1) for name, step in steps.items()}, args.rounds, 1
-        )
-    slowest = processes.of_slowest_rank(mine)
-    if rank == 0:
-        held = {name: held for name, (_, held) in trained.items()}
-        processes.report({"samples": slowest, "held": held})
-    dist.barrier()
-    dist.destroy_process_group()
+        samplers = {name: turns.timed(step) for name, step in steps.items()}
+        mine = turns.alternate(samplers, args.rounds, 1)
+    held = {name: held for name, (_, held) in trained.items()}
+    processes.finish({"samples": processes.of_slowest_rank(mine), "held": held})
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rate", default="2gbit", help="of the link, in tc's words")
-    parser.add_argument("--no-limit", action="store_true", help="plain loopback, needs no root")
-    parser.add_argument("--rows", type=int, default=64, help="of each rank's batch")
-    parser.add_argument("--sleep", type=float, default=50.0, metavar="MS", help="see above")
-    parser.add_argument("--blocks", type=int, default=6)
-    parser.add_argument("--microbatches", type=int, default=2, help="forwards in a step")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds, for the whole run")
-    output.add_outputs(parser)
+    parser = options.parser(
+        __doc__,
+        rate="2gbit",
+        no_limit=False,
+        rows=64,
+        sleep=50.0,
+        blocks=6,
+        microbatches=2,
+        rounds=7,
+        timeout=600.0,
+    )
     parser.set_defaults(ranks=RANKS)
     return parser.parse_args()
 
@@ -111,23 +106,12 @@ def main() -> None:
         return run_rank(args)
     found = slow_link.launch_on_link(args, sys.argv[1:])
     samples = found["samples"]
-    link = "unlimited loopback" if args.no_limit else f"{args.rate} link"
     about = (
-        f"torch {torch.__version__}, a mesh of 2 x {RANKS // 2} ranks, {link}, {args.blocks} "
+        f"a mesh of 2 x {RANKS // 2} ranks, {slow_link.in_words(args)}, {args.blocks} "
         f"blocks of 12*{link_training.WIDTH}^2, {args.microbatches} microbatches of {args.rows} "
         f"rows, a block sleeps {args.sleep:g} ms in forward, {2 * args.sleep:g} in backward; "
         f"{args.rounds} rounds"
     )
-    settings = {
-        "torch": torch.__version__,
-        "rate": None if args.no_limit else args.rate,
-        "ranks": args.ranks,
-        "blocks": args.blocks,
-        "rows": args.rows,
-        "sleep_ms": args.sleep,
-        "microbatches": args.microbatches,
-        "rounds": args.rounds,
-    }
     held = {name: [count / 1e6] for name, count in found["held"].items()}
     figures = [
         *output.figures_of(STEP, "ms", samples),
@@ -138,8 +122,7 @@ def main() -> None:
         Ratio.between(STEP, DIVIDED, FSDP2, samples),
         Ratio.between(STEP, DIVIDED, OURS, samples),
     ]
-    argv = output.repeated_argv()
-    output.publish(Measurement(about, settings, argv, figures, ratios), args.json, args.plot)
+    output.publish(options.measurement(args, about, figures, ratios), args.json, args.plot)
 
 
 if __name__ == "__main__":

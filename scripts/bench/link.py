@@ -47,14 +47,12 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
-from harness import link_training, output, processes, slow_link, turns
+from harness import link_training, options, output, processes, slow_link, turns
 from harness.measurement import Measurement, Ratio
 
 OURS, FLAT = "ours", "ours, flat"
@@ -78,19 +76,6 @@ EQUAL = 1.25  # how far apart compute and communication may be that count as equ
 # Of training with overlap to training without: 15% more steps where communication is heavy.
 HEAVY_TARGET, NO_LOSS = 0.87, 1.0
 HEAVY_GBIT = 2.0
-
-
-def timed(run: Callable[[], float], steps: int) -> Callable[[], float]:
-    """A sample: milliseconds per step on this rank, all ranks starting together."""
-
-    def sample() -> float:
-        dist.barrier()
-        start = time.perf_counter()
-        for _ in range(steps):
-            run()
-        return (time.perf_counter() - start) / steps * 1e3
-
-    return sample
 
 
 def check(losses: dict[str, float]) -> None:
@@ -137,26 +122,29 @@ def run_rank(args: argparse.Namespace) -> None:
     ctx.stats.reset()
     with turns.quiet_gc():
         mine = turns.alternate(
-            {name: timed(step, args.steps) for name, step in steps.items()}, args.rounds, 1
+            {name: turns.timed(step, args.steps) for name, step in steps.items()}, args.rounds, 1
         )
     slowest = processes.of_slowest_rank(mine)
     if rank == 0:
         print(f"ours in all rounds, warm-up included: {ctx.stats}\n", flush=True)
-        processes.report(slowest)
-    dist.barrier()
-    dist.destroy_process_group()
+    processes.finish(slowest)
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--rate",
-        type=slow_link.checked_rate,
-        default="2gbit",
-        help="of the link: 2gbit, 500mbit, ...",
+    parser = options.parser(
+        __doc__,
+        rate="2gbit",
+        no_limit=False,
+        prefetch=1,
+        microbatches=1,
+        rows=512,
+        sleep=0.0,
+        ranks=2,
+        blocks=8,
+        rounds=7,
+        steps=2,
+        timeout=600.0,
     )
-    parser.add_argument("--no-limit", action="store_true", help="plain loopback, needs no root")
-    parser.add_argument("--prefetch", type=int, default=1, help="of our context")
     parser.add_argument(
         "--shared-group", action="store_true", help="our gathers and reductions share one group"
     )
@@ -167,17 +155,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--optimizer", choices=["adamw", "muon"], help="train, see above")
     parser.add_argument("--stage", type=int, choices=[1, 2, 3], default=2, help="of ZeRO")
     parser.add_argument("--overlap", choices=["both", "on", "off"], default="both")
-    parser.add_argument("--microbatches", type=int, default=1, help="forwards in a training step")
-    parser.add_argument("--rows", type=int, default=512, help="of each rank's batch")
-    parser.add_argument(
-        "--sleep", type=float, default=0.0, metavar="MS", help="of a block in forward, see above"
-    )
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--blocks", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=2, help="steps per sample")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds, for the whole run")
-    output.add_outputs(parser)
     args = parser.parse_args()
     if args.optimizer == "muon":
         args.layout = "whole"
@@ -226,10 +203,9 @@ def ratios_of(args: argparse.Namespace, samples: Mapping[str, Sequence[float]]) 
 
 
 def measurement_of(args: argparse.Namespace, samples: dict[str, list[float]]) -> Measurement:
-    link = "unlimited loopback" if args.no_limit else f"{args.rate} link"
     groups = "one shared group" if args.shared_group else "separate groups"
     about = (
-        f"torch {torch.__version__}, {args.ranks} ranks, {link}, {args.blocks} blocks of "
+        f"{args.ranks} ranks, {slow_link.in_words(args)}, {args.blocks} blocks of "
         f"12*{link_training.WIDTH}^2, {args.rows} rows a rank; ours: {args.layout}, prefetch "
         f"{args.prefetch}, {groups}; {args.rounds} rounds of {args.steps} steps"
     )
@@ -241,26 +217,8 @@ def measurement_of(args: argparse.Namespace, samples: dict[str, list[float]]) ->
         samples = with_bound(samples)
     else:
         about += f"; {args.optimizer}, stage {args.stage}, {args.microbatches} microbatches a step"
-    settings = {
-        "torch": torch.__version__,
-        "rate": None if args.no_limit else args.rate,
-        "ranks": args.ranks,
-        "blocks": args.blocks,
-        "rows": args.rows,
-        "sleep_ms": args.sleep,
-        "whole": args.whole,
-        "layout": args.layout,
-        "prefetch": args.prefetch,
-        "separate_reduce_scatter_group": not args.shared_group,
-        "optimizer": args.optimizer,
-        "stage": None if args.optimizer is None else args.stage,
-        "microbatches": args.microbatches,
-        "rounds": args.rounds,
-        "steps": args.steps,
-    }
     figures = output.figures_of(STEP, "ms", samples)
-    argv = output.repeated_argv()
-    return Measurement(about, settings, argv, figures, ratios_of(args, samples))
+    return options.measurement(args, about, figures, ratios_of(args, samples))
 
 
 def main() -> None:

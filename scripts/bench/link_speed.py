@@ -14,11 +14,9 @@ import argparse
 import statistics
 from pathlib import Path
 
-import torch
-
 import link
-from harness import link_training, output, slow_link
-from harness.measurement import Figure, Measurement, Ratio, Sweep
+from harness import link_training, options, output, slow_link
+from harness.measurement import Figure, Ratio, Sweep
 
 UNLIMITED = "unlimited"
 
@@ -33,8 +31,8 @@ def step_gbits(ranks: int, blocks: int) -> float:
 
 def measure(args: argparse.Namespace, rate: str) -> tuple[float, dict[str, list[float]]]:
     """Where on the sweep the rate is, in Gbit/s, and milliseconds by system and round."""
-    options = ("ranks", "blocks", "rows", "sleep", "rounds", "steps", "timeout")
-    argv = [f"--{name}={getattr(args, name)}" for name in options]
+    names = ("ranks", "blocks", "rows", "sleep", "rounds", "steps", "timeout")
+    argv = [f"--{name}={getattr(args, name)}" for name in names]
     limited = argparse.Namespace(**vars(args), rate=rate, no_limit=rate == UNLIMITED)
     samples = slow_link.launch_on_link(limited, argv, script=Path(link.__file__))
     if rate != UNLIMITED:
@@ -44,7 +42,9 @@ def measure(args: argparse.Namespace, rate: str) -> tuple[float, dict[str, list[
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options.parser(
+        __doc__, rows=512, sleep=0.0, ranks=2, blocks=8, rounds=7, steps=1, timeout=600.0
+    )
     parser.add_argument(
         "--rates",
         type=lambda text: text if text == UNLIMITED else slow_link.checked_rate(text),
@@ -52,16 +52,6 @@ def parse() -> argparse.Namespace:
         default=["1gbit", "2gbit", "4gbit", "8gbit", UNLIMITED],
         help=f"of the link, in tc's words, or {UNLIMITED}",
     )
-    parser.add_argument("--rows", type=int, default=512, help="of each rank's batch")
-    parser.add_argument(
-        "--sleep", type=float, default=0.0, metavar="MS", help="of a block, as in link.py"
-    )
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--blocks", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=1, help="steps per sample")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds, for each rate")
-    output.add_outputs(parser)
     return parser.parse_args()
 
 
@@ -79,24 +69,14 @@ def main() -> None:
         target = link.bound_target(of_bound)
         ratios.append(Ratio.between(step, ours, link.BOUND, samples, at=at, at_most=target))
     about = (
-        f"torch {torch.__version__}, {args.ranks} ranks, {args.blocks} blocks of "
+        f"{args.ranks} ranks, {args.blocks} blocks of "
         f"12*{link_training.WIDTH}^2, {args.rows} rows a rank; {args.rounds} rounds of "
         f"{args.steps} steps"
     )
     if args.sleep:
         about += f"; a block sleeps {args.sleep:g} ms in forward, {2 * args.sleep:g} in backward"
-    settings = {
-        "torch": torch.__version__,
-        "rates": args.rates,
-        "ranks": args.ranks,
-        "blocks": args.blocks,
-        "rows": args.rows,
-        "sleep_ms": args.sleep,
-        "rounds": args.rounds,
-        "steps": args.steps,
-    }
     sweep = Sweep("link, Gbit/s", log_y=True)
-    measurement = Measurement(about, settings, output.repeated_argv(), figures, ratios, sweep=sweep)
+    measurement = options.measurement(args, about, figures, ratios, sweep=sweep)
     output.publish(measurement, args.json, args.plot)
 
 

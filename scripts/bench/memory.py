@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from harness import output, peaks, processes, slow_link, turns
+from harness import options, output, peaks, processes, slow_link, turns
 from harness.measurement import Measurement, Ratio
 from host_overhead import build, shard_fsdp2, shard_ours
 
@@ -129,64 +129,48 @@ def samplers(mesh: DeviceMesh, blocks: int, width: int) -> dict[str, Callable[[]
 
 
 def run_rank(args: argparse.Namespace) -> None:
-    rank, world_size = processes.join_ranks(timeout_s=args.timeout)
+    _, world_size = processes.join_ranks(timeout_s=args.timeout)
     mesh = init_device_mesh("cpu", (world_size,))
     make = step_samplers if args.steps else samplers
     mine = turns.alternate(make(mesh, args.blocks, args.width), args.rounds, warmup=2)
-    most = processes.of_slowest_rank(mine)
-    if rank == 0:
-        processes.report(most)
-    dist.barrier()
-    dist.destroy_process_group()
+    processes.finish(processes.of_slowest_rank(mine))
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--blocks", type=int, default=6)
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--rate", default="2gbit", help="of the link, in tc's words")
-    parser.add_argument("--no-limit", action="store_true", help="plain loopback, needs no root")
+    parser = options.parser(
+        __doc__,
+        rate="2gbit",
+        no_limit=False,
+        ranks=2,
+        blocks=6,
+        width=1024,
+        rounds=9,
+        timeout=600.0,
+    )
     parser.add_argument("--steps", action="store_true", help="of whole steps, see above")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds, for the whole run")
-    output.add_outputs(parser)
     return parser.parse_args()
 
 
 def measurement_of(args: argparse.Namespace, samples: dict[str, list[float]]) -> Measurement:
-    link = "unlimited loopback" if args.no_limit else f"{args.rate} link"
     about = (
-        f"torch {torch.__version__}, {args.ranks} ranks, {link}, {args.blocks} blocks of width "
+        f"{args.ranks} ranks, {slow_link.in_words(args)}, {args.blocks} blocks of width "
         f"{args.width}; peak above rest{'' if args.steps else ' and gradient shards'}, "
         f"{args.rounds} rounds"
     )
-    settings = {
-        "torch": torch.__version__,
-        "rate": None if args.no_limit else args.rate,
-        "ranks": args.ranks,
-        "blocks": args.blocks,
-        "width": args.width,
-        "rounds": args.rounds,
-        "steps": args.steps,
-    }
-    return Measurement(
-        about,
-        settings,
-        output.repeated_argv(),
-        output.figures_of(PEAK, "blocks", samples, at_most={} if args.steps else TARGETS),
-        [
+    if args.steps:
+        ratios = [
             Ratio.between(PEAK, f"{system}, stepped in backward", to, samples)
             for system in OURS
             for to in (f"{system}, stepped after backward", f"{FSDP2}, stepped in backward")
         ]
-        if args.steps
-        else [
+    else:
+        ratios = [
             Ratio.between(PEAK, name, to, samples, at_most=AT_MOST.get(name))
             for name, ahead in OURS.items()
             for to in ([FSDP2, FSDP2_AHEAD] if ahead else [FSDP2])
-        ],
-    )
+        ]
+    figures = output.figures_of(PEAK, "blocks", samples, at_most={} if args.steps else TARGETS)
+    return options.measurement(args, about, figures, ratios)
 
 
 def main() -> None:

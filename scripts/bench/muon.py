@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -55,7 +54,7 @@ from fsdp_overlap import (
 )
 from fsdp_overlap.layout import Layout
 from fsdp_overlap.optim import Muon
-from harness import output, processes, turns
+from harness import options, output, processes, turns
 from harness.layer_wise import layer_wise
 from harness.measurement import Measurement, Ratio
 from harness.optimizers import ADAMW, LR, torchs
@@ -184,23 +183,10 @@ def run_rank(args: argparse.Namespace) -> None:
         collectives[name] = issued.get_total_counts()
         check(name, model, models[system.reference], args.dtype)
 
-    def timed(step: Callable[[], None]) -> Callable[[], float]:
-        def sample() -> float:
-            dist.barrier()
-            start = time.perf_counter()
-            step()
-            return (time.perf_counter() - start) * 1e3
-
-        return sample
-
     with turns.quiet_gc():
-        samplers = {name: timed(step) for name, step in steps.items()}
+        samplers = {name: turns.timed(step) for name, step in steps.items()}
         mine = turns.alternate(samplers, args.rounds, 1)
-    slowest = processes.of_slowest_rank(mine)
-    if dist.get_rank() == 0:
-        processes.report({"step_ms": slowest, "collectives": collectives})
-    dist.barrier()
-    dist.destroy_process_group()
+    processes.finish({"step_ms": processes.of_slowest_rank(mine), "collectives": collectives})
 
 
 def check(name: str, model: nn.Module, reference: nn.Module, dtype: str) -> None:
@@ -215,14 +201,8 @@ def check(name: str, model: nn.Module, reference: nn.Module, dtype: str) -> None
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--blocks", type=int, default=8)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = options.parser(__doc__, ranks=2, blocks=8, width=512, rounds=5, timeout=1800.0)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
-    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds, for the whole run")
-    output.add_outputs(parser)
     args = parser.parse_args()
     if args.ranks < 2 or args.ranks % 2:
         output.fail(f"--ranks {args.ranks}: use an even number, of which two divide experts")
@@ -233,17 +213,9 @@ def measurement_of(args: argparse.Namespace, result: dict[str, Any]) -> Measurem
     samples = result["step_ms"]
     collectives = {name: [float(count)] for name, count in result["collectives"].items()}
     about = (
-        f"torch {torch.__version__}, {args.ranks} ranks, {args.blocks} blocks of "
+        f"{args.ranks} ranks, {args.blocks} blocks of "
         f"12*{args.width}^2, products in {args.dtype}; {args.rounds} rounds"
     )
-    settings = {
-        "torch": torch.__version__,
-        "ranks": args.ranks,
-        "blocks": args.blocks,
-        "width": args.width,
-        "dtype": args.dtype,
-        "rounds": args.rounds,
-    }
     figures = output.figures_of(STEP, "ms", samples)
     none = {WHOLE: 0, EXPERTS: 0}
     figures += output.figures_of("collectives a step", "", collectives, at_most=none)
@@ -259,7 +231,7 @@ def measurement_of(args: argparse.Namespace, result: dict[str, Any]) -> Measurem
         for system in (COPIES, TENSOR_PARALLEL)
         if system in samples
     )
-    return Measurement(about, settings, output.repeated_argv(), figures, ratios)
+    return options.measurement(args, about, figures, ratios)
 
 
 def main() -> None:

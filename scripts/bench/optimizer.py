@@ -35,6 +35,7 @@ import argparse
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_overlap import RaggedDTensor, optim
-from harness import output, turns
+from harness import options, output, turns
 from harness.measurement import Measurement, Ratio
 from host_overhead import ROWS, build, profile, shard_fsdp2, shard_ours, timed
 
@@ -60,7 +61,6 @@ Operation = Callable[[], Any]
 class System:
     """A way to do one of the two operations; `prepare` makes it for a model with gradients."""
 
-    name: str
     shard: Callable[[nn.Sequential, DeviceMesh], None]
     prepare: Callable[[nn.Module], Operation]
     target: float | None = None
@@ -85,51 +85,30 @@ def clipping(clip: Callable[[Iterator[nn.Parameter], float], torch.Tensor]) -> A
     return prepare
 
 
+FOREACH = stepping(torch.optim.AdamW, foreach=True)
+FUSED = stepping(torch.optim.AdamW, fused=True)
+FSDP2_FOREACH, FSDP2_FUSED = "FSDP2, torch AdamW(foreach)", "FSDP2, torch AdamW(fused)"
+OURS_STEP = "ours, fsdp_overlap.optim.AdamW"
 STEPS = {
-    "fsdp2-adamw-foreach": System(
-        "FSDP2, torch AdamW(foreach)", shard_fsdp2, stepping(torch.optim.AdamW, foreach=True)
-    ),
-    "fsdp2-adamw-fused": System(
-        "FSDP2, torch AdamW(fused)", shard_fsdp2, stepping(torch.optim.AdamW, fused=True)
-    ),
-    "ours-adamw-foreach": System(
-        "ours, torch AdamW(foreach)", ours, stepping(torch.optim.AdamW, foreach=True)
-    ),
-    "ours-adamw-fused": System(
-        "ours, torch AdamW(fused)", ours, stepping(torch.optim.AdamW, fused=True), target=0.35
-    ),
-    "ours-adamw": System(
-        "ours, fsdp_overlap.optim.AdamW", ours, stepping(optim.AdamW), target=0.10
-    ),
+    FSDP2_FOREACH: System(shard_fsdp2, FOREACH),
+    FSDP2_FUSED: System(shard_fsdp2, FUSED),
+    "ours, torch AdamW(foreach)": System(ours, FOREACH),
+    "ours, torch AdamW(fused)": System(ours, FUSED, target=0.35),
+    OURS_STEP: System(ours, stepping(optim.AdamW), target=0.10),
 }
-STEP_REFERENCE = "fsdp2-adamw-foreach"
 
+clip_foreach = partial(clip_grad_norm_, foreach=True)
+FSDP2_CLIPS = ("FSDP2, torch clip_grad_norm_", "FSDP2, torch clip_grad_norm_(foreach=True)")
+OURS_CLIP = "ours, fsdp_overlap.optim.clip_grad_norm_"
 CLIPS = {
-    "fsdp2-clip": System(
-        "FSDP2, torch clip_grad_norm_",
+    name: System(
         shard_fsdp2,
-        clipping(lambda parameters, limit: clip_grad_norm_(parameters, limit).full_tensor()),
-    ),
-    "fsdp2-clip-foreach": System(
-        "FSDP2, torch clip_grad_norm_(foreach=True)",
-        shard_fsdp2,
-        clipping(
-            lambda parameters, limit: clip_grad_norm_(parameters, limit, foreach=True).full_tensor()
-        ),
-    ),
-    "ours-clip-foreach": System(
-        "ours, torch clip_grad_norm_(foreach=True)",
-        ours,
-        clipping(lambda parameters, limit: clip_grad_norm_(parameters, limit, foreach=True)),
-    ),
-    "ours-clip": System(
-        "ours, fsdp_overlap.optim.clip_grad_norm_",
-        ours,
-        clipping(optim.clip_grad_norm_),
-        target=0.15,
-    ),
+        clipping(lambda parameters, limit, clip=clip: clip(parameters, limit).full_tensor()),
+    )
+    for name, clip in zip(FSDP2_CLIPS, (clip_grad_norm_, clip_foreach), strict=True)
 }
-CLIP_REFERENCES = ("fsdp2-clip", "fsdp2-clip-foreach")
+CLIPS["ours, torch clip_grad_norm_(foreach=True)"] = System(ours, clipping(clip_foreach))
+CLIPS[OURS_CLIP] = System(ours, clipping(optim.clip_grad_norm_), target=0.15)
 
 WALK = "(walking model.parameters(), part of each)"
 
@@ -167,8 +146,10 @@ def forward_backward(model: nn.Module, width: int) -> None:
 class Candidate:
     """A system with a model of its own, gradients on it, and the operation to be timed."""
 
-    def __init__(self, system: System, reference: nn.Module, blocks: int, width: int) -> None:
-        self.system = system
+    def __init__(
+        self, name: str, system: System, reference: nn.Module, blocks: int, width: int
+    ) -> None:
+        self.name = name
         self.width = width
         self.model = build(blocks, width)
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -212,7 +193,7 @@ class Candidate:
         expected = local_norm(self.model)
         norm = self.operation()
         if type(norm) is not torch.Tensor:
-            output.fail(f"{self.system.name}: the norm is a {type(norm).__name__}", code=1)
+            output.fail(f"{self.name}: the norm is a {type(norm).__name__}", code=1)
         self._check(norm, torch.tensor(expected), "norm", 1e-4)
         for clipped, whole in zip(local_gradients(self.model), self._gradients, strict=True):
             self._check(clipped, whole * CLIP_TO, "gradient", 1e-4)
@@ -221,7 +202,7 @@ class Candidate:
         try:
             torch.testing.assert_close(actual, expected, rtol=rtol, atol=1e-9)
         except AssertionError as error:
-            output.fail(f"{self.system.name}: wrong {what}: {error}", code=1)
+            output.fail(f"{self.name}: wrong {what}: {error}", code=1)
 
 
 def check(candidates: Mapping[str, Candidate], reference: nn.Module) -> None:
@@ -233,19 +214,14 @@ def check(candidates: Mapping[str, Candidate], reference: nn.Module) -> None:
     after = [parameter.detach() for parameter in reference.parameters()]
     if any(torch.equal(old, new) for old, new in zip(before, after, strict=True)):
         output.fail("the reference steps left a parameter as it was", code=1)
-    for key in STEPS:
-        candidates[key].check_step(before, after)
-    for key in CLIPS:
-        candidates[key].check_clip()
+    for name in STEPS:
+        candidates[name].check_step(before, after)
+    for name in CLIPS:
+        candidates[name].check_clip()
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--blocks", type=int, default=32)
-    parser.add_argument("--width", type=int, default=32)
-    parser.add_argument("--world-size", type=int, default=8, help="of the fake process group")
-    parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--warmup", type=int, default=10, help="rounds thrown away")
+    parser = options.parser(__doc__, blocks=32, width=32, world_size=8, rounds=100, warmup=10)
     parser.add_argument(
         "--fresh-gradients",
         action="store_true",
@@ -257,7 +233,6 @@ def parse() -> argparse.Namespace:
         choices=[*STEPS, *CLIPS],
         help=f"print a profile of this one instead: {', '.join([*STEPS, *CLIPS])}",
     )
-    output.add_outputs(parser)
     return parser.parse_args()
 
 
@@ -273,8 +248,8 @@ def main() -> None:
     if args.profile:
         systems = {args.profile: systems[args.profile]}
     candidates = {
-        key: Candidate(system, reference, args.blocks, args.width)
-        for key, system in systems.items()
+        name: Candidate(name, system, reference, args.blocks, args.width)
+        for name, system in systems.items()
     }
 
     if args.profile:
@@ -286,11 +261,11 @@ def main() -> None:
         return
 
     check(candidates, reference)
-    walk = timed(lambda: list(candidates["ours-clip"].model.parameters()), 1)
+    walk = timed(lambda: list(candidates[OURS_CLIP].model.parameters()), 1)
     measured: dict[str, dict[str, list[float]]] = {}
     with turns.quiet_gc():
-        for what, keys in (("step", list(STEPS)), ("clip", list(CLIPS))):
-            samplers = {key: candidates[key].sampler(args.fresh_gradients) for key in keys}
+        for what, names in (("step", STEPS), ("clip", CLIPS)):
+            samplers = {name: candidates[name].sampler(args.fresh_gradients) for name in names}
             if what == "clip":
                 samplers[WALK] = walk
             measured[what] = turns.alternate(samplers, args.rounds, args.warmup)
@@ -302,43 +277,27 @@ def main() -> None:
 def measurement_of(
     args: argparse.Namespace, measured: Mapping[str, Mapping[str, list[float]]]
 ) -> Measurement:
-    """`measured`: microseconds of each step and each clip, by key."""
+    """`measured`: microseconds of each step and each clip, by system."""
     renewed = "gradients of a new backward each" if args.fresh_gradients else "gradients kept"
     about = (
-        f"torch {torch.__version__}, {args.blocks} blocks of 14 parameters, width {args.width}, "
+        f"{args.blocks} blocks of 14 parameters, width {args.width}, "
         f"fake world of {args.world_size}, {renewed}, {args.rounds} rounds"
     )
-    settings = {
-        "torch": torch.__version__,
-        "blocks": args.blocks,
-        "width": args.width,
-        "world_size": args.world_size,
-        "fresh_gradients": args.fresh_gradients,
-        "rounds": args.rounds,
-    }
-    clips = measured["clip"]
-    faster_clip = min(CLIP_REFERENCES, key=lambda key: statistics.median(clips[key]))
+    faster_clip = min(FSDP2_CLIPS, key=lambda name: statistics.median(measured["clip"][name]))
     figures, ratios = [], []
     for quantity, systems, reference in (
-        ("step", STEPS, STEP_REFERENCE),
+        ("step", STEPS, FSDP2_FOREACH),
         ("clip", CLIPS, faster_clip),
     ):
-        named = {
-            systems[key].name if key in systems else key: values
-            for key, values in measured[quantity].items()
-        }
-        figures += output.figures_of(quantity, "us", named)
+        samples = measured[quantity]
+        figures += output.figures_of(quantity, "us", samples)
         ratios += [
-            Ratio.between(
-                quantity, system.name, systems[reference].name, named, at_most=system.target
-            )
-            for key, system in systems.items()
-            if key.startswith("ours")
+            Ratio.between(quantity, name, reference, samples, at_most=system.target)
+            for name, system in systems.items()
+            if name.startswith("ours")
         ]
-    named = {system.name: measured["step"][key] for key, system in STEPS.items()}
-    same_form = (STEPS[key].name for key in ("ours-adamw", "fsdp2-adamw-fused"))
-    ratios.append(Ratio.between("step", *same_form, named, at_most=0.06))
-    return Measurement(about, settings, output.repeated_argv(), figures, ratios)
+    ratios.append(Ratio.between("step", OURS_STEP, FSDP2_FUSED, measured["step"], at_most=0.06))
+    return options.measurement(args, about, figures, ratios)
 
 
 if __name__ == "__main__":

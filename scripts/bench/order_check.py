@@ -24,9 +24,9 @@ import torch.distributed as dist
 import fsdp_overlap
 from fsdp_overlap.comm.comm_streams import CommStream
 from fsdp_overlap.desync.order_check import OrderCheck
-from harness import link_training, loopback, output, processes, slow_link, turns
-from harness.measurement import Measurement, Ratio
-from link import check, timed
+from harness import link_training, options, output, processes, turns
+from harness.measurement import Ratio
+from link import check
 
 CHECKED, UNCHECKED = "checked", "unchecked"
 STEP, SHUFFLED = "step", "step in an order that nobody expects"
@@ -90,24 +90,25 @@ def run_rank(args: argparse.Namespace) -> None:
         }
         for _ in range(2):
             check({name: step() for name, (step, _) in prepared.items()})
-        steps = {name: timed(step, args.steps) for name, (step, _) in prepared.items()}
+        steps = {name: turns.timed(step, args.steps) for name, (step, _) in prepared.items()}
         with turns.quiet_gc():
             mine = turns.alternate(steps, args.rounds, 1)
         found[quantity] = processes.of_slowest_rank(mine)
         confirmed[quantity] = [float(prepared[CHECKED][1]())]
-    if rank == 0:
-        processes.report({"samples": found, "confirmed": confirmed})
-    dist.barrier()
-    dist.destroy_process_group()
+    processes.finish({"samples": found, "confirmed": confirmed})
 
 
 def main() -> None:
-    args = loopback.parse(__doc__.splitlines()[0], rows=256, rounds=15)
+    parser = options.parser(__doc__, ranks=2, rows=256, blocks=8, steps=2, rounds=15, timeout=600.0)
+    args = parser.parse_args()
     if processes.is_rank():
         return run_rank(args)
-    found = slow_link.launch_on_link(args, sys.argv[1:])
+    found = processes.launch_ranks(args.ranks, sys.argv[1:], args.timeout)
     samples = found["samples"]
-    about, settings = loopback.circumstances(args)
+    about = (
+        f"{args.ranks} ranks on loopback, {args.blocks} blocks of 12*{link_training.WIDTH}^2, "
+        f"{args.rows} rows, {args.steps} steps a sample; {args.rounds} rounds"
+    )
     figures = [
         figure
         for quantity, of_each in samples.items()
@@ -118,8 +119,7 @@ def main() -> None:
         Ratio.between(STEP, CHECKED, UNCHECKED, samples[STEP], at_most=TARGET),
         Ratio.between(SHUFFLED, CHECKED, UNCHECKED, samples[SHUFFLED]),
     ]
-    argv = output.repeated_argv()
-    output.publish(Measurement(about, settings, argv, figures, ratios), args.json, args.plot)
+    output.publish(options.measurement(args, about, figures, ratios), args.json, args.plot)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import statistics
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,9 +33,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import hsdp
 from fsdp_overlap.simulator import CpuPrediction, Fabric, Profile, simulate_on_cpu
-from harness import link_training, output, peaks, processes, slow_link, turns
+from harness import link_training, options, output, peaks, processes, slow_link, turns
 from harness.measurement import Measurement
-from link import timed
 
 MIB = 2**20
 STEPS = 2
@@ -111,15 +111,13 @@ def run_rank(args: argparse.Namespace) -> None:
     for step in steps.values():
         step()
     with turns.quiet_gc():
-        sample = risen if args.memory else timed_steps
+        sample = (
+            partial(turns.weighed, unit=MIB) if args.memory else partial(turns.timed, steps=STEPS)
+        )
         mine = turns.alternate({name: sample(step) for name, step in steps.items()}, args.rounds, 1)
         if args.trace is not None:
             trace(steps[cases[0].name], args.trace if rank == 0 else None)
-    most = processes.of_slowest_rank(mine)
-    if rank == 0:
-        processes.report(most)
-    dist.barrier()
-    dist.destroy_process_group()
+    processes.finish(processes.of_slowest_rank(mine))
 
 
 def touch_heap() -> None:
@@ -127,22 +125,6 @@ def touch_heap() -> None:
     so move on in memory, and traced steps alone would wait for new pages."""
     blocks = [torch.ones(HEAP_BLOCK // 4) for _ in range(HEAP_BLOCKS)]
     del blocks
-
-
-def timed_steps(step: Callable[[], float]) -> Callable[[], float]:
-    return timed(step, STEPS)
-
-
-def risen(step: Callable[[], float]) -> Callable[[], float]:
-    """A sample: MiB of a step above rest."""
-
-    def sample() -> float:
-        dist.barrier()
-        with peaks.PeakMemory() as peak:
-            step()
-        return peak.nbytes / MIB
-
-    return sample
 
 
 def trace(step: Callable[[], float], path: Path | None) -> None:
@@ -227,11 +209,10 @@ def measurement_of(
             ),
         ]
     about = (
-        f"torch {torch.__version__}, {len(CASES)} cases, {args.rounds} rounds of {STEPS} steps; "
-        f"speed of operations from the first case alone"
+        f"{len(CASES)} cases, {args.rounds} rounds of {STEPS} steps; speed of operations from the "
+        "first case alone"
     )
-    settings = {"torch": torch.__version__, "rounds": args.rounds, "steps": STEPS}
-    return Measurement(about, settings, output.repeated_argv(), figures, [])
+    return options.measurement(args, about, figures, steps=STEPS)
 
 
 def _once(values: dict[str, float]) -> dict[str, list[float]]:
@@ -243,13 +224,10 @@ def _argv(args: argparse.Namespace, numbers: list[int]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds, for each link")
+    parser = options.parser(__doc__, rounds=5, timeout=600.0)
     parser.add_argument("--cases", type=int, nargs="*", help=argparse.SUPPRESS)
     parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--trace", type=Path, help=argparse.SUPPRESS)
-    output.add_outputs(parser)
     args = parser.parse_args()
     if processes.is_rank():
         return run_rank(args)

@@ -8,7 +8,6 @@ difference from the sum in float64 over the norm of that sum.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 
 import torch
@@ -16,8 +15,8 @@ import torch
 from fsdp_overlap import BlockAtomic, QuantizedCommPolicy
 from fsdp_overlap.comm.quantized import QuantizedFormat
 from fsdp_overlap.layout import ParamGroupPlan, ParamSpec, plan_units
-from harness import output
-from harness.measurement import Measurement, Sweep
+from harness import options, output
+from harness.measurement import Sweep
 
 ROWS, COLUMNS = 512, 256
 QUANTITY = "error"
@@ -72,9 +71,8 @@ def error(found: torch.Tensor, gradients: list[torch.Tensor]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options.parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 64])
-    output.add_outputs(parser)
     args = parser.parse_args()
     figures = []
     for ranks in args.ranks:
@@ -83,11 +81,8 @@ def main() -> None:
         sums["bfloat16, summed by a ring"] = ring_sum(gradients, len(next(iter(sums.values()))))
         errors = {name: [1e6 * error(found, gradients)] for name, found in sums.items()}
         figures += output.figures_of(QUANTITY, "millionths", errors, at=ranks)
-    settings = {"torch": torch.__version__, "ranks": args.ranks}
-    about = f"torch {torch.__version__}, a gradient of {ROWS} x {COLUMNS}"
-    measurement = Measurement(
-        about, settings, output.repeated_argv(), figures, sweep=Sweep("ranks", log_y=True)
-    )
+    about = f"a gradient of {ROWS} x {COLUMNS}"
+    measurement = options.measurement(args, about, figures, sweep=Sweep("ranks", log_y=True))
     output.publish(measurement, args.json, args.plot)
 
 

@@ -19,8 +19,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -31,7 +29,7 @@ from fsdp_overlap.cli.checkpoints import Checkpoints
 from fsdp_overlap.cli.config import TrainConfig
 from fsdp_overlap.cli.data import Text
 from fsdp_overlap.cli.trainer import Trainer
-from harness import output, peaks, processes
+from harness import options, output, peaks, processes
 from harness.measurement import Claim, Figure, Measurement, Spread
 
 STAGES = (3, 2, 1)
@@ -87,7 +85,7 @@ def weigh(config: TrainConfig, text: Text) -> dict[str, float]:
 
 def run_rank(args: argparse.Namespace) -> None:
     """Weighs each stage on this rank; rank 0 reports the figures of the heaviest."""
-    rank, _ = processes.join_ranks(timeout_s=args.timeout)
+    processes.join_ranks(timeout_s=args.timeout)
     noise = torch.randint(256, (1000,), dtype=torch.uint8)
     text = Text(noise, noise, "noise")
     folder = Path(args.folder)
@@ -102,10 +100,7 @@ def run_rank(args: argparse.Namespace) -> None:
         heaviest[str(stage)] = {
             name: mib for name, [mib] in processes.of_slowest_rank(mine).items()
         }
-    if rank == 0:
-        processes.report(heaviest)
-    dist.barrier()
-    dist.destroy_process_group()
+    processes.finish(heaviest)
 
 
 def claims_of(found: Mapping[int, Mapping[str, float]], tolerance: float) -> list[Claim]:
@@ -131,39 +126,23 @@ def measurement_of(
     args: argparse.Namespace, found: Mapping[int, Mapping[str, float]]
 ) -> Measurement:
     about = (
-        f"torch {torch.__version__}, {args.ranks} ranks, {args.layers} blocks of width "
-        f"{args.width}, float32, AdamW; resident memory above that before the model was made, to "
-        f"within {args.tolerance:g} MiB"
+        f"{args.ranks} ranks, {args.layers} blocks of width {args.width}, float32, AdamW; resident "
+        f"memory above that before the model was made, to within {args.tolerance:g} MiB"
     )
-    settings = {
-        "torch": torch.__version__,
-        "ranks": args.ranks,
-        "layers": args.layers,
-        "width": args.width,
-        "tolerance": args.tolerance,
-    }
     figures = [
         Figure(name, f"ours, stage {stage}", "MiB", Spread.of([mib[name]]))
         for name in (KEPT, RELEASED, SAVING, NEXT)
         for stage, mib in found.items()
     ]
-    claims = claims_of(found, args.tolerance)
-    return Measurement(about, settings, output.repeated_argv(), figures, claims=claims)
+    return options.measurement(args, about, figures, claims=claims_of(found, args.tolerance))
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
+    parser = options.parser(__doc__, ranks=2, timeout=300.0)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=512, help="a multiple of 64")
     parser.add_argument("--tolerance", type=float, default=4.0, help="in MiB")
-    parser.add_argument(
-        "--folder",
-        default=tempfile.gettempdir(),
-        help="where to save, in a folder that is removed at the end; takes four checkpoints",
-    )
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds, for the whole run")
-    output.add_outputs(parser)
+    options.add_folder(parser, "four checkpoints")
     return parser.parse_args()
 
 
@@ -171,14 +150,9 @@ def main() -> None:
     args = parse()
     if processes.is_rank():
         return run_rank(args)
-    with tempfile.TemporaryDirectory(prefix="fsdp_overlap_stages_", dir=args.folder) as folder:
-        argv = [*sys.argv[1:], f"--folder={folder}"]
-        heaviest = processes.launch_ranks(args.ranks, argv, args.timeout, peaks.RETURNED)
+    heaviest = options.launch_in_folder(args, env=peaks.RETURNED)
     found = {int(stage): mib for stage, mib in heaviest.items()}
-    measurement = measurement_of(args, found)
-    output.publish(measurement, args.json, args.plot)
-    if broken := [claim for claim in measurement.claims if not claim.holds]:
-        output.fail(f"{broken[0].text}: {broken[0].found}", code=1)
+    output.publish(measurement_of(args, found), args.json, args.plot)
 
 
 if __name__ == "__main__":

@@ -57,9 +57,9 @@ import fsdp_overlap
 import host_overhead
 from fsdp_overlap.checkpoint import SafeFileSystemWriter, ShardedSavePlanner
 from fsdp_overlap.torch_internals import StorageInfo
-from harness import output, peaks, turns
+from harness import options, output, peaks, turns
 from harness.bare_sharding import BareUnit
-from harness.measurement import Measurement, Ratio
+from harness.measurement import Ratio
 from harness.real_models import units_of
 
 OURS, FSDP2 = "ours", "FSDP2"
@@ -223,12 +223,9 @@ def measure(system: str, world_size: int, blocks: int | None) -> dict[str, float
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--world-size", type=int, default=1024, help="of the fake process group")
+    parser = options.parser(__doc__, world_size=1024, rounds=2)
     parser.add_argument("--blocks", type=int, help="of the model's 32, all by default")
-    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--system", choices=(OURS, FSDP2), help=argparse.SUPPRESS)
-    output.add_outputs(parser)
     return parser.parse_args()
 
 
@@ -244,16 +241,7 @@ def main() -> None:
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
             for name, value in json.loads(done.stdout.splitlines()[-1]).items():
                 samples[name].setdefault(system, []).append(value)
-    about = (
-        f"torch {torch.__version__}, {MODEL} on a fake group of {args.world_size} ranks; "
-        f"{args.rounds} rounds"
-    )
-    settings = {
-        "torch": torch.__version__,
-        "world_size": args.world_size,
-        "blocks": args.blocks,
-        "rounds": args.rounds,
-    }
+    about = f"{MODEL} on a fake group of {args.world_size} ranks; {args.rounds} rounds"
     figures = [
         figure
         for name, unit in QUANTITIES.items()
@@ -269,8 +257,7 @@ def main() -> None:
         )
         for name in QUANTITIES
     ]
-    argv = output.repeated_argv()
-    output.publish(Measurement(about, settings, argv, figures, ratios), args.json, args.plot)
+    output.publish(options.measurement(args, about, figures, ratios), args.json, args.plot)
 
 
 if __name__ == "__main__":

@@ -52,8 +52,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fsdp_overlap
 from fsdp_overlap.weights import WeightResharder, exchange, export, export_weights, save_weights
 from fsdp_overlap.weights.plan_cache import plan_cache_of
-from harness import output, peaks, processes, slow_link, turns
-from harness.measurement import Measurement, Ratio
+from harness import options, output, peaks, processes, slow_link, turns
+from harness.measurement import Ratio
 from harness.real_models import units_of
 
 OURS, EACH, STATE, LINK = "ours", "FSDP2, full_tensor()", "FSDP2, state dict", "the link alone"
@@ -89,30 +89,6 @@ def sharded(args: argparse.Namespace, mesh: DeviceMesh, ours: bool) -> nn.Sequen
         else:
             fsdp2.fully_shard(block, mesh=mesh)
     return model
-
-
-def timed(run: Callable[[], object]) -> Callable[[], float]:
-    """A sample: milliseconds on this rank, all starting together."""
-
-    def sample() -> float:
-        dist.barrier()
-        start = time.perf_counter()
-        run()
-        return (time.perf_counter() - start) * 1e3
-
-    return sample
-
-
-def weighed(run: Callable[[], object]) -> Callable[[], float]:
-    """A sample: megabytes that this rank needs above what rested before."""
-
-    def sample() -> float:
-        dist.barrier()
-        with peaks.PeakMemory() as peak:
-            run()
-        return peak.nbytes / 1e6
-
-    return sample
 
 
 # Weights on all ranks
@@ -264,18 +240,16 @@ def plan(args: argparse.Namespace) -> None:
             timed(MESSAGES, lambda: [each.messages(0) for each in kept.rounds])  # noqa: B023
     weights = len(list(model.parameters()))
     about = (
-        f"torch {torch.__version__}, an export of {weights} weights of Llama-3 8B on a fake group "
-        f"of {args.plan} ranks; {args.rounds} rounds"
+        f"an export of {weights} weights of Llama-3 8B on a fake group of {args.plan} ranks; "
+        f"{args.rounds} rounds"
     )
-    settings = {"torch": torch.__version__, "ranks": args.plan, "rounds": args.rounds}
-    figures = [*output.figures_of(TIME, "ms", taken)]
-    argv = output.repeated_argv()
-    output.publish(Measurement(about, settings, argv, figures, []), args.json, args.plot)
+    figures = output.figures_of(TIME, "ms", taken)
+    output.publish(options.measurement(args, about, figures), args.json, args.plot)
 
 
 def run_rank(args: argparse.Namespace) -> None:
     """Measure on this rank; rank 0 reports the slowest rank's times, or the highest peaks."""
-    rank, _ = processes.join_ranks(timeout_s=args.timeout)
+    processes.join_ranks(timeout_s=args.timeout)
     moved = [0]
     if args.reshard:
         systems, resharding = movers(args)
@@ -284,31 +258,21 @@ def run_rank(args: argparse.Namespace) -> None:
         moved = total.tolist()
     else:
         systems = writers(args) if args.files else dict(exporters(args))
-    sample = weighed if args.memory else timed
+    sample = partial(turns.weighed, unit=1e6) if args.memory else turns.timed
     with turns.quiet_gc():
-        taken = turns.alternate(
-            {name: sample(partial(run)) for name, run in systems.items()}, args.rounds, 1
-        )
-    most = processes.of_slowest_rank(taken)
-    if rank == 0:
-        processes.report({"samples": most, "moved": moved[0]})
-    dist.barrier()
-    dist.destroy_process_group()
+        samplers = {name: sample(run) for name, run in systems.items()}
+        taken = turns.alternate(samplers, args.rounds, 1)
+    processes.finish({"samples": processes.of_slowest_rank(taken), "moved": moved[0]})
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options.parser(
+        __doc__, rate="2gbit", no_limit=False, blocks=8, width=1024, rounds=7, timeout=600.0
+    )
     parser.add_argument("--reshard", action="store_true", help="to other ranks, instead of to all")
     parser.add_argument("--files", help="into files in this folder, instead of to all")
     parser.add_argument("--plan", type=int, help="only plan, on a fake group of so many ranks")
     parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--rate", default="2gbit", help="of the link, in tc's words")
-    parser.add_argument("--no-limit", action="store_true", help="plain loopback, needs no root")
-    parser.add_argument("--blocks", type=int, default=8)
-    parser.add_argument("--width", type=int, default=1024, help="of a block of 12 * width^2")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds, for the whole run")
-    output.add_outputs(parser)
     args = parser.parse_args()
     args.ranks = 4 if args.reshard or args.files else 2
     args.no_limit |= args.files is not None
@@ -324,19 +288,10 @@ def main() -> None:
     found = slow_link.launch_on_link(args, sys.argv[1:])
     samples = found["samples"]
     nbytes = 12 * args.width**2 * 4 * args.blocks
-    link = "unlimited loopback" if args.no_limit else f"{args.rate} link"
     about = (
-        f"torch {torch.__version__}, {args.ranks} ranks, {link}, {args.blocks} blocks of "
+        f"{args.ranks} ranks, {slow_link.in_words(args)}, {args.blocks} blocks of "
         f"12*{args.width}^2 float32 ({nbytes / 1e6:.0f} MB); {args.rounds} rounds"
     )
-    settings = {
-        "torch": torch.__version__,
-        "rate": None if args.no_limit else args.rate,
-        "ranks": args.ranks,
-        "blocks": args.blocks,
-        "width": args.width,
-        "rounds": args.rounds,
-    }
     if not args.no_limit:
         samples[LINK] = [nbytes * 8 / slow_link.gbit(args.rate) / 1e6] * args.rounds
     figures = [*output.figures_of(TIME, "ms", samples)]
@@ -367,8 +322,7 @@ def main() -> None:
             Ratio.between(EXTRA, OURS, "a unit", peak, at_most=1.0),
             Ratio.between(EXTRA, OURS, STATE, peak),
         ]
-    argv = output.repeated_argv()
-    output.publish(Measurement(about, settings, argv, figures, ratios), args.json, args.plot)
+    output.publish(options.measurement(args, about, figures, ratios), args.json, args.plot)
 
 
 if __name__ == "__main__":

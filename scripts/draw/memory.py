@@ -152,11 +152,7 @@ def compared(rank: int, world_size: int) -> dict[str, list[list[int]]]:
 def run_rank() -> None:
     """Compares on this rank; rank 0 reports what all have found."""
     rank, world_size = processes.join_ranks()
-    found = compared(rank, world_size)
-    if rank == 0:
-        processes.report(found)
-    dist.barrier()
-    dist.destroy_process_group()
+    processes.finish(compared(rank, world_size))
 
 
 def compare() -> None:

@@ -53,7 +53,8 @@ def repeated_argv() -> list[str]:
 
 
 def publish(measurement: Measurement, json_file: Path | None, plot_file: Path | None) -> None:
-    """Print `measurement`, and write it where that was asked for."""
+    """Print `measurement`, and write it where that was asked for. End the program with exit code 1
+    if a claim does not hold."""
     print(measurement.about + "\n")
     for table in tables(measurement):
         print(table + "\n")
@@ -74,6 +75,8 @@ def publish(measurement: Measurement, json_file: Path | None, plot_file: Path | 
         from harness.plot import plot  # needs matplotlib, as nothing else here
 
         plot(measurement, measurement.about, plot_file)
+    if broken := [claim for claim in measurement.claims if not claim.holds]:
+        fail(f"{broken[0].text}: {broken[0].found}", code=1)
 
 
 def tables(measurement: Measurement) -> Iterator[str]:

@@ -114,6 +114,12 @@ def of_slowest_rank(mine: Mapping[str, Sequence[float]]) -> dict[str, list[float
     }
 
 
-def report(result: Any) -> None:
-    """Hand `result` (anything JSON can hold) to the process that launched this rank."""
-    Path(os.environ["BENCH_RESULT"]).write_text(json.dumps(result))
+def finish(result: Any) -> None:
+    """Hand rank 0's `result` (anything JSON can hold) to the process that launched the ranks, and
+    leave these. Collective."""
+    import torch.distributed as dist
+
+    if dist.get_rank() == 0:
+        Path(os.environ["BENCH_RESULT"]).write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()

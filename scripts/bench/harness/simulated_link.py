@@ -13,6 +13,7 @@ import torch
 BLOCKS = 32
 THREADS = 512
 WORDS = 1024
+GATHER, REDUCE = "ncclSimulatedAllGather", "ncclSimulatedReduceScatter"
 
 # WORD is what a thread copies at once, in gather and reduce. Rank 0 is us: the own range is first.
 KERNELS = r"""
@@ -173,59 +174,41 @@ class CudaLink:
         self._over = torch.zeros(WORDS, dtype=torch.int32, device="cuda")
         self._kernels = {
             (name, size): compile_kernel(name, word)
-            for name in ("ncclSimulatedAllGather", "ncclSimulatedReduceScatter")
+            for name in (GATHER, REDUCE)
             for size, word in ((8, "unsigned long long"), (1, "unsigned char"))
         }
         torch.cuda.synchronize()
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, world_size: int) -> None:
         self.sent.append(Transfer("all_gather", full.nbytes - shard.nbytes))
-        self._gather(full, shard, shard.nbytes, world_size, self.sent[-1].nbytes)
+        self._launch(GATHER, full, shard, shard.nbytes, world_size, self.sent[-1].nbytes)
 
     def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor, world_size: int) -> None:
         self.sent.append(Transfer("reduce_scatter", whole.nbytes - own.nbytes))
-        self._reduce(own, whole, own.nbytes, world_size, self.sent[-1].nbytes)
+        self._launch(REDUCE, own, whole, own.nbytes, world_size, self.sent[-1].nbytes)
 
     def all_reduce(self, tensor: torch.Tensor, world_size: int) -> None:
         self.sent.append(_all_reduce(tensor, world_size))
-        self._reduce(tensor, tensor, tensor.nbytes, carried=self.sent[-1].nbytes)
+        self._launch(REDUCE, tensor, tensor, tensor.nbytes, carried=self.sent[-1].nbytes)
 
     def fill(self, kind: str, ranges: Sequence[torch.Tensor], source: torch.Tensor) -> None:
         self.sent.append(_of_others(kind, ranges))
         for index, target in enumerate(ranges):
             carried = target.nbytes if index else 0
             if not source.nbytes:
-                self._gather(target.zero_(), target, target.nbytes, 1, carried)
+                self._launch(GATHER, target.zero_(), target, target.nbytes, 1, carried)
                 continue
             copies, rest = divmod(target.nbytes, source.nbytes)
-            self._gather(target, source, source.nbytes, copies, carried)
-            self._gather(target.view(-1)[target.numel() - rest // target.itemsize :], source, rest)
+            self._launch(GATHER, target, source, source.nbytes, copies, carried)
+            self._launch(
+                GATHER, target.view(-1)[target.numel() - rest // target.itemsize :], source, rest
+            )
 
     def read(self, kind: str, own: torch.Tensor, ranges: Sequence[torch.Tensor]) -> None:
         self.sent.append(_of_others(kind, ranges))
-        self._reduce(own, ranges[0], own.nbytes)
+        self._launch(REDUCE, own, ranges[0], own.nbytes)
         for others in ranges[1:]:  # read, and written back as they are
-            self._reduce(others, others, others.nbytes, carried=others.nbytes)
-
-    def _gather(
-        self,
-        target: torch.Tensor,
-        source: torch.Tensor,
-        nbytes: int,
-        copies: int = 1,
-        carried: int = 0,
-    ) -> None:
-        self._launch("ncclSimulatedAllGather", target, source, nbytes, copies, carried)
-
-    def _reduce(
-        self,
-        target: torch.Tensor,
-        source: torch.Tensor,
-        nbytes: int,
-        ranks: int = 1,
-        carried: int = 0,
-    ) -> None:
-        self._launch("ncclSimulatedReduceScatter", target, source, nbytes, ranks, carried)
+            self._launch(REDUCE, others, others, others.nbytes, carried=others.nbytes)
 
     def _launch(
         self,
@@ -233,10 +216,10 @@ class CudaLink:
         target: torch.Tensor,
         source: torch.Tensor,
         nbytes: int,
-        world_size: int,
-        carried: int,
+        ranges: int = 1,
+        carried: int = 0,
     ) -> None:
-        """Works on `world_size` ranges of `nbytes`, and lasts as long as `carried` bytes need."""
+        """Works on `ranges` of `nbytes`, and lasts as long as `carried` bytes need."""
         addresses = target.data_ptr() | source.data_ptr() | nbytes
         size = 1 if addresses % 8 else 8
         nanoseconds = round(_seconds(carried, self.gigabytes_per_s) * 1e9)
@@ -253,7 +236,7 @@ class CudaLink:
             grid=(BLOCKS, 1, 1),
             block=(THREADS, 1, 1),
             args=[
-                *(target, source, self._free_at, over, words, world_size, nanoseconds),
+                *(target, source, self._free_at, over, words, ranges, nanoseconds),
                 *(self._launches, self.waiting_blocks),
             ],
         )

@@ -36,6 +36,10 @@ def checked_rate(rate: str) -> str:
     return rate
 
 
+def in_words(args: argparse.Namespace) -> str:
+    return "unlimited loopback" if args.no_limit else f"{args.rate} link"
+
+
 class LinkError(RuntimeError):
     """The link cannot be limited here; the message says what is missing."""
 

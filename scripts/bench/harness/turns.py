@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from harness import peaks
 
 
 def alternate(
@@ -42,3 +47,28 @@ def quiet_gc() -> Iterator[None]:
     finally:
         gc.enable()
         gc.unfreeze()
+
+
+def timed(run: Callable[[], object], steps: int = 1) -> Callable[[], float]:
+    """A sample: milliseconds per step on this rank, all ranks starting together."""
+
+    def sample() -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(steps):
+            run()
+        return (time.perf_counter() - start) / steps * 1e3
+
+    return sample
+
+
+def weighed(run: Callable[[], object], unit: float = 1.0) -> Callable[[], float]:
+    """A sample: how many times `unit` bytes this rank needs above what rested before."""
+
+    def sample() -> float:
+        dist.barrier()
+        with peaks.PeakMemory() as peak:
+            run()
+        return peak.nbytes / unit
+
+    return sample

@@ -1,4 +1,4 @@
-"""What a backend records: pieces of collectives in flight, and compute."""
+"""What a backend records: collectives in flight, and compute."""
 
 import heapq
 import math
@@ -65,7 +65,7 @@ _NO_COMPUTE = ("c10d", "_c10d", "autograd::", "torch::", "profiler::", "fsdp::")
 _COMPILED = "## Call CompiledFxGraph"
 
 
-class CollectivePiece(NamedTuple):
+class CollectiveActivity(NamedTuple):
     """A part of a collective in flight. issuer: the event that issued it, if the trace holds it.
     The other fields are as in `Collective`."""
 
@@ -97,7 +97,7 @@ class BackendRecords(NamedTuple):
     """compute: sorted by start. gemms: the part of it that multiplies matrices. engine: when an
     engine worked. Both are unions of intervals."""
 
-    pieces: list[CollectivePiece]
+    activities: list[CollectiveActivity]
     compute: list[Compute]
     gemms: list[Interval]
     engine: list[Interval]
@@ -105,7 +105,7 @@ class BackendRecords(NamedTuple):
 
 def read_cpu(events: list[TraceEvent], engine: EngineRanges, phases: Phases) -> BackendRecords:
     """Read gloo's ranges as collectives, and ops as compute."""
-    pieces = _read_gloo(events)
+    activities = _read_gloo(events)
     # A send or receive is recorded on the thread that calls it, not on one of gloo's.
     callers = {e.thread for e in events if e.name.startswith("c10d::")}
     gloo_threads = {e.thread for e in events if e.name.startswith("gloo:")} - callers
@@ -126,10 +126,10 @@ def read_cpu(events: list[TraceEvent], engine: EngineRanges, phases: Phases) -> 
         if op.name.startswith(_GEMMS)
         for span in engine.outside(op)
     ]
-    return BackendRecords(pieces, sorted(compute), union(gemms), engine.spans())
+    return BackendRecords(activities, sorted(compute), union(gemms), engine.spans())
 
 
-def _read_gloo(events: list[TraceEvent]) -> list[CollectivePiece]:
+def _read_gloo(events: list[TraceEvent]) -> list[CollectiveActivity]:
     running: dict[str, list[TraceEvent]] = defaultdict(list)
     issued: dict[str, list[TraceEvent]] = defaultdict(list)
     for e in events:
@@ -139,7 +139,7 @@ def _read_gloo(events: list[TraceEvent]) -> list[CollectivePiece]:
             operation = e.name.removeprefix("c10d::").removesuffix("_")
             issued[_GLOO_NAMES.get(operation, operation)].append(e)
 
-    pieces: list[CollectivePiece] = []
+    activities: list[CollectiveActivity] = []
     for operation, ranges in running.items():
         issuers = sorted(issued[operation], key=_start)
         k = 0
@@ -148,12 +148,12 @@ def _read_gloo(events: list[TraceEvent]) -> list[CollectivePiece]:
             issuer = issuers[k] if k < len(issuers) and issuers[k].start <= e.start else None
             k += issuer is not None
             nbytes = _bytes_of_op(issuer) if issuer else None
-            pieces.append(
-                CollectivePiece(
+            activities.append(
+                CollectiveActivity(
                     operation, issuer, e.start, e.end, f"thread {e.thread}", None, nbytes
                 )
             )
-    return pieces
+    return activities
 
 
 def _computes(event: TraceEvent) -> bool:
@@ -204,7 +204,7 @@ def read_cuda(events: list[TraceEvent], engine: EngineRanges, phases: Phases) ->
     kernels = [e for e in events if e.category == "kernel"]
     used = {correlation for e in kernels if (correlation := e.args.get("correlation")) in launches}
     ops = _innermost_ops(events, [launches[correlation] for correlation in used])
-    pieces = _read_gloo(events)
+    activities = _read_gloo(events)
     compute: list[Compute] = []
     copies: list[Interval] = []
     for e in kernels:
@@ -213,8 +213,8 @@ def read_cuda(events: list[TraceEvent], engine: EngineRanges, phases: Phases) ->
         if _is_nccl(e):
             name = e.args.get("Collective name", e.name.split("(")[0])
             group = e.args.get("Process Group Name")
-            pieces.append(
-                CollectivePiece(name, launch, e.start, e.end, lane, group, _bytes_of_kernel(e))
+            activities.append(
+                CollectiveActivity(name, launch, e.start, e.end, lane, group, _bytes_of_kernel(e))
             )
         elif launch is None:
             compute.append(Compute(e.start, e.end, ELSEWHERE, e.name, lane))
@@ -225,7 +225,7 @@ def read_cuda(events: list[TraceEvent], engine: EngineRanges, phases: Phases) ->
             label = phases.at(launch.thread, launch.start)
             compute.append(Compute(e.start, e.end, label, op, lane))
     gemms = union((c.start, c.end) for c in compute if c.op.startswith(_GEMMS))
-    return BackendRecords(pieces, sorted(compute), gemms, union(copies))
+    return BackendRecords(activities, sorted(compute), gemms, union(copies))
 
 
 def _bytes_of_kernel(kernel: TraceEvent) -> int | None:
