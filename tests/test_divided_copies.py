@@ -219,7 +219,7 @@ def freed() -> None:
         gc.enable()
     error_monitor = kept.ctx.error_monitor
     del kept
-    assert not list(error_monitor._parties())
+    assert not list(error_monitor._rank_groups())
     other.ctx.reset()
     other.train(1)
 

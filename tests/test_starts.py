@@ -134,19 +134,19 @@ class Asked:
 
     def run(self, model: nn.Module) -> int:
         before = self.times
-        with patch.object(OrderCheck, "ask", self.ask):
+        with patch.object(OrderCheck, "exchange", self.exchange):
             model(TOKENS).sum().backward()
         return self.times - before
 
-    original = OrderCheck.ask
+    original = OrderCheck.exchange
 
     @property
-    def ask(self) -> Any:
-        def ask(check: OrderCheck, *args: Any) -> Any:
+    def exchange(self) -> Any:
+        def exchange(check: OrderCheck, *args: Any) -> Any:
             self.times += 1
             return Asked.original(check, *args)
 
-        return ask
+        return exchange
 
 
 def not_compared() -> None:

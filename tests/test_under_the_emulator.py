@@ -187,7 +187,7 @@ DEFECTS = [
         "_issue",
         TOGETHER,
         IN_ONE,
-        new=aside("received[0]", TOGETHER),
+        new=aside("outputs[0]", TOGETHER),
     ),
     Defect(OuterShard, "gather", "comm_stream.after_compute()", DIVIDED),
     Defect(ReplicaReduction, "start", "comm_stream.after_compute()", COPIES),

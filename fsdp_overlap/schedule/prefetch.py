@@ -258,8 +258,8 @@ class Prefetcher:
         self._for_next_pass.clear()
 
     def _ask(self, asked: UnitRefs) -> None:
-        """Gather the units that the user ``asked`` for and that are not unsharded. See Note [asked
-        for]."""
+        """Gather the units that the user ``asked`` for and that are not unsharded.
+        See Note [asked for]."""
         others = [
             other
             for find in asked

@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fsdp_overlap.comm import collectives
+from fsdp_overlap.comm import collectives, row_collectives
 from fsdp_overlap.emulator import graphs
 from fsdp_overlap.emulator import torch_module as streams
 from fsdp_overlap.emulator.device import EnqueuedCollective
@@ -643,6 +643,7 @@ def chosen_as_for_nccl() -> Iterator[None]:
 
     with (
         patch.object(collectives, "backend_name", nccl),
+        patch.object(row_collectives, "backend_name", nccl),
     ):
         yield
 
