@@ -11,8 +11,10 @@ bin=.venv/bin
 if (($#)); then
     exec "$bin/pytest" "$@"
 fi
-# Each worker has a pool of up to four ranks, so more workers than these need much memory.
-"$bin/pytest" -n auto --maxprocesses 4 --dist loadfile -m "not alone"
+# One more than there are cores, because tests wait a fifth of their time. Each worker has a pool of up to
+# four ranks, so more than four workers need much memory.
+workers=$(($(nproc) < 4 ? $(nproc) + 1 : 4))
+"$bin/pytest" -n "$workers" --dist loadfile -m "not alone"
 # Only files that name the mark, because it takes long to import them all.
 mapfile -t alone < <(grep -rl "mark\.alone" tests --include="test_*.py")
 exec "$bin/pytest" -m alone "${alone[@]}"

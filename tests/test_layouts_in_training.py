@@ -72,7 +72,7 @@ def train_forced(padding: float, tensor_collectives: bool) -> None:
         twins.train(3)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_equal_and_ragged_shards_train_alike(world_size: int) -> None:
     run_ranks(train_forced, world_size, 1e9, False)
     run_ranks(train_forced, world_size, 1e9, True)

@@ -276,7 +276,7 @@ def bfloat16_compute() -> None:
         assert torch.equal(parameter.full_tensor(), expected)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_bfloat16_compute_with_fp32_shards_is_exact(world_size: int) -> None:
     run_ranks(bfloat16_compute, world_size)
 
