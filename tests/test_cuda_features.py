@@ -5,6 +5,9 @@ The same programs run on the emulated device, which notes each wait.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -234,3 +237,24 @@ def test_nothing_reads_memory_before_it_is_filled_or_after_it_is_freed(
     device: str, name: str
 ) -> None:
     run_ranks(poison, RANKS, device, name, backend="nccl" if device == "cuda" else BACKEND)
+
+
+EMULATED = """
+import torch
+from fsdp_overlap.emulator import EmulatedDevice, running
+with running(EmulatedDevice()):
+    torch.ones(1, device="emulated", requires_grad=True).sum().backward()
+torch.ones(1, device="cuda")
+"""
+
+
+@pytest.mark.gpu
+def test_a_process_with_an_emulated_device_refuses_cuda() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", EMULATED],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "use CUDA in a process of its own" in done.stderr
