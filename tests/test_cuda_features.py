@@ -180,7 +180,8 @@ def test_the_host_waits_nowhere_in_a_steady_step(device: str, name: str) -> None
 @DEVICES
 def test_a_wait_is_found(device: str) -> None:
     backend = "nccl" if device == "cuda" else BACKEND
-    match = "synchroniz|AssertionError"
+    # In torch 2.11 an error of CUDA's mode loses its text.
+    match = "synchroniz|error return without exception set|AssertionError"
     expect_rank_errors(run_ahead, RANKS, device, "AdamW", True, backend=backend, match=match)
 
 
