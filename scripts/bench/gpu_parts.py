@@ -214,10 +214,10 @@ def assert_nothing_was_predicted(model: nn.Module) -> None:
 
 def assert_hidden(reports: Mapping[str, Report], blocks: int) -> None:
     """All of ours runs under compute that can: not the root's and the first block's gathers, before
-    which nothing computes, nor the last two reductions. In a first step by delayed release alone:
-    the host runs ahead, and comes to the next unit while this one computes."""
+    which nothing computes, nor the last two reductions. In a first backward too. In a first forward
+    the host allocates, and is not ahead yet."""
     assert_overlapped(reports[OURS], all_gathers=blocks - 1, reduce_scatters=blocks - 1)
-    assert_overlapped(reports[FIRST], all_gathers=blocks - 1, reduce_scatters=blocks - 1)
+    assert_overlapped(reports[FIRST], backward_all_gathers=blocks - 1, reduce_scatters=blocks - 1)
 
 
 def per_step(report: Report) -> dict[str, Any]:

@@ -55,8 +55,8 @@ LIMITS = {
     "memory": 40,
     "training": 140,
     "speed": 140,
-    "tests": 330,
-    "sanitizer": 90,
+    "tests": 400,
+    "sanitizer": 120,
     "memcheck": 300,
     "two_ranks": 150,
 }
