@@ -26,6 +26,7 @@ class Backward:
     ``_read_by_others`` are the units of which a module did not run, and the passes in which.
     ``_recompute_order`` predicts which units are used next where forwards that left no call run
     again within backward, as reentrant checkpoints do. Elsewhere the calls that remain tell more.
+    ``_agrees``: whether ranks agreed on the calls of forward, see Note [negotiation].
     """
 
     serial: int
@@ -39,6 +40,7 @@ class Backward:
     _open_passes: Sequence[ForwardPass]
     _read_by_others: Mapping[UnitIndex, Collection[ForwardPass]]
     _recompute_order: RecomputeOrder
+    _agrees: bool
     under_way: list[ForwardPass] = field(default_factory=list)
     """Passes that backward is in, each nested in the one before it. Reentrant checkpoints nest: the
     inner one is recomputed in the backward of what the outer one recomputed."""
@@ -73,8 +75,9 @@ class Backward:
         )
         self._expect(self._prefetcher.in_graphs.items())
 
-    def advance_to(self, call: ForwardRecord) -> None:
-        """Enqueue what every rank enqueues up to ``call``, also for calls that this rank skips."""
+    def advance_to(self, call: ForwardRecord, recomputes: bool = False) -> None:
+        """Enqueue what every rank enqueues up to ``call``, also for calls that this rank skips. If
+        it ``recomputes``, it comes to its own of these later, where ranks agreed on them."""
         forward_pass, under_way = call.forward_pass, self.under_way
         if not under_way or under_way[-1] is not forward_pass:
             self._enter(forward_pass)
@@ -83,10 +86,16 @@ class Backward:
         remaining = self.remaining[forward_pass]
         # The call almost always is the last one, and a long list takes long to search.
         if (not remaining or remaining[-1] is not call) and call not in remaining:
-            self._step(call)
+            call.is_kept = False
+            if call.gathers is None or call not in self.open_calls:
+                self._step(call)
             return
+        for other in self.open_calls:
+            if other.start > call.end:
+                other.is_kept = False  # what ran again after this call has had its backward
         while True:
             reached = remaining.pop()
+            reached.is_kept = recomputes and reached.is_own and reached is not call
             self._step(reached)
             if reached is call:
                 break
@@ -99,6 +108,7 @@ class Backward:
         for forward_pass in self.remaining:
             if not forward_pass.is_recompute:
                 self._walk_to_end(forward_pass)
+        self._walk_newer(None)
         self.remaining.clear()
         shown, self.shown = self.shown, set()
         for index in {*(call.unit for call in self.open_calls), *self.unfinished, *shown}:
@@ -116,7 +126,10 @@ class Backward:
         [recomputing]."""
         self.recomputing.append((unit, tick))
         if not self.is_open(unit.index):
-            self._advance_to_checkpoint(unit)
+            if self._agrees:
+                self._advance_to_agreed(unit)
+            else:
+                self._advance_to_checkpoint(unit)
         # A unit may be open without its parameters, because the user said that its backward does
         # not read them. The forward does.
         if unit.has_parameters and not (self.is_open(unit.index) and unit.is_gathered):
@@ -145,6 +158,20 @@ class Backward:
                     self._recompute_order.end_recompute()
         recompute.record(unit.index, start, end)
         return ForwardRecord(unit.index, start, end, recompute, unit.version)
+
+    def _advance_to_agreed(self, unit: ScheduledUnit) -> None:
+        """Handle that ``unit`` runs again, where ranks agreed on the calls of forward: walk back to
+        the last call of the unit on this rank, and keep what is between for what runs again."""
+        for forward_pass in reversed(self._open_passes):
+            for call in reversed(self.remaining.get(forward_pass, forward_pass.calls)):
+                if call.unit == unit.index and call.gathers is not None and call.is_own:
+                    self.advance_to(call, recomputes=True)
+                    call.is_kept = True
+                    return
+        raise RuntimeError(
+            f"unit {unit.name!r} runs in backward, and not in the forward it belongs to. Where "
+            "units are conditional, ranks cannot know of that"
+        )
 
     def _advance_to_checkpoint(self, unit: ScheduledUnit) -> None:
         """Handle that ``unit`` runs again. If its forward left no call, as in a reentrant
@@ -195,10 +222,10 @@ class Backward:
         if not under_way or under_way[-1] is not forward_pass:
             under_way.append(forward_pass)
         if forward_pass not in self.remaining:
-            self.remaining[forward_pass] = list(forward_pass.calls)
+            self._walk_newer(forward_pass)
+            self._take_up(forward_pass)
             if not forward_pass.is_recompute:
                 self._recompute_order.enter(forward_pass)
-            self._expect([(call.unit, self._first_use(call)) for call in forward_pass.calls])
             for index, passes in self._read_by_others.items():
                 unit = self._refs[index]()
                 if (
@@ -209,6 +236,10 @@ class Backward:
                     unit.to_unsharded()
                     self.shown.add(index)
 
+    def _take_up(self, forward_pass: ForwardPass) -> None:
+        self.remaining[forward_pass] = list(forward_pass.calls)
+        self._expect([(call.unit, self._first_use(call)) for call in forward_pass.calls])
+
     def _expect(self, first_uses: Iterable[tuple[UnitIndex, int]]) -> None:
         if self.accumulates:
             self._reducer.expect(
@@ -218,6 +249,16 @@ class Backward:
                     if (unit := self._refs[index]()) is not None
                 ]
             )
+
+    def _walk_newer(self, forward_pass: ForwardPass | None) -> None:
+        """Walk past the passes after ``forward_pass``, by default past all, in which some rank has
+        no call, and so does not come back to them."""
+        for other in reversed(self._open_passes):
+            if other is forward_pass:
+                return
+            if other.is_for_all_ranks and other not in self.remaining:
+                self._take_up(other)
+                self._walk_to_end(other)
 
     def _walk_to_end(self, forward_pass: ForwardPass) -> None:
         remaining = self.remaining[forward_pass]
@@ -234,6 +275,10 @@ class Backward:
             state = self._states[call.unit]
             if state.shows_unsharded:
                 state.has_unreduced = True  # see Note [weights apart]
+        if call.gathers is not None:
+            self._use_agreed(call, unit)
+            self._reducer.passed(call.end)
+            return
         # Backward can read a full buffer that exists, even if the user said that it does not. Then
         # the graph that create_graph=True makes can read it too.
         if call.needs_parameters or (self.creates_graph and unit.is_gathered):
@@ -244,9 +289,20 @@ class Backward:
                 unit.hook_gradients()
         self._reducer.passed(call.end)
 
+    def _use_agreed(self, call: ForwardRecord, unit: ScheduledUnit) -> None:
+        if not call.needs_parameters:
+            return
+        remaining = self.remaining[call.forward_pass]
+        following = (other for other in reversed(remaining) if other.needs_parameters)
+        was_gathered = unit.is_gathered
+        self._prefetcher.use_agreed(unit, call, following)
+        if was_gathered:
+            unit.wait()  # it may be read already
+
     def _leave(self, tick: int) -> None:
         """Leave every call that started after ``tick``: backward is done with it."""
-        for call in [call for call in self.open_calls if call.start > tick]:
+        left = [call for call in self.open_calls if call.start > tick and not call.is_kept]
+        for call in left:
             self.open_calls.remove(call)
             if not self.is_open(call.unit):
                 self._release_passed(call.unit)

@@ -67,6 +67,10 @@ class ScheduledUnit(Protocol):
         """Whether it has several modules."""
 
     @property
+    def is_conditional(self) -> bool:
+        """Whether ranks may run it or not."""
+
+    @property
     def module_ids(self) -> Iterable[int]:
         """The ids of its modules."""
 
@@ -206,8 +210,12 @@ class CommOps(Protocol):
 
     def record_compute_event(self) -> ComputeEvent: ...
 
-    def gather(self, unit: ScheduledUnit) -> None:
-        """Enqueue the all-gathers of the param groups that are not unsharded."""
+    def exchange(self, message: bytes) -> Sequence[bytes]:
+        """Return the message of each rank. All have the same size. The host waits."""
+
+    def gather(self, unit: ScheduledUnit, again: bool = False) -> None:
+        """Enqueue the all-gathers of the param groups that are not unsharded, or of all of them
+        ``again``."""
 
     def gather_outer_shards(self, unit: ScheduledUnit) -> None:
         """Enqueue the all-gathers of outer shards over replicas."""

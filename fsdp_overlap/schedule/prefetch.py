@@ -12,6 +12,7 @@ from fsdp_overlap.schedule.interface import (
     UnitRefs,
     UnitStates,
 )
+from fsdp_overlap.schedule.order import AgreedGather, ForwardRecord
 from fsdp_overlap.schedule.stats import Stats
 
 
@@ -102,6 +103,62 @@ class Prefetcher:
                 self._gather(other)
                 ahead[index] = None
         return self._issued != issued
+
+    def use_agreed(
+        self,
+        unit: ScheduledUnit,
+        gather: AgreedGather | ForwardRecord,
+        following: Iterable[AgreedGather] | Iterable[ForwardRecord],
+    ) -> None:
+        """Enqueue ``gather``, if that was not done ahead: compute needs ``unit`` now. Then free
+        delayed buffers, and enqueue what follows of the list that ranks agreed on."""
+        self._ahead.pop(unit.index, None)
+        self._delayed.pop(unit.index, None)
+        if not gather.gathers or gather.is_issued:
+            self.stats.prefetch_hits += gather.is_issued
+        else:
+            self._gather_agreed(unit, gather)
+            self.stats.prefetch_misses += 1
+        self.flush()
+        for other in following:
+            if len(self._ahead) >= self.prefetch:
+                return
+            ahead = self._refs[other.unit]()
+            if other.is_issued or not other.gathers or ahead is None:
+                continue
+            if ahead.is_gathered:  # it is read, so its all-gather is waited for at once
+                return
+            self._gather_agreed(ahead, other)
+            self._ahead[other.unit] = None
+
+    def keep(self, index: UnitIndex) -> None:
+        """Keep a unit whose release is delayed: ranks agreed that backward finds it gathered."""
+        if index in self._delayed:
+            self._ahead[index] = self._delayed.pop(index)
+
+    def serve(self, unit: ScheduledUnit, gather: AgreedGather, is_in_use: bool) -> None:
+        """Take part in an all-gather that ranks agreed on and this one does not need."""
+        if gather.is_issued:
+            if unit.index in self._ahead:
+                self._drop(unit.index)
+        elif gather.gathers:
+            was_gathered = unit.is_gathered
+            self._gather_agreed(unit, gather)
+            if is_in_use:
+                unit.wait()
+            elif not was_gathered:
+                self._comm.free(unit, None)
+
+    def _gather_agreed(self, unit: ScheduledUnit, gather: AgreedGather | ForwardRecord) -> None:
+        gather.is_issued = True
+        if len(self._ahead) + len(self._delayed) > self.prefetch:
+            self.flush()
+        if unit.is_unsharded:  # others need it, and it may be read here
+            self._comm.after_compute()
+            self._issued += 1
+            self._comm.gather(unit, again=True)
+        else:
+            self._gather(unit)
 
     def refresh(self, units: Iterable[ScheduledUnit]) -> None:
         """Enqueue the all-gathers of full buffers whose shards were edited since the last one."""

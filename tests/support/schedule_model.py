@@ -95,7 +95,7 @@ class Settings:
 
 
 class Unit:
-    is_list = is_offloaded = False
+    is_list = is_offloaded = is_conditional = False
     has_post_forward_shard = False
     has_parameters = accumulates = True
     forward_prefetch: Sequence[Callable[[], Any]] = ()
@@ -219,6 +219,8 @@ class Rank:
         self.syncs = True
         self.runs_again = False
         """Whether reentrant checkpoints are among what runs."""
+        self.served = 0
+        """How many units may be gathered for other ranks."""
         self.clock = 0
         self.current: Unit | None = None
         self.skipped = 0
@@ -258,10 +260,13 @@ class Rank:
     def record_compute_event(self) -> int:
         return self.clock
 
-    def gather(self, unit: Unit) -> None:
-        if unit.is_unsharded:
+    def exchange(self, message: bytes) -> Sequence[bytes]:
+        raise NotImplementedError
+
+    def gather(self, unit: Unit, again: bool = False) -> None:
+        if unit.is_unsharded and not again:
             raise Wrong(f"{unit.name} is gathered twice")
-        if unit.is_gathered and unit.in_use:
+        if unit.is_gathered and unit.in_use and not again:
             raise Wrong(f"{unit.name} is gathered again while it is used")
         self.collectives.append(("gather", unit.index))
         unit.gathered_version, unit.is_ready = unit.version, False
@@ -479,9 +484,9 @@ class Rank:
         ]
         if self.options.reshard_after_forward is None:
             beside = [unit for unit in beside if not unit.is_root]
-        more = 0
+        more = self.served
         if self.engine.is_in_backward():
-            more = self.skipped + self.is_ending + self.runs_again
+            more += self.skipped + self.is_ending + self.runs_again
         if len(beside) > self.options.prefetch + more:
             names = ", ".join(unit.name for unit in beside)
             raise Wrong(f"{names} are gathered beside those in use")

@@ -1,0 +1,316 @@
+"""What ranks that may run different units gather, agreed by messages between hosts.
+
+Each rank reports which unit it is about to run. All ranks then append the same units to one list of
+all-gathers, and issue these in its order, each at its own pace. A rank that does not run a unit of
+the list takes part in its all-gather, and frees the full buffer at once. See Note [negotiation].
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from fsdp_overlap.schedule.interface import CommOps, ScheduledUnit, UnitIndex, UnitRefs
+from fsdp_overlap.schedule.order import AgreedGather, ForwardPass, ForwardRecord
+from fsdp_overlap.schedule.prefetch import Prefetcher
+
+BACKWARD = -1
+"""What a rank needs that is about to begin a backward."""
+
+_HEAD = struct.Struct("<iB")
+_ENDS = struct.Struct("<BH")
+FRESH, HAS_CALLS, HAS_GRAD = 1, 2, 4
+CALLS, NEEDS, HOLDS = 1, 2, 4
+
+
+@dataclass(eq=False, slots=True)
+class AgreedPass:
+    """One pass, and its all-gathers in order."""
+
+    forward_pass: ForwardPass
+    gathers: list[AgreedGather] = field(default_factory=list)
+    position: int = 0
+    """How many of them this rank has used or served."""
+    reported: int = 0
+    """How many of them messages have told about."""
+    ran: list[list[UnitIndex]] = field(default_factory=list)
+    """For each rank, which units that are not conditional it has run, as far as messages told."""
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether a backward may come back to it on this rank."""
+        return any(gather.records or gather.may_recompute for gather in self.gathers)
+
+
+class Negotiation:
+    """Agrees with the other ranks on what is gathered.
+
+    Messages are sent where ranks went different ways before, and at the begin of a pass and of a
+    backward. Between them, what followed a unit before is expected to follow it again, and gathered
+    by all ranks. A rank that runs something else takes part, and asks for its own at the next
+    message.
+
+    ``begin_pass`` is called when a pass begins, on all ranks, and gives its
+    :class:`~fsdp_overlap.schedule.order.ForwardPass`. It is told whether some rank makes a graph.
+    ``is_in_use`` says whether this rank runs a unit now, ``has_grad`` whether it makes a graph.
+    """
+
+    def __init__(
+        self,
+        comm: CommOps,
+        prefetcher: Prefetcher,
+        refs: UnitRefs,
+        begin_pass: Callable[[bool], ForwardPass],
+        is_in_use: Callable[[ScheduledUnit], bool],
+        has_grad: Callable[[], bool],
+    ) -> None:
+        self._comm = comm
+        self._prefetcher = prefetcher
+        self._refs = refs
+        self._begin_pass = begin_pass
+        self._is_in_use = is_in_use
+        self._has_grad = has_grad
+        self._next: dict[UnitIndex, UnitIndex] = {}
+        """For each unit, which one followed it in a pass."""
+        self._branches: set[UnitIndex] = set()
+        """Units after which ranks went different ways, or other ways than before."""
+        self._passes: list[AgreedPass] = []
+        """Those since the last backward, the one under way last."""
+
+    def request(self, unit: ScheduledUnit, is_fresh: bool) -> AgreedGather:
+        """Gather ``unit``, which this rank is about to run, after what other ranks run before.
+        ``is_fresh``: whether no forward is under way, so that a pass may begin.
+
+        Raises:
+            RuntimeError: ranks run different units that are not conditional; names them.
+        """
+        while (gather := self._find(unit.index)) is None:
+            self._serve_rest()
+            self._agree(unit.index, is_fresh)
+        current = self._passes[-1]
+        gather.is_used = True
+        self._prefetcher.use_agreed(unit, gather, current.gathers[current.position :])
+        return gather
+
+    def begin_backward(self, tick: int) -> tuple[list[ForwardPass], int]:
+        """Serve what other ranks run before their backward begins too. Then give each pass the
+        calls of all ranks, with ticks after ``tick``. Return the passes that a backward may come
+        back to, and the last tick.
+
+        Raises:
+            RuntimeError: a rank runs a unit that is not conditional; names it.
+        """
+        chosen: UnitIndex | None = None
+        while chosen != BACKWARD:
+            self._serve_rest()
+            chosen = self._agree(BACKWARD, False)
+        return self._complete_passes(tick)
+
+    @property
+    def position(self) -> int:
+        """How many all-gathers of the pass under way this rank has used or served."""
+        return self._passes[-1].position if self._passes else 0
+
+    def drop(self) -> None:
+        """Forget the passes since the last backward, on all ranks."""
+        self._passes.clear()
+
+    # One list
+
+    def _find(self, index: UnitIndex) -> AgreedGather | None:
+        """Return the next all-gather of unit ``index``, after serving those before it. ``None`` if
+        none was agreed on."""
+        current = self._passes[-1] if self._passes else None
+        if current is None:
+            return None
+        for at in range(current.position, len(current.gathers)):
+            if current.gathers[at].unit == index:
+                self._serve(current, at)
+                current.position = at + 1
+                return current.gathers[at]
+        return None
+
+    def _serve_rest(self) -> None:
+        if self._passes:
+            self._serve(self._passes[-1], len(self._passes[-1].gathers))
+
+    def _serve(self, current: AgreedPass, end: int) -> None:
+        """Take part in all-gathers up to ``end``, which this rank does not need."""
+        for gather in current.gathers[current.position : end]:
+            unit = self._refs[gather.unit]()
+            if unit is not None:
+                self._prefetcher.serve(unit, gather, self._is_in_use(unit))
+        current.position = max(current.position, end)
+
+    # Messages
+
+    def _agree(self, need: UnitIndex, is_fresh: bool) -> UnitIndex:
+        """Tell the other ranks that this one needs a unit, or ``BACKWARD``. Return what all ranks
+        do next, which is appended to the list."""
+        current = self._passes[-1] if self._passes else None
+        flags = FRESH * is_fresh + HAS_CALLS * (current is not None and current.has_calls)
+        flags += HAS_GRAD * self._has_grad()
+        recent = [] if current is None else current.gathers[current.reported :]
+        used = bytes(gather.is_used for gather in recent)
+        held = bytes(self._is_held(ref()) for ref in self._refs)
+        replies = self._comm.exchange(_HEAD.pack(need, flags) + used + held)
+        needs, all_flags = zip(*map(_HEAD.unpack_from, replies), strict=True)
+        start, end = _HEAD.size, _HEAD.size + len(recent)
+        if current is not None:
+            self._learn(current, [reply[start:end] for reply in replies])
+        chosen = self._choose(needs, current)
+        is_unanimous = min(needs) == max(needs)
+        if current is None or (is_unanimous and all(flag & FRESH for flag in all_flags)):
+            if current is not None and not any(flag & HAS_CALLS for flag in all_flags):
+                self._passes.pop()
+            if chosen != BACKWARD:
+                has_grad = any(flag & HAS_GRAD for flag in all_flags)
+                self._append_pass(chosen, has_grad, [reply[end:] for reply in replies])
+        elif chosen != BACKWARD:
+            last = current.gathers[-1].unit
+            if not is_unanimous:
+                self._branches.add(last)
+            self._next[last] = chosen
+            current.gathers += [AgreedGather(index, True) for index in self._expected_from(chosen)]
+        return chosen
+
+    def _append_pass(self, first: UnitIndex, has_grad: bool, held: Sequence[bytes]) -> None:
+        by_all = {index for index, by_rank in enumerate(zip(*held, strict=True)) if all(by_rank)}
+        current = AgreedPass(self._begin_pass(has_grad), ran=[[] for _ in held])
+        for index in self._expected_from(first):
+            current.gathers.append(AgreedGather(index, index not in by_all))
+        self._passes.append(current)
+
+    def _is_held(self, unit: ScheduledUnit | None) -> bool:
+        return unit is not None and unit.is_unsharded
+
+    def _is_conditional(self, index: UnitIndex) -> bool:
+        unit = self._refs[index]() if index != BACKWARD else None
+        return unit is not None and unit.is_conditional
+
+    def _choose(self, needs: Sequence[int], current: AgreedPass | None) -> UnitIndex:
+        """Return what comes first of what ranks need: conditional units, in their order. Then what
+        a rank served while it asked for a conditional one, so that it comes as far as others."""
+        conditional = [index for index in set(needs) if self._is_conditional(index)]
+        if conditional:
+            return min(conditional)
+        ran = [[] for _ in needs] if current is None else current.ran
+        longest = max(ran, key=len)
+        ahead = [[*before, need] for before, need in zip(ran, needs, strict=True)]
+        for units in ahead:
+            if len(units) <= len(longest) and units != longest[: len(units)]:
+                raise RuntimeError(self._difference(ahead))
+        shortest = min(ahead, key=len)
+        if any(len(units) == len(shortest) and units != shortest for units in ahead):
+            raise RuntimeError(self._difference(ahead))
+        return shortest[-1]
+
+    def _difference(self, ran: Sequence[Sequence[UnitIndex]]) -> str:
+        """Return where ranks first ran different units that are not conditional, in words."""
+        most = max(map(len, ran))
+        at = next(at for at in range(most) if len({tuple(units[: at + 1]) for units in ran}) > 1)
+        by_unit: dict[str, list[int]] = {}
+        for rank, units in enumerate(ran):
+            name = self._name(units[at]) if at < len(units) else "nothing yet"
+            by_unit.setdefault(name, []).append(rank)
+        return (
+            "ranks ran different units: "
+            + "; ".join(f"{name} on ranks {ranks}" for name, ranks in by_unit.items())
+            + ". Only units of fully_shard(conditional=True), and those within them, may run on "
+            "some ranks alone"
+        )
+
+    def _name(self, index: UnitIndex) -> str:
+        unit = self._refs[index]() if index != BACKWARD else None
+        return "a backward" if unit is None else f"unit {unit.name!r}"
+
+    def _learn(self, current: AgreedPass, used: Sequence[bytes]) -> None:
+        """Note which units ranks have run since the last message, and after which of them a rank
+        did not run what was expected."""
+        recent = current.gathers[current.reported :]
+        current.reported = len(current.gathers)
+        for by_gather, ran in zip(used, current.ran, strict=True):
+            for gather, is_used in zip(recent, by_gather, strict=True):
+                if is_used and not self._is_conditional(gather.unit):
+                    ran.append(gather.unit)
+        for at, (before, _) in enumerate(pairwise(recent)):
+            if any(by_gather[at] and not by_gather[at + 1] for by_gather in used):
+                self._branches.add(before.unit)
+
+    def _expected_from(self, first: UnitIndex) -> list[UnitIndex]:
+        """Return ``first`` and what is expected to follow it, up to where ranks may differ."""
+        units = {first: None}
+        last = first
+        while last not in self._branches and (last := self._next.get(last, first)) not in units:
+            units[last] = None
+        return list(units)
+
+    # Backward
+
+    def _complete_passes(self, tick: int) -> tuple[list[ForwardPass], int]:
+        """Exchange which all-gathers of the passes backward comes back to."""
+        mine = b"".join(
+            _ENDS.pack(self._facts_of(gather), gather.end)
+            for current in self._passes
+            for gather in current.gathers
+        )
+        replies = [list(_ENDS.iter_unpack(reply)) for reply in self._comm.exchange(mine)]
+        of_gathers = iter(zip(*replies, strict=True))
+        completed = []
+        for current in self._passes:
+            facts = [next(of_gathers) for _ in current.gathers]
+            if any(flags & CALLS for by_rank in facts for flags, _ in by_rank):
+                _complete(current, facts, tick)
+                completed.append(current.forward_pass)
+                for call in current.forward_pass.calls:
+                    if not call.gathers:
+                        self._prefetcher.keep(call.unit)
+            tick += 2 * len(current.gathers) + 2
+        self._passes.clear()
+        return completed, tick
+
+    def _facts_of(self, gather: AgreedGather) -> int:
+        unit = self._refs[gather.unit]()
+        if unit is None or not (gather.records or gather.may_recompute):
+            return 0
+        needs = gather.may_recompute or any(call.needs_parameters for call in gather.records)
+        return CALLS + NEEDS * needs + HOLDS * self._is_held(unit)
+
+
+def _complete(
+    current: AgreedPass, facts: Sequence[Sequence[tuple[int, int]]], tick: int
+) -> None:
+    """Give the pass one call for each all-gather that some rank comes back to, in an order that is
+    the same on all ranks: by ends, of which the latest on any rank counts."""
+    forward_pass = current.forward_pass
+    forward_pass.spans.clear()
+    forward_pass.without_call.clear()
+    calls = []
+    held = set()
+    for at, (gather, by_rank) in enumerate(zip(current.gathers, facts, strict=True)):
+        called = [(flags, end) for flags, end in by_rank if flags & CALLS]
+        if not called:
+            continue
+        start, end = tick + 2 * at + 2, tick + 2 * max(end for _, end in called) + 1
+        call = ForwardRecord(gather.unit, start, end, forward_pass, -1)
+        call.needs_parameters = any(flags & NEEDS for flags, _ in called)
+        call.gathers = True
+        call.is_own = gather.may_recompute
+        for own in gather.records:
+            own.agreed, call.is_own, call.version = call, True, own.version
+        if all(flags & HOLDS for flags, _ in called):
+            held.add(call)
+        forward_pass.record(gather.unit, start, end)
+        calls.append(call)
+    calls.sort(key=lambda call: (call.end, -call.start))
+    seen: set[UnitIndex] = set()
+    for call in reversed(calls):  # as backward comes to them
+        if call.unit not in seen and call in held:
+            call.gathers = False
+        seen.add(call.unit)
+    forward_pass.calls = calls
+    forward_pass.is_for_all_ranks = any(
+        not any(by_rank[rank][0] & CALLS for by_rank in facts) for rank in range(len(facts[0]))
+    )
