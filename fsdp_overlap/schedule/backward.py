@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from fsdp_overlap.schedule.interface import (
     AutogradEngine,
@@ -270,14 +271,14 @@ class Backward:
         if unit is None:
             return
         self._leave(call.end)
-        self.open_calls.append(call)
+        if call.is_own:
+            self.open_calls.append(call)
         if not self.accumulates and not unit.syncs_gradients:
             state = self._states[call.unit]
             if state.shows_unsharded:
                 state.has_unreduced = True  # see Note [weights apart]
         if call.gathers is not None:
-            self._use_agreed(call, unit)
-            self._reducer.passed(call.end)
+            self._step_agreed(call, unit)
             return
         # Backward can read a full buffer that exists, even if the user said that it does not. Then
         # the graph that create_graph=True makes can read it too.
@@ -289,15 +290,20 @@ class Backward:
                 unit.hook_gradients()
         self._reducer.passed(call.end)
 
-    def _use_agreed(self, call: ForwardRecord, unit: ScheduledUnit) -> None:
-        if not call.needs_parameters:
-            return
+    def _step_agreed(self, call: ForwardRecord, unit: ScheduledUnit) -> None:
+        """Enqueue what all ranks enqueue for ``call``, and ``prefetch`` all-gathers ahead. So
+        gathers and reductions have one order, whichever of the calls are this rank's."""
+        if call.needs_parameters and call.is_own:
+            self._prefetcher.use_agreed(unit, call)
+        elif call.needs_parameters:
+            self._prefetcher.serve(unit, call)
         remaining = self.remaining[call.forward_pass]
         following = (other for other in reversed(remaining) if other.needs_parameters)
-        was_gathered = unit.is_gathered
-        self._prefetcher.use_agreed(unit, call, following)
-        if was_gathered:
-            unit.wait()  # it may be read already
+        for other in islice(following, self._prefetcher.prefetch):
+            ahead = self._refs[other.unit]()
+            if other.gathers and not other.is_issued and ahead is not None:
+                self._prefetcher.gather_ahead(ahead, other, is_needed=other.is_own)
+        self._reducer.passed(call.end)
 
     def _leave(self, tick: int) -> None:
         """Leave every call that started after ``tick``: backward is done with it."""

@@ -54,7 +54,7 @@ class Negotiation:
 
     ``begin_pass`` is called when a pass begins, on all ranks, and gives its
     :class:`~fsdp_overlap.schedule.order.ForwardPass`. It is told whether some rank makes a graph.
-    ``is_in_use`` says whether this rank runs a unit now, ``has_grad`` whether it makes a graph.
+    ``has_grad`` says whether this rank makes a graph.
     """
 
     def __init__(
@@ -63,14 +63,12 @@ class Negotiation:
         prefetcher: Prefetcher,
         refs: UnitRefs,
         begin_pass: Callable[[bool], ForwardPass],
-        is_in_use: Callable[[ScheduledUnit], bool],
         has_grad: Callable[[], bool],
     ) -> None:
         self._comm = comm
         self._prefetcher = prefetcher
         self._refs = refs
         self._begin_pass = begin_pass
-        self._is_in_use = is_in_use
         self._has_grad = has_grad
         self._next: dict[UnitIndex, UnitIndex] = {}
         """For each unit, which one followed it in a pass."""
@@ -89,9 +87,9 @@ class Negotiation:
         while (gather := self._find(unit.index)) is None:
             self._serve_rest()
             self._agree(unit.index, is_fresh)
-        current = self._passes[-1]
         gather.is_used = True
-        self._prefetcher.use_agreed(unit, gather, current.gathers[current.position :])
+        self._prefetcher.use_agreed(unit, gather)
+        self._gather_ahead(self._passes[-1])
         return gather
 
     def begin_backward(self, tick: int) -> tuple[list[ForwardPass], int]:
@@ -140,9 +138,21 @@ class Negotiation:
         """Take part in all-gathers up to ``end``, which this rank does not need."""
         for gather in current.gathers[current.position : end]:
             unit = self._refs[gather.unit]()
-            if unit is not None:
-                self._prefetcher.serve(unit, gather, self._is_in_use(unit))
+            if unit is not None and gather.is_issued:
+                self._prefetcher.drop_ahead(gather.unit)
+            elif unit is not None:
+                self._prefetcher.serve(unit, gather)
         current.position = max(current.position, end)
+
+    def _gather_ahead(self, current: AgreedPass) -> None:
+        ahead = current.gathers[current.position : current.position + self._prefetcher.prefetch]
+        for gather in ahead:
+            unit = self._refs[gather.unit]()
+            if unit is None or gather.is_issued or not gather.gathers:
+                continue
+            if unit.is_gathered:
+                return  # it is read, and would be waited for at once
+            self._prefetcher.gather_ahead(unit, gather, is_needed=True)
 
     # Messages
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from fsdp_overlap.schedule.interface import (
@@ -53,6 +54,8 @@ class Prefetcher:
         """Units whose full buffers a graph made by ``backward(create_graph=True)`` may read, at
         moments that no hook sees: Note [graphs of gradients]. Each with the tick of its first
         use."""
+        self._gathered_again: Counter[UnitIndex] = Counter()
+        """How often units that were there were gathered again, for uses that are to come."""
         self._issued = 0
         self._waits_for_event = False
 
@@ -104,59 +107,69 @@ class Prefetcher:
                 ahead[index] = None
         return self._issued != issued
 
-    def use_agreed(
+    # Where ranks agree on all-gathers: Note [negotiation]
+
+    def use_agreed(self, unit: ScheduledUnit, gather: AgreedGather | ForwardRecord) -> None:
+        """Enqueue ``gather``, if that was not done ahead: compute needs ``unit`` now. Then free
+        delayed buffers."""
+        self._ahead.pop(unit.index, None)
+        self._delayed.pop(unit.index, None)
+        if gather.gathers and not gather.is_issued:
+            self._flush_for_room()
+            self._gather_agreed(unit, gather)
+            self.stats.prefetch_misses += 1
+        else:
+            self.stats.prefetch_hits += gather.is_issued
+        self.flush()
+
+    def gather_ahead(
         self,
         unit: ScheduledUnit,
         gather: AgreedGather | ForwardRecord,
-        following: Iterable[AgreedGather] | Iterable[ForwardRecord],
+        is_needed: bool,
     ) -> None:
-        """Enqueue ``gather``, if that was not done ahead: compute needs ``unit`` now. Then free
-        delayed buffers, and enqueue what follows of the list that ranks agreed on."""
-        self._ahead.pop(unit.index, None)
-        self._delayed.pop(unit.index, None)
-        if not gather.gathers or gather.is_issued:
-            self.stats.prefetch_hits += gather.is_issued
-        else:
+        """Enqueue ``gather`` ahead of its turn, and keep the full buffer if it ``is_needed``."""
+        index = unit.index
+        self._flush_for_room()
+        if unit.is_gathered:
             self._gather_agreed(unit, gather)
-            self.stats.prefetch_misses += 1
-        self.flush()
-        for other in following:
-            if len(self._ahead) >= self.prefetch:
-                return
-            ahead = self._refs[other.unit]()
-            if other.is_issued or not other.gathers or ahead is None:
-                continue
-            if ahead.is_gathered:  # it is read, so its all-gather is waited for at once
-                return
-            self._gather_agreed(ahead, other)
-            self._ahead[other.unit] = None
+            if is_needed and index in self._delayed:
+                self._ahead[index] = self._delayed.pop(index)
+            elif is_needed:
+                self._gathered_again[index] += 1
+            return
+        self._gather_agreed(unit, gather)
+        if is_needed:
+            self._ahead[index] = None
+        else:
+            self._comm.free(unit, None)
+
+    def serve(self, unit: ScheduledUnit, gather: AgreedGather | ForwardRecord) -> None:
+        """Take part in an all-gather that this rank does not need."""
+        if gather.gathers and not gather.is_issued:
+            self.gather_ahead(unit, gather, is_needed=False)
+
+    def drop_ahead(self, index: UnitIndex) -> None:
+        """Free a unit that was gathered ahead, and that this rank does not run."""
+        if index in self._ahead:
+            self._drop(index)
 
     def keep(self, index: UnitIndex) -> None:
         """Keep a unit whose release is delayed: ranks agreed that backward finds it gathered."""
         if index in self._delayed:
             self._ahead[index] = self._delayed.pop(index)
 
-    def serve(self, unit: ScheduledUnit, gather: AgreedGather, is_in_use: bool) -> None:
-        """Take part in an all-gather that ranks agreed on and this one does not need."""
-        if gather.is_issued:
-            if unit.index in self._ahead:
-                self._drop(unit.index)
-        elif gather.gathers:
-            was_gathered = unit.is_gathered
-            self._gather_agreed(unit, gather)
-            if is_in_use:
-                unit.wait()
-            elif not was_gathered:
-                self._comm.free(unit, None)
+    def _flush_for_room(self) -> None:
+        if len(self._ahead) + len(self._delayed) > self.prefetch:
+            self.flush()
 
     def _gather_agreed(self, unit: ScheduledUnit, gather: AgreedGather | ForwardRecord) -> None:
         gather.is_issued = True
-        if len(self._ahead) + len(self._delayed) > self.prefetch:
-            self.flush()
-        if unit.is_unsharded:  # others need it, and it may be read here
+        if unit.is_unsharded:  # others need it, and compute may read it here
             self._comm.after_compute()
             self._issued += 1
             self._comm.gather(unit, again=True)
+            unit.wait()
         else:
             self._gather(unit)
 
@@ -193,7 +206,10 @@ class Prefetcher:
         put off until the next all-gather has been enqueued, so that this one does not wait."""
         if self._states[unit.index].shows_unsharded:
             self.to_sharded(unit)
-        if unit.is_gathered and unit.index not in self.in_graphs:
+        if self._gathered_again[unit.index]:
+            self._gathered_again[unit.index] -= 1
+            self._ahead[unit.index] = self._comm.record_compute_event()
+        elif unit.is_gathered and unit.index not in self.in_graphs:
             self._ahead.pop(unit.index, None)
             self._asked.pop(unit.index, None)
             self._for_next_pass.pop(unit.index, None)
@@ -236,6 +252,7 @@ class Prefetcher:
         delayed. With ``before_backward`` it is the unit that ran last, if the user left that
         choice to the library: backward needs it first. ``before`` is the unit that begins the next
         pass."""
+        self._gathered_again.clear()
         self._ahead.update(self._asked)
         self._asked.clear()
         for index in list(self._ahead):
@@ -256,6 +273,7 @@ class Prefetcher:
         self._ahead.clear()
         self._asked.clear()
         self._delayed.clear()
+        self._gathered_again.clear()
         for index in list(self.in_graphs):
             unit = self._refs[index]()
             if unit is not None:

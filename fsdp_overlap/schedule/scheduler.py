@@ -114,7 +114,6 @@ class Schedule:
                 self.prefetcher,
                 self._refs,
                 self._begin_agreed_pass,
-                self.is_in_use,
                 self._engine.is_grad_enabled,
             )
 
