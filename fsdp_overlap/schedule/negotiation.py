@@ -16,8 +16,8 @@ from fsdp_overlap.schedule.interface import CommOps, ScheduledUnit, UnitIndex, U
 from fsdp_overlap.schedule.order import AgreedGather, ForwardPass, ForwardRecord
 from fsdp_overlap.schedule.prefetch import Prefetcher
 
-BACKWARD = -1
-"""What a rank needs that is about to begin a backward."""
+BACKWARD, END = -1, -2
+"""What ranks need that are about to begin a backward, and that have ended an evaluation."""
 
 _HEAD = struct.Struct("<iB")
 _ENDS = struct.Struct("<BH")
@@ -100,11 +100,13 @@ class Negotiation:
         Raises:
             RuntimeError: a rank runs a unit that is not conditional; names it.
         """
-        chosen: UnitIndex | None = None
-        while chosen != BACKWARD:
-            self._serve_rest()
-            chosen = self._agree(BACKWARD, False)
+        self._serve_until(BACKWARD)
         return self._complete_passes(tick)
+
+    def end_pass(self) -> None:
+        """Serve what other ranks run before their pass ends too. No backward may tell of that."""
+        if self._passes:
+            self._serve_until(END)
 
     @property
     def position(self) -> int:
@@ -129,6 +131,12 @@ class Negotiation:
                 current.position = at + 1
                 return current.gathers[at]
         return None
+
+    def _serve_until(self, need: int) -> None:
+        chosen: int | None = None
+        while chosen != need:
+            self._serve_rest()
+            chosen = self._agree(need, False)
 
     def _serve_rest(self) -> None:
         if self._passes:
@@ -175,10 +183,10 @@ class Negotiation:
         if current is None or (is_unanimous and all(flag & FRESH for flag in all_flags)):
             if current is not None and not any(flag & HAS_CALLS for flag in all_flags):
                 self._passes.pop()
-            if chosen != BACKWARD:
+            if chosen >= 0:
                 has_grad = any(flag & HAS_GRAD for flag in all_flags)
                 self._append_pass(chosen, has_grad, [reply[end:] for reply in replies])
-        elif chosen != BACKWARD:
+        elif chosen >= 0:
             last = current.gathers[-1].unit
             if not is_unanimous:
                 self._branches.add(last)
@@ -197,7 +205,7 @@ class Negotiation:
         return unit is not None and unit.is_unsharded
 
     def _is_conditional(self, index: UnitIndex) -> bool:
-        unit = self._refs[index]() if index != BACKWARD else None
+        unit = self._refs[index]() if index >= 0 else None
         return unit is not None and unit.is_conditional
 
     def _choose(self, needs: Sequence[int], current: AgreedPass | None) -> UnitIndex:
@@ -233,8 +241,10 @@ class Negotiation:
         )
 
     def _name(self, index: UnitIndex) -> str:
-        unit = self._refs[index]() if index != BACKWARD else None
-        return "a backward" if unit is None else f"unit {unit.name!r}"
+        unit = self._refs[index]() if index >= 0 else None
+        if unit is not None:
+            return f"unit {unit.name!r}"
+        return "a backward" if index == BACKWARD else "the end of an evaluation"
 
     def _learn(self, current: AgreedPass, used: Sequence[bytes]) -> None:
         """Note which units ranks have run since the last message, and after which of them a rank

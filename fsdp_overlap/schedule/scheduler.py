@@ -216,6 +216,8 @@ class Schedule:
             self._comm.wait_for_outer_shards(raised)  # for units that did not run
         if unit.is_root and not running:
             self._is_pass_over = True
+            if self._negotiation is not None and not (raised or self._engine.is_grad_enabled()):
+                self._negotiation.end_pass()
             self.prefetcher.finish_pass(
                 before_backward=self._engine.is_grad_enabled() and not raised
             )

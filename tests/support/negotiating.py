@@ -28,7 +28,7 @@ class NegotiatingRank(Rank):
         super().__init__(units, options)
         self._ranks = ranks
         self.messages = 0
-        self.served = 1
+        self.served = 2
         for index in conditional:
             self.units[index].is_conditional = True
         self.schedule.negotiate()
