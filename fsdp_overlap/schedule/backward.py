@@ -90,14 +90,16 @@ class Backward:
             call.is_kept = False
             if call.gathers is None or call not in self.open_calls:
                 self._step(call)
+            else:
+                self._reducer.passed(call.end)
             return
         for other in self.open_calls:
-            if other.start > call.end:
-                other.is_kept = False  # what ran again after this call has had its backward
+            if other.start > call.end and (other.has_run_again or not recomputes):
+                other.is_kept = False  # its backward is over
         while True:
             reached = remaining.pop()
-            reached.is_kept = recomputes and reached.is_own and reached is not call
-            self._step(reached)
+            reached.is_kept = recomputes and reached.is_own
+            self._step(reached, recomputes)
             if reached is call:
                 break
         if not remaining and self._has_reached_all():
@@ -126,11 +128,10 @@ class Backward:
         """Prepare for a forward of ``unit`` that begins within this backward. See Note
         [recomputing]."""
         self.recomputing.append((unit, tick))
-        if not self.is_open(unit.index):
-            if self._agrees:
-                self._advance_to_agreed(unit)
-            else:
-                self._advance_to_checkpoint(unit)
+        if self._agrees:
+            self._before_agreed_recompute(unit)
+        elif not self.is_open(unit.index):
+            self._advance_to_checkpoint(unit)
         # A unit may be open without its parameters, because the user said that its backward does
         # not read them. The forward does.
         if unit.has_parameters and not (self.is_open(unit.index) and unit.is_gathered):
@@ -160,19 +161,28 @@ class Backward:
         recompute.record(unit.index, start, end)
         return ForwardRecord(unit.index, start, end, recompute, unit.version)
 
-    def _advance_to_agreed(self, unit: ScheduledUnit) -> None:
-        """Handle that ``unit`` runs again, where ranks agreed on the calls of forward: walk back to
-        the last call of the unit on this rank, and keep what is between for what runs again."""
-        for forward_pass in reversed(self._open_passes):
-            for call in reversed(self.remaining.get(forward_pass, forward_pass.calls)):
-                if call.unit == unit.index and call.gathers is not None and call.is_own:
-                    self.advance_to(call, recomputes=True)
-                    call.is_kept = True
-                    return
-        raise RuntimeError(
-            f"unit {unit.name!r} runs in backward, and not in the forward it belongs to. Where "
-            "units are conditional, ranks cannot know of that"
-        )
+    def _before_agreed_recompute(self, unit: ScheduledUnit) -> None:
+        """Handle that ``unit`` runs again, where ranks agreed on the calls of forward. If it is not
+        open, walk back to its last call on this rank, and keep what is between: it runs again too,
+        or its backward follows."""
+        if not self.is_open(unit.index):
+            own = (
+                call
+                for forward_pass in reversed(self._open_passes)
+                for call in reversed(self.remaining.get(forward_pass, forward_pass.calls))
+                if call.unit == unit.index and call.is_own and call.gathers is not None
+            )
+            call = next(own, None)
+            if call is None:
+                raise RuntimeError(
+                    f"unit {unit.name!r} runs in backward, and not in the forward it belongs to. "
+                    "Where units are conditional, other ranks cannot know of that"
+                )
+            self.advance_to(call, recomputes=True)
+        calls = [call for call in self.open_calls if call.unit == unit.index]
+        # Of several it is not known which runs. They are kept for longer.
+        if len(calls) == 1 and not self._comes_back_to(unit.index):
+            calls[0].has_run_again = True
 
     def _advance_to_checkpoint(self, unit: ScheduledUnit) -> None:
         """Handle that ``unit`` runs again. If its forward left no call, as in a reentrant
@@ -266,7 +276,7 @@ class Backward:
         while remaining:
             self._step(remaining.pop())
 
-    def _step(self, call: ForwardRecord) -> None:
+    def _step(self, call: ForwardRecord, recomputes: bool = False) -> None:
         unit = self._refs[call.unit]()
         if unit is None:
             return
@@ -279,6 +289,8 @@ class Backward:
                 state.has_unreduced = True  # see Note [weights apart]
         if call.gathers is not None:
             self._step_agreed(call, unit)
+            if not recomputes:  # else gradients of what runs again are still to come
+                self._reducer.passed(call.end)
             return
         # Backward can read a full buffer that exists, even if the user said that it does not. Then
         # the graph that create_graph=True makes can read it too.
@@ -303,7 +315,6 @@ class Backward:
             ahead = self._refs[other.unit]()
             if other.gathers and not other.is_issued and ahead is not None:
                 self._prefetcher.gather_ahead(ahead, other, is_needed=other.is_own)
-        self._reducer.passed(call.end)
 
     def _leave(self, tick: int) -> None:
         """Leave every call that started after ``tick``: backward is done with it."""

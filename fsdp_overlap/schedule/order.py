@@ -156,6 +156,8 @@ class ForwardRecord:
     """Whether this rank ran the forward."""
     is_kept: bool = False
     """Whether backward went past it to what runs again, and comes to it later."""
+    has_run_again: bool = False
+    """Whether its unit ran again in backward."""
 
 
 @dataclass(eq=False, slots=True)

@@ -28,7 +28,7 @@ class NegotiatingRank(Rank):
         super().__init__(units, options)
         self._ranks = ranks
         self.messages = 0
-        self.served = 2
+        self.served = 2  # for others, and until a forward ended on all ranks
         for index in conditional:
             self.units[index].is_conditional = True
         self.schedule.negotiate()
@@ -48,8 +48,15 @@ class Ranks:
     """Runs a program on ``count`` ranks."""
 
     def __init__(
-        self, count: int, units: int, options: Options, conditional: Collection[int]
+        self,
+        count: int,
+        units: int,
+        options: Options,
+        conditional: Collection[int],
+        in_one_order: bool = True,
     ) -> None:
+        self._kinds = [("gather", "reduce")] if in_one_order else [("gather",), ("reduce",)]
+        """Which collectives have one order. Each group has its own where units run again."""
         self.ranks = [NegotiatingRank(units, options, conditional, self) for _ in range(count)]
         self._messages: dict[greenlet, bytes] = {}
 
@@ -81,20 +88,23 @@ class Ranks:
                 raise Wrong("messages have different sizes")
             for each in running:
                 each.switch(replies)
-        first, *others = self.ranks
-        for other in others:
-            if other.collectives != first.collectives:
-                raise Wrong(f"ranks issue {first.collectives} and {other.collectives}")
+        for kinds in self._kinds:
+            first, *others = (
+                [each for each in rank.collectives if each[0] in kinds] for rank in self.ranks
+            )
+            for other in others:
+                if other != first:
+                    raise Wrong(f"ranks issue {first} and {other}")
 
-    @property
-    def reduced(self) -> set[int]:
-        return {int(each[1]) for each in self.ranks[0].collectives if each[0] == "reduce"}
+    def issued(self, kind: str) -> set[int]:
+        """Return the units of collectives of a kind."""
+        return {int(each[1]) for each in self.ranks[0].collectives if each[0] == kind}
 
 
 def _act(rank: Rank, action: Action) -> None:
     rank.act(action, frozenset())
 
 
-def same(*runs: Forward, kind: str = "train") -> Step:
-    """Each rank runs its own forward."""
+def each_its_own(*runs: Forward, kind: str = "train") -> Step:
+    """Return a step in which each rank runs a forward of its own."""
     return Step(tuple(Action(kind, run) for run in runs))
