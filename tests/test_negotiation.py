@@ -14,7 +14,7 @@ from fsdp_overlap.schedule.backward import Backward
 from fsdp_overlap.schedule.negotiation import Negotiation
 from fsdp_overlap.schedule.prefetch import Prefetcher
 from support.negotiating import Ranks, Step, each_its_own
-from support.schedule_model import Action, Forward, Options, Wrong
+from support.schedule_model import Action, Forward, Options
 
 UNITS = 6
 CONDITIONAL = (1, 2, 3, 5)
@@ -37,10 +37,8 @@ def orders() -> Iterator[tuple[Forward, ...]]:
     yield (Forward(3), SHARED)
 
 
-def explore(
-    count: int, options: Options, program: Sequence[Step], in_one_order: bool = True
-) -> Ranks:
-    ranks = Ranks(count, UNITS, options, CONDITIONAL, in_one_order)
+def explore(count: int, options: Options, program: Sequence[Step]) -> Ranks:
+    ranks = Ranks(count, UNITS, options, CONDITIONAL)
     try:
         ranks.run(program)
     except Exception as error:
@@ -63,27 +61,18 @@ def explore_all(count: int) -> int:
 def random_program(generator: random.Random, count: int) -> list[Step]:
     """Several actions, in which units run again in backward, and what runs differs."""
     choose = generator.choice
-    kinds = {unit: choose(("", "recomputed", "reentrant", "same")) for unit in range(1, UNITS)}
-    kinds[4] = choose(("", "recomputed", "reentrant"))
+    kinds = {unit: choose(("", "recomputed", "reentrant")) for unit in range(1, UNITS)}
 
-    def checkpointed(run: Forward, before: str) -> Forward:
-        kind = kinds[run.unit]
-        if kind == "same" and before not in ("reentrant", "same"):
-            kind = "reentrant"
-        inner: list[Forward] = []
-        for each in run.inner:
-            last = inner[-1].checkpoint if inner else ""
-            inner.append(checkpointed(each, last) if kind == "" else each)
-        return run._replace(checkpoint=kind, inner=tuple(inner))
+    def checkpointed(run: Forward) -> Forward:
+        if run.inner:  # what is around several units is refused
+            return run._replace(inner=tuple(map(checkpointed, run.inner)))
+        return run._replace(checkpoint=kinds[run.unit])
 
     def forward() -> Forward:
         parts = [LEAF, TOWER, Forward(2), Forward(3), Forward(5), Forward(2, (Forward(5),))]
         runs = [choose(parts) for _ in range(generator.randint(0, 3))]
         runs.insert(generator.randint(0, len(runs)), SHARED)
-        inner: list[Forward] = []
-        for run in runs:
-            inner.append(checkpointed(run, inner[-1].checkpoint if inner else ""))
-        return Forward(0, tuple(inner))
+        return Forward(0, tuple(map(checkpointed, runs)))
 
     program = []
     for _ in range(generator.randint(1, 3)):
@@ -92,15 +81,15 @@ def random_program(generator: random.Random, count: int) -> list[Step]:
             program.append(Step((Action("step"),) * count))
         else:
             program.append(each_its_own(*(forward() for _ in range(count)), kind=kind))
-    return [*program, each_its_own(*(forward() for _ in range(count)))]
+    last = choose(("train", "train", "evaluate"))
+    return [*program, each_its_own(*(forward() for _ in range(count)), kind=last)]
 
 
 def explore_random(programs: int, seed: int = 0) -> None:
     generator = random.Random(seed)
     for _ in range(programs):
         count = generator.choice((2, 2, 3))
-        program = random_program(generator, count)
-        explore(count, generator.choice(OPTIONS), program, in_one_order=False)
+        explore(count, generator.choice(OPTIONS), random_program(generator, count))
 
 
 def test_two_ranks_that_run_anything_issue_the_same() -> None:
@@ -127,6 +116,18 @@ def test_what_ranks_always_run_alike_takes_two_messages_a_step() -> None:
     assert again.ranks[0].messages - before == 2 * 3
 
 
+def test_what_ranks_expect_is_gathered_ahead() -> None:
+    """All but what a message comes before, whether a rank runs the tower or not."""
+    runs = Forward(0, (TOWER, SHARED)), Forward(0, (SHARED,))
+    ranks = explore(2, Options(), [each_its_own(*runs)] * 3)
+    for rank in ranks.ranks:
+        rank.stats.reset()
+    ranks.run([each_its_own(*runs)])
+    first, second = (rank.stats.prefetch_misses for rank in ranks.ranks)
+    assert first == 2 + 1  # the root and the tower, and the root in backward
+    assert second == 2 + 1  # the root and the shared unit
+
+
 def test_a_unit_that_no_rank_runs_is_neither_gathered_nor_reduced() -> None:
     run = Forward(0, (TOWER, SHARED))
     ranks = explore(2, Options(), [each_its_own(run, Forward(0, (SHARED,)))] * 2)
@@ -148,24 +149,20 @@ def not_served(self: Prefetcher, unit: Any, gather: Any) -> None:
     gather.is_issued = True
 
 
-def left_at_once(self: Backward, call: Any, recomputes: bool = False) -> None:
-    advance_to(self, call)
-
-
-advance_to = Backward.advance_to
+def to_the_call_alone(self: Backward, call: Any) -> None:
+    self._enter(call.forward_pass)
+    self._step(call)
 
 
 @pytest.mark.parametrize(
     ("owner", "method", "instead", "message"),
     [
         (Prefetcher, "serve", not_served, "ranks issue"),
-        (Prefetcher, "drop_ahead", nothing, "gathered beside|not released"),
         (Prefetcher, "keep", nothing, "not there|not whole"),
         (Prefetcher, "_flush_for_room", nothing, "gathered beside"),
-        (Backward, "advance_to", left_at_once, "not whole|not there|runs in backward"),
+        (Backward, "advance_to", to_the_call_alone, "ranks issue|gathered beside"),
         (Negotiation, "end_pass", nothing, "waits for a message"),
         (Negotiation, "_serve_rest", nothing, "."),
-        (Negotiation, "_gather_ahead", nothing, "messages"),
     ],
 )
 def test_what_decides_wrongly_is_found(

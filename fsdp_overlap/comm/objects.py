@@ -89,6 +89,19 @@ def _gather(mine: torch.Tensor, group: dist.ProcessGroup, what: str) -> list[tor
     return others
 
 
+def exchange_bytes(mine: bytes, group: dist.ProcessGroup, what: str) -> list[bytes]:
+    """Return what the host of each rank of ``group`` gives, all of one size. As
+    :func:`gather_objects` otherwise, on a group that serves CPUs.
+
+    Raises:
+        RuntimeError: a rank did not come.
+    """
+    if not mine:
+        return [mine] * group.size()
+    sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+    return [bytes(received.numpy()) for received in _gather(sent, group, what)]
+
+
 def wait_for(work: dist.Work, group: dist.ProcessGroup, what: str, label: str = "") -> None:
     """Block the host until ``work`` is done, and poll the group's watchdog. ``what`` and ``label``,
     a unit's, are named in errors."""

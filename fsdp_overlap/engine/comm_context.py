@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from fsdp_overlap.comm.collectives import PendingCollective, all_gather_coalesced
 from fsdp_overlap.comm.comm_streams import CommStream, ComputeEvent, WorkHandle, span
+from fsdp_overlap.comm.objects import exchange_bytes
 from fsdp_overlap.desync.order_check import N_KINDS
 from fsdp_overlap.engine.grads import ParamGroupGradients
 from fsdp_overlap.engine.hsdp import ReplicaReduction
@@ -26,11 +27,11 @@ from fsdp_overlap.torch_internals import profiler_enabled
 # ---- All-gathers of a unit ----
 
 
-def gathers_of(unit: Unit) -> list[tuple[str, list[ParamGroup]]]:
-    """Return what is to be gathered of a unit that is not unsharded: the name of each collective,
-    and its param groups. A param group that is asked to keep a part goes alone, because it may
-    travel among other ranks than the rest."""
-    waiting = [param_group for param_group in unit.param_groups if not param_group.is_unsharded]
+def gathers_of(unit: Unit, again: bool = False) -> list[tuple[str, list[ParamGroup]]]:
+    """Return what is to be gathered of a unit that is not unsharded, or ``again``: the name of each
+    collective, and its param groups. A param group that is asked to keep a part goes alone, because
+    it may travel among other ranks than the rest."""
+    waiting = [group for group in unit.param_groups if again or not group.is_unsharded]
     together: dict[dist.ProcessGroup | ParamGroup, list[ParamGroup]] = {}
     for param_group in waiting:
         key = param_group.groups.gather if param_group.post_forward_shard is None else param_group
@@ -102,7 +103,8 @@ class CommContext:
     :class:`~fsdp_overlap.schedule.interface.CommOps`, which says what its methods do.
 
     It counts in ``stats``, and notes for the other ranks what it issues. ``make_comm_stream`` makes
-    the comm stream of a name. ``mesh_infos`` and ``units`` list those of the context."""
+    the comm stream of a name. ``mesh_infos`` and ``units`` list those of the context.
+    ``group_of_hosts`` gives the group of messages."""
 
     def __init__(
         self,
@@ -110,7 +112,9 @@ class CommContext:
         stats: Stats,
         mesh_infos: Callable[[], Iterable[MeshInfo]],
         units: Callable[[], Sequence[Unit]],
+        group_of_hosts: Callable[[], dist.ProcessGroup],
     ) -> None:
+        self._group_of_hosts = group_of_hosts
         self._make_comm_stream = make_comm_stream
         self._stats = stats
         self._mesh_infos = mesh_infos
@@ -147,10 +151,13 @@ class CommContext:
 
     # Full buffers
 
-    def gather(self, unit: interface.ScheduledUnit) -> None:
+    def exchange(self, message: bytes) -> Sequence[bytes]:
+        return exchange_bytes(message, self._group_of_hosts(), "negotiation")
+
+    def gather(self, unit: interface.ScheduledUnit, again: bool = False) -> None:
         assert isinstance(unit, Unit)
         stats = self._stats
-        for label, param_groups in unit.single_all_gather or gathers_of(unit):
+        for label, param_groups in unit.single_all_gather or gathers_of(unit, again):
             for param_group in param_groups:
                 order_check = param_group.mesh_info.order_check
                 order_check.record(

@@ -10,6 +10,7 @@ from itertools import groupby
 from operator import itemgetter
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -32,7 +33,14 @@ from fsdp_overlap.engine.mesh import (
     rollback_on_error,
 )
 from fsdp_overlap.engine.param_group import sync_grad_dtypes
-from fsdp_overlap.engine.unit import Uncompared, Unit, name_units, unit_names, unit_of
+from fsdp_overlap.engine.unit import (
+    Uncompared,
+    Unit,
+    find_conditional,
+    name_units,
+    unit_names,
+    unit_of,
+)
 from fsdp_overlap.layout import Flat, LayoutRule
 from fsdp_overlap.schedule.reducer import MAX_INPUTS
 from fsdp_overlap.schedule.scheduler import Schedule
@@ -240,6 +248,7 @@ class FsdpContext:
             self._stats,
             self._mesh_infos.values,
             partial(_existing, self._refs),
+            partial(_group_of_hosts, self._groups, self._mesh_infos),
         )
 
     @property
@@ -358,6 +367,8 @@ class FsdpContext:
         for unit in self.units:
             unit.connect()
         self.sync_max_reduce_inputs()
+        if find_conditional(self.units):
+            self._negotiate()
         if self.validate_layouts:
             for mesh_info in self.mesh_infos:
                 compare_plans(self.units, mesh_info)
@@ -368,6 +379,13 @@ class FsdpContext:
             watch(self.device, self.captured_steps)
             self._watch_for_hangs()
         self.is_initialized = is_complete
+
+    def _negotiate(self) -> None:
+        """Prepare for units that only some ranks run."""
+        _group_of_hosts(self._groups, self._mesh_infos)
+        for unit in self.units:
+            unit.sync_requires_grad()  # also where only other ranks run it
+        self.schedule.negotiate()
 
     def _watch_for_hangs(self) -> None:
         has_others = any(
@@ -490,6 +508,13 @@ class FsdpContext:
 
 def _existing(refs: Sequence[weakref.ref[Unit]]) -> list[Unit]:
     return [unit for ref in refs if (unit := ref()) is not None]
+
+
+def _group_of_hosts(
+    groups: GroupCache, mesh_infos: Mapping[DeviceMesh, MeshInfo]
+) -> dist.ProcessGroup:
+    """Return the group on which the hosts of all ranks exchange messages."""
+    return groups.get_for_hosts(max(mesh_infos, key=lambda mesh: mesh.size()))
 
 
 def _before_backward(

@@ -76,9 +76,8 @@ class Backward:
         )
         self._expect(self._prefetcher.in_graphs.items())
 
-    def advance_to(self, call: ForwardRecord, recomputes: bool = False) -> None:
-        """Enqueue what every rank enqueues up to ``call``, also for calls that this rank skips. If
-        it ``recomputes``, it comes to its own of these later, where ranks agreed on them."""
+    def advance_to(self, call: ForwardRecord) -> None:
+        """Enqueue what every rank enqueues up to ``call``, also for calls that this rank skips."""
         forward_pass, under_way = call.forward_pass, self.under_way
         if not under_way or under_way[-1] is not forward_pass:
             self._enter(forward_pass)
@@ -87,19 +86,12 @@ class Backward:
         remaining = self.remaining[forward_pass]
         # The call almost always is the last one, and a long list takes long to search.
         if (not remaining or remaining[-1] is not call) and call not in remaining:
-            call.is_kept = False
             if call.gathers is None or call not in self.open_calls:
                 self._step(call)
-            else:
-                self._reducer.passed(call.end)
             return
-        for other in self.open_calls:
-            if other.start > call.end and (other.has_run_again or not recomputes):
-                other.is_kept = False  # its backward is over
         while True:
             reached = remaining.pop()
-            reached.is_kept = recomputes and reached.is_own
-            self._step(reached, recomputes)
+            self._step(reached)
             if reached is call:
                 break
         if not remaining and self._has_reached_all():
@@ -128,10 +120,11 @@ class Backward:
         """Prepare for a forward of ``unit`` that begins within this backward. See Note
         [recomputing]."""
         self.recomputing.append((unit, tick))
-        if self._agrees:
-            self._before_agreed_recompute(unit)
-        elif not self.is_open(unit.index):
-            self._advance_to_checkpoint(unit)
+        if not self.is_open(unit.index):
+            if self._agrees:
+                self._advance_to_agreed(unit)
+            else:
+                self._advance_to_checkpoint(unit)
         # A unit may be open without its parameters, because the user said that its backward does
         # not read them. The forward does.
         if unit.has_parameters and not (self.is_open(unit.index) and unit.is_gathered):
@@ -161,28 +154,24 @@ class Backward:
         recompute.record(unit.index, start, end)
         return ForwardRecord(unit.index, start, end, recompute, unit.version)
 
-    def _before_agreed_recompute(self, unit: ScheduledUnit) -> None:
-        """Handle that ``unit`` runs again, where ranks agreed on the calls of forward. If it is not
-        open, walk back to its last call on this rank, and keep what is between: it runs again too,
-        or its backward follows."""
-        if not self.is_open(unit.index):
-            own = (
-                call
-                for forward_pass in reversed(self._open_passes)
-                for call in reversed(self.remaining.get(forward_pass, forward_pass.calls))
-                if call.unit == unit.index and call.is_own and call.gathers is not None
-            )
-            call = next(own, None)
-            if call is None:
-                raise RuntimeError(
-                    f"unit {unit.name!r} runs in backward, and not in the forward it belongs to. "
-                    "Where units are conditional, other ranks cannot know of that"
-                )
-            self.advance_to(call, recomputes=True)
-        calls = [call for call in self.open_calls if call.unit == unit.index]
-        # Of several it is not known which runs. They are kept for longer.
-        if len(calls) == 1 and not self._comes_back_to(unit.index):
-            calls[0].has_run_again = True
+    def _advance_to_agreed(self, unit: ScheduledUnit) -> None:
+        """Handle that ``unit`` runs again, where ranks agreed on the calls of forward: walk back to
+        its next call on this rank. If a checkpoint is around several units, those after the first
+        are passed then, and other ranks would not know of it.
+
+        Raises:
+            RuntimeError: backward has passed the unit's calls.
+        """
+        for forward_pass in reversed(self._open_passes):
+            for call in reversed(self.remaining.get(forward_pass, forward_pass.calls)):
+                if call.is_own and call.unit == unit.index:
+                    self.advance_to(call)
+                    return
+        raise RuntimeError(
+            f"unit {unit.name!r} runs again in backward after what ran before it, as in an "
+            "activation checkpoint around several units. Where units are conditional, other ranks "
+            "cannot know of that: checkpoint each unit, or what is within it"
+        )
 
     def _advance_to_checkpoint(self, unit: ScheduledUnit) -> None:
         """Handle that ``unit`` runs again. If its forward left no call, as in a reentrant
@@ -276,7 +265,7 @@ class Backward:
         while remaining:
             self._step(remaining.pop())
 
-    def _step(self, call: ForwardRecord, recomputes: bool = False) -> None:
+    def _step(self, call: ForwardRecord) -> None:
         unit = self._refs[call.unit]()
         if unit is None:
             return
@@ -289,8 +278,7 @@ class Backward:
                 state.has_unreduced = True  # see Note [weights apart]
         if call.gathers is not None:
             self._step_agreed(call, unit)
-            if not recomputes:  # else gradients of what runs again are still to come
-                self._reducer.passed(call.end)
+            self._reducer.passed(call.end)
             return
         # Backward can read a full buffer that exists, even if the user said that it does not. Then
         # the graph that create_graph=True makes can read it too.
@@ -318,8 +306,7 @@ class Backward:
 
     def _leave(self, tick: int) -> None:
         """Leave every call that started after ``tick``: backward is done with it."""
-        left = [call for call in self.open_calls if call.start > tick and not call.is_kept]
-        for call in left:
+        for call in [call for call in self.open_calls if call.start > tick]:
             self.open_calls.remove(call)
             if not self.is_open(call.unit):
                 self._release_passed(call.unit)

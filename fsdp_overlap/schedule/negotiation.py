@@ -299,9 +299,7 @@ class Negotiation:
         return CALLS + NEEDS * needs + HOLDS * self._is_held(unit)
 
 
-def _complete(
-    current: AgreedPass, facts: Sequence[Sequence[tuple[int, int]]], tick: int
-) -> None:
+def _complete(current: AgreedPass, facts: Sequence[Sequence[tuple[int, int]]], tick: int) -> None:
     """Give the pass one call for each all-gather that some rank comes back to, in an order that is
     the same on all ranks: by ends, of which the latest on any rank counts."""
     forward_pass = current.forward_pass

@@ -154,10 +154,6 @@ class ForwardRecord:
     """Whether that all-gather was issued ahead."""
     is_own: bool = True
     """Whether this rank ran the forward."""
-    is_kept: bool = False
-    """Whether backward went past it to what runs again, and comes to it later."""
-    has_run_again: bool = False
-    """Whether its unit ran again in backward."""
 
 
 @dataclass(eq=False, slots=True)

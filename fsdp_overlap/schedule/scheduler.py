@@ -230,9 +230,7 @@ class Schedule:
             if gather is not None:
                 gather.may_recompute |= self._pass in self._open_passes
             return None
-        return ForwardRecord(
-            unit.index, start, end, self._pass, unit.version, gather=gather
-        )
+        return ForwardRecord(unit.index, start, end, self._pass, unit.version, gather=gather)
 
     def is_in_use(self, unit: ScheduledUnit) -> bool:
         """Return whether a forward or backward of ``unit`` is under way. A module may call itself,

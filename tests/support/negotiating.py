@@ -48,15 +48,8 @@ class Ranks:
     """Runs a program on ``count`` ranks."""
 
     def __init__(
-        self,
-        count: int,
-        units: int,
-        options: Options,
-        conditional: Collection[int],
-        in_one_order: bool = True,
+        self, count: int, units: int, options: Options, conditional: Collection[int]
     ) -> None:
-        self._kinds = [("gather", "reduce")] if in_one_order else [("gather",), ("reduce",)]
-        """Which collectives have one order. Each group has its own where units run again."""
         self.ranks = [NegotiatingRank(units, options, conditional, self) for _ in range(count)]
         self._messages: dict[greenlet, bytes] = {}
 
@@ -88,13 +81,10 @@ class Ranks:
                 raise Wrong("messages have different sizes")
             for each in running:
                 each.switch(replies)
-        for kinds in self._kinds:
-            first, *others = (
-                [each for each in rank.collectives if each[0] in kinds] for rank in self.ranks
-            )
-            for other in others:
-                if other != first:
-                    raise Wrong(f"ranks issue {first} and {other}")
+        first, *others = self.ranks
+        for other in others:
+            if other.collectives != first.collectives:
+                raise Wrong(f"ranks issue {first.collectives} and {other.collectives}")
 
     def issued(self, kind: str) -> set[int]:
         """Return the units of collectives of a kind."""

@@ -1,0 +1,235 @@
+"""Units that only some ranks run train as one process would from the mean of the ranks' losses."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_overlap import FsdpContext, fully_shard
+from fsdp_overlap.layout import Flat, LayoutRule, PerTensor, TensorAtomic
+from support.ranks import run_ranks
+
+WIDTH = 6
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+def run(part: nn.Module, x: torch.Tensor, wrap: str) -> torch.Tensor:
+    return checkpoint(part, x, use_reentrant=wrap == "reentrant") if wrap else part(x)
+
+
+class Tower(nn.Module):
+    """Blocks that are units of their own, and a parameter beside them."""
+
+    def __init__(self, wrap: str) -> None:
+        super().__init__()
+        self.wrap = wrap
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = run(block, x, self.wrap)
+        return x * self.scale
+
+
+class Model(nn.Module):
+    """Runs what it is told to: its parts by name, among them the layers that all ranks run."""
+
+    def __init__(self, wrap: str = "") -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict(
+            {
+                "tower": Tower(wrap),
+                "expert": Block(),
+                "other": Block(),
+                "first": Block(),
+                "second": Block(),
+            }
+        )
+        self.head = nn.Linear(WIDTH, 3)
+        self.wrap = wrap
+
+    def forward(self, x: torch.Tensor, order: Sequence[str]) -> torch.Tensor:
+        x = x + x.new_zeros(()).requires_grad_()  # for reentrant checkpoints
+        for name in order:
+            part = self.parts[name]
+            x = part(x) if name == "tower" else run(part, x, self.wrap)
+        return self.head(x)
+
+
+CONDITIONAL = ("tower", "expert", "other")
+SAME = ("first", "second")
+
+
+def shard(model: Model, ctx: FsdpContext, **options: Any) -> None:
+    for block in model.parts["tower"].blocks:
+        fully_shard(block, ctx, **options)
+    for name, part in model.parts.items():
+        fully_shard(part, ctx, conditional=name in CONDITIONAL, **options)
+    fully_shard(model, ctx, **options)
+
+
+class Pair:
+    """A sharded model and its unsharded twin."""
+
+    def __init__(self, wrap: str = "", ctx: FsdpContext | None = None, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = Model(wrap).double()
+        self.twin = copy.deepcopy(self.model)
+        self.ctx = ctx or FsdpContext()
+        shard(self.model, self.ctx, **options)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.twin_optimizer = torch.optim.AdamW(self.twin.parameters(), lr=0.01)
+
+    def inputs(self, step: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(step)
+        size = dist.get_world_size(), 4, WIDTH
+        return list(torch.randn(size, generator=generator, dtype=torch.float64))
+
+    def backward(self, step: int, orders: Sequence[Sequence[str]]) -> None:
+        """Run this rank's order of ``orders``, and all of them on the twin."""
+        rank = dist.get_rank()
+        batches = self.inputs(step)
+        self.model(batches[rank], orders[rank]).square().mean().backward()
+        losses = [
+            self.twin(batch, order).square().mean()
+            for batch, order in zip(batches, orders, strict=True)
+        ]
+        (sum(losses) / len(losses)).backward()
+
+    def check(self) -> None:
+        for (name, parameter), twin in zip(
+            self.model.named_parameters(), self.twin.parameters(), strict=True
+        ):
+            assert (parameter.grad is None) == (twin.grad is None), name
+            if twin.grad is not None:
+                full = parameter.grad.full_tensor()
+                torch.testing.assert_close(full, twin.grad, msg=name)
+
+    def step(self) -> None:
+        for optimizer in (self.optimizer, self.twin_optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def evaluate(self, step: int, orders: Sequence[Sequence[str]]) -> None:
+        rank = dist.get_rank()
+        batch = self.inputs(step)[rank]
+        with torch.no_grad():
+            found = self.model(batch, orders[rank])
+            torch.testing.assert_close(found, self.twin(batch, orders[rank]))
+
+    def train(self, steps: Sequence[Sequence[Sequence[str]]]) -> None:
+        for number, orders in enumerate(steps):
+            self.backward(number, orders)
+            self.check()
+            self.step()
+
+
+def first_only(*orders: Sequence[str]) -> list[Sequence[str]]:
+    """On rank 0 the first order, on the others in turn."""
+    world_size = dist.get_world_size()
+    return [orders[rank % len(orders)] for rank in range(world_size)]
+
+
+def towers(**options: Any) -> None:
+    pair = Pair(**options)
+    image, text = ("tower", *SAME), SAME
+    pair.train(
+        [
+            first_only(image, text),
+            first_only(text, image),
+            first_only(text, text),
+            first_only(image, image),
+            first_only(image, text),
+        ]
+    )
+    pair.evaluate(7, first_only(text, image))
+    pair.train([first_only(image, text)])
+    assert not any(unit.is_gathered for unit in pair.ctx.units if not unit.is_root)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_tower_that_some_ranks_run(world_size: int) -> None:
+    run_ranks(towers, world_size)
+
+
+def an_order(generator: random.Random) -> list[str]:
+    """Any of the conditional parts, in any order, around those that all ranks run."""
+    order = list(SAME)
+    for name in generator.choices(CONDITIONAL, k=generator.randint(0, 3)):
+        order.insert(generator.randint(0, len(order)), name)
+    return order
+
+
+def some_options(generator: random.Random) -> dict[str, Any]:
+    choose = generator.choice
+    world_size = dist.get_world_size()
+    layouts: list[LayoutRule] = [Flat(), TensorAtomic(), PerTensor()]
+    ctx = FsdpContext(
+        prefetch=choose((0, 1, 2)), layout=choose(layouts), validate_layouts=choose((False, True))
+    )
+    kept: list[bool | int | None] = [None, True, False]
+    if world_size == 4:
+        kept.append(2)
+    return {
+        "ctx": ctx,
+        "wrap": choose(("", "reentrant", "not reentrant")),
+        "reshard_after_forward": choose(kept),
+    }
+
+
+def random_programs(count: int, seed: str) -> None:
+    for number in range(count):
+        generator = random.Random(f"{seed} {number}")
+        try:
+            run_program(generator)
+        except Exception as error:
+            error.add_note(f"program {number} of {seed!r}")
+            raise
+
+
+def run_program(generator: random.Random) -> None:
+    pair = Pair(**some_options(generator))
+    stage = generator.choice((3, 3, 2, 1))
+    if stage < 3:
+        pair.model.set_zero_stage(stage)
+    for step in range(generator.randint(2, 5)):
+        orders = [an_order(generator) for _ in range(dist.get_world_size())]
+        if generator.random() < 0.2:
+            orders = [orders[0]] * len(orders)
+        kind = generator.choice(("train", "train", "train", "accumulate", "evaluate", "reset"))
+        if kind == "evaluate":
+            pair.evaluate(step, orders)
+        elif kind == "reset":
+            pair.ctx.reset()
+        else:
+            if kind == "accumulate":
+                if generator.random() < 0.5:
+                    pair.model.set_requires_gradient_sync(False)
+                pair.backward(step + 100, orders)
+                pair.model.set_requires_gradient_sync(True)
+                orders = [an_order(generator) for _ in orders]
+            pair.backward(step, orders)
+            pair.check()
+            pair.step()
+
+
+@pytest.mark.parametrize(("world_size", "programs"), [(2, 60), (3, 25), (4, 15)])
+def test_random_programs_train_as_unsharded(world_size: int, programs: int) -> None:
+    run_ranks(random_programs, world_size, programs, "suite", timeout=100)
