@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_overlap import FsdpContext, fully_shard
+from fsdp_overlap.emulator import EmulatedDevice, compare_issued, running
 from fsdp_overlap.layout import Flat, LayoutRule, PerTensor, TensorAtomic
+from fsdp_overlap.optim import AdamW
+from fsdp_overlap.schedule.prefetch import Prefetcher
+from support.held import held_of
+from support.nccl_like import BACKEND, unseen
 from support.ranks import run_ranks
 
 WIDTH = 6
@@ -88,30 +96,39 @@ def shard(model: Model, ctx: FsdpContext, **options: Any) -> None:
 class Pair:
     """A sharded model and its unsharded twin."""
 
-    def __init__(self, wrap: str = "", ctx: FsdpContext | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        wrap: str = "",
+        ctx: FsdpContext | None = None,
+        device: str = "cpu",
+        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+        **options: Any,
+    ) -> None:
         torch.manual_seed(0)
-        self.model = Model(wrap).double()
+        self.device = device
+        self.model = Model(wrap).double().to(device)
         self.twin = copy.deepcopy(self.model)
-        self.ctx = ctx or FsdpContext()
+        self.ctx = ctx or FsdpContext(init_device_mesh(device, (dist.get_world_size(),)))
         shard(self.model, self.ctx, **options)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.optimizer = optimizer(self.model.parameters(), lr=0.01)
         self.twin_optimizer = torch.optim.AdamW(self.twin.parameters(), lr=0.01)
 
     def inputs(self, step: int) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(step)
         size = dist.get_world_size(), 4, WIDTH
-        return list(torch.randn(size, generator=generator, dtype=torch.float64))
+        return list(torch.randn(size, generator=generator, dtype=torch.float64).to(self.device))
 
     def backward(self, step: int, orders: Sequence[Sequence[str]]) -> None:
         """Run this rank's order of ``orders``, and all of them on the twin."""
         rank = dist.get_rank()
         batches = self.inputs(step)
         self.model(batches[rank], orders[rank]).square().mean().backward()
-        losses = [
-            self.twin(batch, order).square().mean()
-            for batch, order in zip(batches, orders, strict=True)
-        ]
-        (sum(losses) / len(losses)).backward()
+        with unseen():
+            losses = [
+                self.twin(batch, order).square().mean()
+                for batch, order in zip(batches, orders, strict=True)
+            ]
+            (sum(losses) / len(losses)).backward()
 
     def check(self) -> None:
         for (name, parameter), twin in zip(
@@ -119,20 +136,24 @@ class Pair:
         ):
             assert (parameter.grad is None) == (twin.grad is None), name
             if twin.grad is not None:
-                full = parameter.grad.full_tensor()
-                torch.testing.assert_close(full, twin.grad, msg=name)
+                local, rest = parameter.grad.to_local(), held_of(twin.grad, parameter)
+                with unseen():
+                    torch.testing.assert_close(local.flatten(), rest, msg=name)
 
     def step(self) -> None:
-        for optimizer in (self.optimizer, self.twin_optimizer):
-            optimizer.step()
-            optimizer.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        with unseen():
+            self.twin_optimizer.step()
+            self.twin_optimizer.zero_grad()
 
     def evaluate(self, step: int, orders: Sequence[Sequence[str]]) -> None:
         rank = dist.get_rank()
         batch = self.inputs(step)[rank]
         with torch.no_grad():
             found = self.model(batch, orders[rank])
-            torch.testing.assert_close(found, self.twin(batch, orders[rank]))
+            with unseen():
+                torch.testing.assert_close(found, self.twin(batch, orders[rank]))
 
     def train(self, steps: Sequence[Sequence[Sequence[str]]]) -> None:
         for number, orders in enumerate(steps):
@@ -161,7 +182,8 @@ def towers(**options: Any) -> None:
     )
     pair.evaluate(7, first_only(text, image))
     pair.train([first_only(image, text)])
-    assert not any(unit.is_gathered for unit in pair.ctx.units if not unit.is_root)
+    if "reshard_after_forward" not in options:
+        assert not any(unit.is_gathered for unit in pair.ctx.units if not unit.is_root)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -181,15 +203,24 @@ def some_options(generator: random.Random) -> dict[str, Any]:
     choose = generator.choice
     world_size = dist.get_world_size()
     layouts: list[LayoutRule] = [Flat(), TensorAtomic(), PerTensor()]
+    divides, mesh = False, init_device_mesh("cpu", (world_size,))
+    if world_size == 4 and choose((False, True)):
+        divides = choose((False, True))
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     ctx = FsdpContext(
-        prefetch=choose((0, 1, 2)), layout=choose(layouts), validate_layouts=choose((False, True))
+        mesh,
+        prefetch=choose((0, 1, 2)),
+        layout=choose(layouts[:2] if divides else layouts),
+        validate_layouts=choose((False, True)),
+        shard_optimizer_over_replicas=divides,
     )
     kept: list[bool | int | None] = [None, True, False]
-    if world_size == 4:
+    if world_size == 4 and mesh.ndim == 1:
         kept.append(2)
     return {
         "ctx": ctx,
         "wrap": choose(("", "reentrant", "not reentrant")),
+        "optimizer": choose((torch.optim.AdamW, AdamW)),
         "reshard_after_forward": choose(kept),
     }
 
@@ -233,3 +264,58 @@ def run_program(generator: random.Random) -> None:
 @pytest.mark.parametrize(("world_size", "programs"), [(2, 60), (3, 25), (4, 15)])
 def test_random_programs_train_as_unsharded(world_size: int, programs: int) -> None:
     run_ranks(random_programs, world_size, programs, "suite", timeout=100)
+
+
+# On the emulated device, where the host runs ahead.
+
+EMULATED: dict[str, dict[str, Any]] = {
+    "": {},
+    "reentrant checkpoints": {"wrap": "reentrant"},
+    "checkpoints": {"wrap": "not reentrant"},
+    "kept until backward": {"reshard_after_forward": False},
+}
+
+
+def held_by_one_and_needed_by_the_other() -> None:
+    """What a rank keeps until backward is gathered again, in place, when the other runs it."""
+    pair = Pair(device="emulated", reshard_after_forward=False)
+    pair.train([first_only(("expert", *SAME), (*SAME, "expert"))] * 3)
+
+
+def on_the_device(defect: str) -> tuple[list[str], Any]:
+    with running(EmulatedDevice()) as device, DEFECTS[defect]():
+        for options in EMULATED.values():
+            towers(device="emulated", **options)
+        held_by_one_and_needed_by_the_other()
+    return list(dict.fromkeys(map(str, device.findings))), device.issued
+
+
+def written_while_it_is_read() -> AbstractContextManager[object]:
+    """What this rank holds is gathered again for others, and compute does not wait."""
+    return patch.object(Prefetcher, "_gather_agreed", gather_without_waits)
+
+
+def gather_without_waits(self: Prefetcher, unit: Any, gather: Any) -> None:
+    gather.is_issued = True
+    if unit.is_unsharded:
+        self._comm.gather(unit, again=True)
+    else:
+        self._gather(unit)
+
+
+DEFECTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "": nullcontext,
+    "written while it is read": written_while_it_is_read,
+}
+
+
+def test_nothing_is_left_unordered_on_a_device() -> None:
+    seen = run_ranks(on_the_device, 2, "", backend=BACKEND, timeout=100)
+    assert [findings for findings, _ in seen] == [[], []]
+    assert compare_issued([issued for _, issued in seen]) is None
+
+
+@pytest.mark.parametrize("defect", [name for name in DEFECTS if name])
+def test_a_planted_defect_is_found(defect: str) -> None:
+    seen = run_ranks(on_the_device, 2, defect, backend=BACKEND, timeout=100)
+    assert any(findings for findings, _ in seen)
