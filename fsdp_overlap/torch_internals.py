@@ -432,7 +432,17 @@ def teach_state_dicts(
 
 
 def register_device(name: str, module: ModuleType) -> None:
-    """Give torch a device type ``name``. ``module`` is what ``torch.cuda`` is for CUDA."""
+    """Give torch a device type ``name``. ``module`` is what ``torch.cuda`` is for CUDA.
+
+    From then on this is torch's only accelerator: backward does not order the streams of another.
+
+    Raises:
+        RuntimeError: CUDA is initialized. Initializing it later raises, too.
+    """
+    if torch.cuda.is_initialized():
+        raise RuntimeError(
+            f"this process uses CUDA: use the device {name!r} in a process of its own"
+        )
 
     class Hooks(torch._C._acc.PrivateUse1Hooks):
         """What C++ asks about the device, as in a barrier."""
@@ -449,3 +459,8 @@ def register_device(name: str, module: ModuleType) -> None:
     torch.utils.rename_privateuse1_backend(name)
     torch._register_device_module(name, module)
     torch._C._acc.register_python_privateuseone_hook(Hooks())
+
+    def refuse() -> None:
+        raise RuntimeError(f"this process has a device {name!r}: use CUDA in a process of its own")
+
+    torch.cuda._lazy_call(refuse)

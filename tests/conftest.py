@@ -1,5 +1,5 @@
-"""One thread computes in each process. The pool of ranks ends with the session; `gpu` tests are
-skipped where there is no GPU."""
+"""One thread computes in each process. The pool of ranks ends with the session; `gpu` tests run by
+`-m gpu` alone, and are skipped where there is no GPU."""
 
 from __future__ import annotations
 
@@ -26,9 +26,14 @@ settings.register_profile(
 settings.load_profile("unhurried")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a process has an emulated device or CUDA
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device, and torch.cuda.is_available() is False")
+        pytest.skip("needs `-m gpu` and a CUDA device")
 
 
 def pytest_sessionfinish() -> None:

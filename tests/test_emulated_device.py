@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -22,7 +25,9 @@ from fsdp_overlap.emulator import (
     fake_ranks,
     running,
     stream,
+    torch_module,
 )
+from fsdp_overlap.torch_internals import register_device
 from support.emulated import HERE, Seconds, kinds
 
 MIB = 1024 * 1024
@@ -37,18 +42,18 @@ def device() -> Iterator[EmulatedDevice]:
 
 def test_it_is_a_device_like_any_other_with_streams(device: EmulatedDevice) -> None:
     tensor = torch.zeros(3, device="emulated")
-    assert tensor.device == HERE
+    assert tensor.device == torch.device(HERE)
     assert not tensor.is_cpu
-    assert (tensor + 1).device == HERE
-    assert tensor.view(3, 1).device == HERE
-    assert torch.empty_like(tensor).device == HERE
+    assert (tensor + 1).device == torch.device(HERE)
+    assert tensor.view(3, 1).device == torch.device(HERE)
+    assert torch.empty_like(tensor).device == torch.device(HERE)
     assert torch.zeros(3).device.type == "cpu"
     assert tensor.cpu().device.type == "cpu"
-    assert tensor.cpu().to(HERE).device == HERE
-    assert torch.nn.Linear(2, 2).to(HERE).weight.device == HERE
+    assert tensor.cpu().to(HERE).device == torch.device(HERE)
+    assert torch.nn.Linear(2, 2).to(HERE).weight.device == torch.device(HERE)
     assert torch.accelerator.current_stream() == current_stream()  # type: ignore[comparison-overlap]
-    assert has_streams(HERE)
-    assert streams_of(HERE).current_stream() == current_stream()
+    assert has_streams(torch.device(HERE))
+    assert streams_of(torch.device(HERE)).current_stream() == current_stream()
 
 
 def test_two_streams_that_nothing_orders_race(device: EmulatedDevice) -> None:
@@ -287,7 +292,7 @@ def test_copies_of_pinned_memory_make_nobody_wait(device: EmulatedDevice) -> Non
 
 def test_tensors_on_both_sides_are_refused(device: EmulatedDevice) -> None:
     tensor = torch.zeros(8, device=HERE)
-    assert (tensor + torch.tensor(1.0)).device == HERE  # a number
+    assert (tensor + torch.tensor(1.0)).device == torch.device(HERE)  # a number
     with pytest.raises(RuntimeError, match="add got tensors on the host and on the emulated"):
         tensor + torch.zeros(8)
     with pytest.raises(TypeError, match="use cpu"):
@@ -385,6 +390,29 @@ def test_an_allocation_may_fail() -> None:
     assert device.allocator.allocated == 0
 
 
+IMPORTS = "import torch, fsdp_overlap.emulator, fsdp_overlap.simulator, gpu_parts"
+
+
+def test_torch_has_the_device_only_where_it_runs() -> None:
+    """Else torch would take it for the accelerator, and not order CUDA's streams in backward."""
+    check = "assert str(torch.accelerator.current_accelerator()) in ('None', 'cuda')"
+    folders = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run(
+        [sys.executable, "-c", f"{IMPORTS}; {check}"],
+        env={**os.environ, "PYTHONPATH": folders},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert not done.returncode, done.stderr
+
+
+def test_a_process_that_uses_cuda_has_no_emulated_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(RuntimeError, match=r"'emulated'.*in a process of its own"):
+        register_device("emulated", torch_module)
+
+
 def test_a_collective_may_fail_before_it_is_enqueued() -> None:
     def refuse(kind: str) -> None:
         raise RuntimeError(f"no {kind}")
@@ -396,6 +424,8 @@ def test_a_collective_may_fail_before_it_is_enqueued() -> None:
 
 
 def test_no_device_is_there_outside() -> None:
+    with running(EmulatedDevice()):
+        pass
     module = torch.get_device_module("emulated")
     assert not module.is_available()
     with pytest.raises(RuntimeError, match="no emulated device runs"):
@@ -403,7 +433,7 @@ def test_no_device_is_there_outside() -> None:
 
 
 def test_what_is_copied_deeply_lies_where_it_did(device: EmulatedDevice) -> None:
-    for place in (HERE, torch.device("cpu")):
+    for place in map(torch.device, (HERE, "cpu")):
         whole = torch.zeros(3, device=place)
         copied, part = copy.deepcopy([whole, whole[1:]])
         assert copied.device == part.device == place
@@ -424,9 +454,9 @@ def test_so_do_tensors_that_lie_over_a_mesh_and_their_gradients() -> None:
         tensor = DTensor.from_local(torch.ones(3, device=HERE), mesh, [Shard(0)]).requires_grad_()
         tensor.grad = DTensor.from_local(torch.ones(3, device=HERE), mesh, [Shard(0)])
         copied = copy.deepcopy(tensor)
-        assert copied.to_local().device == HERE
+        assert copied.to_local().device == torch.device(HERE)
         assert isinstance(copied.grad, DTensor)
-        assert copied.grad.to_local().device == HERE
+        assert copied.grad.to_local().device == torch.device(HERE)
         copied.grad.add_(1)
         assert tensor.grad.to_local().tolist() == [1, 1, 1]
     assert kinds(device) == []
@@ -435,7 +465,7 @@ def test_so_do_tensors_that_lie_over_a_mesh_and_their_gradients() -> None:
 def test_in_inference_mode_it_sees_the_same(device: EmulatedDevice) -> None:
     with torch.inference_mode():
         tokens = torch.arange(3).to(HERE)
-        assert tokens.device == HERE
+        assert tokens.device == torch.device(HERE)
         assert torch.nn.functional.linear(torch.ones(2, 2, device=HERE), tokens[:2] * 1.0).numel()
         assert torch.ones(2, device=HERE).cpu().device.type == "cpu"
     assert [sync.operation for sync in device.syncs] == ["_to_copy", "_to_copy"]

@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import gpu_parts
 import gpu_suite
+import memory
+from fsdp_overlap.emulator import EmulatedDevice, fake_ranks, running
 from fsdp_overlap.profiling import Report
 from harness import simulated_training
 from support.ranks import run_ranks
@@ -41,6 +44,15 @@ def test_a_loss_or_gradient_that_is_off_or_no_number_fails() -> None:
             gpu_parts.assert_parity("ours", "bfloat16", loss, gradient)
 
 
+def test_a_step_is_within_its_bounds_where_the_host_runs_far_ahead() -> None:
+    with fake_ranks(8), running(EmulatedDevice()):
+        samplers = memory.samplers(init_device_mesh("emulated", (8,)), blocks=8, width=256)
+        peaks = {name: [sample() for _ in range(3)] for name, sample in samplers.items()}
+    gpu_parts.assert_within_bounds(peaks)
+    assert max(peaks["ours, prefetch 0"]) < 0.6 * min(peaks["FSDP2"])
+    assert max(peaks["ours, prefetch 1"]) < 1.15 * min(peaks["FSDP2"])
+
+
 def reports(steady: Step, first: Step) -> dict[str, Report]:
     return {gpu_parts.OURS: report_of(steady), gpu_parts.FIRST: report_of(first)}
 
@@ -48,8 +60,8 @@ def reports(steady: Step, first: Step) -> dict[str, Report]:
 def test_what_is_exposed_fails_in_a_steady_and_in_a_first_step() -> None:
     healthy, exposed = Step(units=BLOCKS + 1), Step(units=BLOCKS + 1, prefetch=0)
     gpu_parts.assert_hidden(reports(healthy, healthy), BLOCKS)
-    for steady, first in ((exposed, healthy), (healthy, exposed)):
-        with pytest.raises(AssertionError, match="0 of 8 forward all-gathers ran under compute"):
+    for steady, first, which in ((exposed, healthy, "forward"), (healthy, exposed, "backward")):
+        with pytest.raises(AssertionError, match=rf"0 of \d {which} all-gathers ran under compute"):
             gpu_parts.assert_hidden(reports(steady, first), BLOCKS)
     slow = Step(units=BLOCKS + 1, reduce_scatter=9000)
     with pytest.raises(AssertionError, match="reduce-scatters ran under compute"):
@@ -118,6 +130,17 @@ def test_tests_that_do_not_run_have_failed(tmp_path: Path, chosen: str, error: s
     part = gpu_suite.run_tests(args, "tests", 100, [file, "-k", chosen, f"--rootdir={tmp_path}"])
     assert part["status"] == ("failed" if error else "passed"), part
     assert error in part.get("error", "")
+
+
+def test_tests_that_are_not_done_say_what_has_failed(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(
+        "import time\ndef test_fails(): assert not 'wrong'\ndef test_hangs(): time.sleep(60)\n"
+    )
+    args = argparse.Namespace(device="cpu", out=tmp_path)
+    part = gpu_suite.run_tests(args, "tests", 5, [str(tmp_path), f"--rootdir={tmp_path}"])
+    assert "not done in 5 s" in part["error"]
+    assert "test_some.py::test_fails" in part["page"]
+    assert "assert not 'wrong'" in (tmp_path / "tests.txt").read_text()
 
 
 def test_memcheck_fails_by_what_the_tool_says_and_says_where_there_is_none(

@@ -252,6 +252,31 @@ def test_nccl_kernels_belong_to_the_range_that_launched_them() -> None:
     assert report.exposed_time == 35
 
 
+def test_passes_are_those_of_the_host_also_where_a_gpu_is_behind() -> None:
+    def issued(kind: str, unit: str, at: float, correlation: int) -> list[dict[str, Any]]:
+        return [event(f"fsdp_overlap::{kind}({unit})", at, at + 10), launch(at + 1, correlation)]
+
+    reduced = "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL"
+    report = read(
+        *issued("all_gather", "a", 0, 1),
+        *issued("reduce_scatter", "b", 20, 2),
+        *issued("reduce_scatter", "a", 40, 3),
+        *issued("all_gather", "a", 60, 4),  # waits for no compute, so it may be the first
+        *issued("all_gather", "b", 80, 5),
+        kernel("ncclDevKernel_AllGather_RING_LL", 100, 150, 1),
+        kernel(reduced, 200, 300, 2),
+        kernel("ncclDevKernel_AllGather_RING_LL", 210, 310, 4),
+        kernel(reduced, 300, 400, 3),
+        kernel("ncclDevKernel_AllGather_RING_LL", 310, 410, 5),
+    )
+    passes = [[(c.kind, c.name) for c in each] for each in report.passes]
+    assert passes == [
+        [("all_gather", "a")],
+        [("reduce_scatter", "b"), ("reduce_scatter", "a")],
+        [("all_gather", "a"), ("all_gather", "b")],
+    ]
+
+
 def launch(start: float, correlation: int) -> dict[str, Any]:
     args = {"correlation": correlation}
     return event("cudaLaunchKernelExC", start, start + 1, cat="cuda_runtime", args=args)

@@ -999,6 +999,7 @@ def a_device_can_be_of_python() -> None:
     """The emulated device does not exist."""
     from fsdp_overlap.emulator import torch_module
 
+    torch_module.register()
     assert torch.device("emulated", 0).type == "emulated"
     assert getattr(torch, "emulated") is torch_module  # noqa: B009
 

@@ -42,7 +42,7 @@ def batch(step: int, group: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]
     return x, x.sum(1, keepdim=True).sin()
 
 
-def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def held(parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What this rank holds of weights and of the optimizer's state, for the same rank of another
     group, which holds the same parts."""
     return {
@@ -50,14 +50,16 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
             "weight": local(parameter.detach()),
             "state": {key: local(value) for key, value in optimizer.state[parameter].items()},
         }
-        for name, parameter in model.named_parameters()
+        for name, parameter in parameters.items()
     }
 
 
-def take(model: nn.Module, optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> None:
+def take(
+    parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, given: dict[str, Any]
+) -> None:
     """Takes what :func:`held` gave on another rank."""
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in parameters.items():
             local(parameter.detach()).copy_(given[name]["weight"])
             state = optimizer.state[parameter]
             for key, value in given[name]["state"].items():
@@ -78,12 +80,15 @@ def run(group: int, steps: int, pause: float) -> None:
     for block in model:
         fully_shard(block, ctx)
     fully_shard(model, ctx)
-    inner = AdamW(model.parameters(), lr=1e-2)
+    # Those that are sharded: torchft asks for them on a thread of its own, while a forward may have
+    # put gathered parameters in their places.
+    parameters = dict(model.named_parameters())
+    inner = AdamW(parameters.values(), lr=1e-2)
     between = torchft.ProcessGroupGloo(timeout=timedelta(seconds=10))
     manager = torchft.Manager(
         pg=between,
-        load_state_dict=lambda given: take(model, inner, given),
-        state_dict=lambda: held(model, inner),
+        load_state_dict=lambda given: take(parameters, inner, given),
+        state_dict=lambda: held(parameters, inner),
         min_replica_size=1,
         replica_id=f"group_{group}",
         timeout=timedelta(seconds=10),

@@ -1,5 +1,5 @@
 """``torch.emulated``: streams, events and all else that torch and this library ask of a device's
-module. Importing it gives torch a device type ``emulated``."""
+module. Torch has it, and a device type ``emulated``, from the first :func:`running` on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import ModuleType
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -54,7 +53,12 @@ def active() -> EmulatedDevice:
 @contextmanager
 def running(device: EmulatedDevice) -> Iterator[EmulatedDevice]:
     """Make ``device`` the one that ``torch.device("emulated")`` names, in this thread and in those
-    that it starts."""
+    that it starts.
+
+    Raises:
+        RuntimeError: this process has used CUDA, which cannot be beside an emulated device.
+    """
+    register()
     _active.append(device)
     device.take_thread()
     modes = Modes(device)
@@ -377,6 +381,7 @@ def empty_cache() -> None:
     active().allocator.release_free()
 
 
-if getattr(torch, NAME, None) is None:
-    register_device(NAME, sys.modules[__name__])
-assert isinstance(getattr(torch, NAME), ModuleType)
+def register() -> None:
+    """Give torch the device type ``emulated``, once."""
+    if getattr(torch, NAME, None) is None:
+        register_device(NAME, sys.modules[__name__])

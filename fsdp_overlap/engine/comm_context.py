@@ -143,6 +143,7 @@ class CommContext:
     def _use_comm_streams(self, gather: CommStream, reduce: CommStream) -> None:
         self.all_gather_stream = gather
         self.reduce_scatter_stream = reduce
+        self.runs_ahead = reduce.runs_ahead
         self.after_compute = gather.after_compute
         self.record_compute_event = gather.record_compute_event
 

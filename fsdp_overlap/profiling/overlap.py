@@ -26,6 +26,7 @@ class Collective:
         name: the unit it serves; for kind ``"other"``, the operation as the trace names it, or what
             it is for: ``"confirmation of blocks.0"``.
         pass_: the pass that issued it; None for kind ``"other"``.
+        issued: when the host issued it; its start in flight where the trace does not say.
         spans: when it was in flight, as a union of intervals.
         exposed_spans: when this rank waited for it. Where the trace does not say, as on a GPU,
             where the stream waits and not the host: when it was in flight and this rank did not
@@ -33,8 +34,7 @@ class Collective:
         overlapped: the part of ``duration`` in which this rank computed: on a GPU every kernel but
             NCCL's, on a CPU every op on a thread that gloo does not own.
         room: how long this rank computed between issuing it and waiting for it. Where the trace
-            does not say when it was issued or waited for, its start or end in flight counts
-            instead.
+            does not say when it was waited for, its time in flight counts instead.
         under: the compute that ran meanwhile, by label, and how long; at most three, the longest
             first.
         held_up: the label of the compute that came after the longest wait for it; None if there was
@@ -50,6 +50,7 @@ class Collective:
     kind: Kind
     name: str
     pass_: Pass | None
+    issued: float
     spans: tuple[Interval, ...]
     exposed_spans: tuple[Interval, ...]
     overlapped: float
@@ -220,11 +221,12 @@ class RankReport:
 
     @cached_property
     def passes(self) -> tuple[tuple[Collective, ...], ...]:
-        """The collectives of units, pass by pass: a forward ends where backward begins, or where a
-        unit is gathered again."""
+        """The collectives of units, pass by pass, in the order in which the host issued them: on a
+        GPU the first gathers of a forward may run before the last reduction of the backward before.
+        A forward ends where backward begins, or where a unit is gathered again."""
         passes: list[list[Collective]] = []
         seen: set[str] = set()
-        for c in self.collectives:
+        for c in sorted(self.collectives, key=attrgetter("issued")):
             if c.kind == "other":
                 continue
             again = c.pass_ == "forward" and c.name in seen
@@ -262,15 +264,17 @@ class ComputeTimeline:
     ) -> Collective:
         """Return a collective that was in flight for ``spans``, with these other ``fields``.
 
-        ``issued``, ``wait``: when the engine issued it and when the rank's compute was held up to
-        wait for it. None where the trace does not say, as on a GPU, whose host runs ahead.
+        ``issued``, ``wait``: when the host issued it and when the rank's compute was held up to
+        wait for it. None where the trace does not say, as of waits on a GPU.
         """
         start, end = spans[0][0], spans[-1][1]
         busy = clip(self._busy, start, end)
         exposed = intersect(spans, [wait]) if wait else subtract(spans, busy)
-        room = clip(self._busy, start if issued is None else issued, wait[0] if wait else end)
+        issued = start if issued is None else issued
+        room = clip(self._busy, issued, wait[0]) if wait else busy
         longest = max(exposed, key=lambda span: span[1] - span[0], default=None)
         return Collective(
+            issued=issued,
             spans=tuple(spans),
             exposed_spans=tuple(exposed),
             overlapped=measure(intersect(spans, busy)),

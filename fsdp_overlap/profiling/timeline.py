@@ -169,12 +169,13 @@ class _Grouping:
         if mark.kind == "other":
             name = f"{mark.operation} of {mark.unit}" if mark.unit else mark.operation
         fields: dict[str, Any] = {"pass_": self._pass_of(issue, mark), "engine": mark.engine}
+        fields["issued"] = issue.start
         if mark.nbytes is not None:
             fields["nbytes"] = mark.nbytes
         if self._waits is not None:
             wait = self._waits.of(issue)
             blocks = wait is None and issue.end >= max(activity.end for activity in activities)
-            fields |= {"issued": issue.start, "wait": wait, "blocks": blocks}
+            fields |= {"wait": wait, "blocks": blocks}
         return self._measure(activities, mark.kind, name, **fields)
 
     def _not_issued(self, activities: list[CollectiveActivity]) -> Iterator[Collective]:

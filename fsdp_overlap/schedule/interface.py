@@ -205,6 +205,9 @@ class CommOps(Protocol):
     """Does on comm streams what was decided. Only work handles and marks come back to the
     schedule."""
 
+    runs_ahead: bool
+    """Whether the host goes on while compute waits, as on streams."""
+
     def after_compute(self) -> None:
         """Make all-gathers from now on start after the compute enqueued so far."""
 

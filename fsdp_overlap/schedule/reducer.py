@@ -162,9 +162,9 @@ class GradReducer:
 
     def _may_fill(self, turn: PendingReduction, gradients: Gradients) -> bool:
         """Return whether a gradient may go to the reduce input before its param group is complete.
-        Give the input memory if so. If two inputs may exist, the answer is yes only if nobody has
-        to wait. If only one may exist, compute waits for it now: otherwise autograd would hold more
-        and more gradients until the param group is complete."""
+        Give the input memory if so. Compute waits for the oldest reduction now if it has to:
+        otherwise autograd would hold more and more gradients until the param group is complete.
+        Only where that blocks the host, and another input may exist, the answer is no instead."""
         if gradients in self._reading:
             return False
         if gradients.has_input:
@@ -172,7 +172,7 @@ class GradReducer:
         while self._in_flight and self._in_flight[0][2].done():
             self._wait_for_oldest()
         unit = turn.unit
-        if self.max_inputs > 1:
+        if self.max_inputs > 1 and not self._comm.runs_ahead:
             has_room = self._has_room(unit)
         else:
             has_room = all(other is unit for other in self._filling.values())

@@ -38,6 +38,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -54,8 +55,8 @@ LIMITS = {
     "memory": 40,
     "training": 140,
     "speed": 140,
-    "tests": 330,
-    "sanitizer": 90,
+    "tests": 400,
+    "sanitizer": 120,
     "memcheck": 300,
     "two_ranks": 150,
 }
@@ -65,6 +66,8 @@ BUDGET = 560
 """Seconds for all parts. A part gets no more than is left."""
 STACKS_SECONDS = 2.0
 """How long a part that is not done may write its stacks."""
+REPORT_SECONDS = 10.0
+"""How long tests that are not done may write what has failed."""
 
 # What all figures are of; `device` is None where there is no GPU.
 ABOUT = """
@@ -234,6 +237,9 @@ def run_part(
     finally:
         process.kill()
         process.join()
+        stacks = _stacks_file(args.out, name)
+        if stacks.exists() and not stacks.stat().st_size:
+            stacks.unlink()
 
 
 def _stacks(process: Any, folder: Path, name: str) -> str:
@@ -252,7 +258,6 @@ def _part_main(result: Connection, name: str, device: str, folder: Path) -> None
         with _stacks_file(folder, name).open("w") as stacks:
             faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
             _run_part(result, name, device, folder)
-        _stacks_file(folder, name).unlink()
     except BaseException:
         result.send({"status": "failed", "error": traceback.format_exc()})
 
@@ -335,17 +340,21 @@ def run_tests(
     command = [*under, sys.executable, "-m", "pytest", *options, *chosen]
     log = args.out / f"{name}.txt"
     with log.open("w") as file:
+        tests = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, **(env or {})},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
         try:
-            done: subprocess.CompletedProcess[bytes] | None = subprocess.run(
-                command,
-                cwd=ROOT,
-                env={**os.environ, **(env or {})},
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                timeout=limit,
-            )
+            done: int | None = tests.wait(limit)
         except subprocess.TimeoutExpired:
             done = None
+            tests.send_signal(signal.SIGINT)  # so that pytest says what has failed
+            with suppress(subprocess.TimeoutExpired):
+                tests.wait(REPORT_SECONDS)
+            tests.kill()
     lines = log.read_text().splitlines() or ["no output"]
     failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
     # What it runs under may have the last word.
@@ -355,8 +364,8 @@ def run_tests(
     if done is None:
         error = f"not done in {limit:.0f} s; {log} has a dot for each that passed"
         return {"status": "failed", "error": error, "page": page}
-    if done.returncode:
-        return {"status": "failed", "error": f"pytest ended with {done.returncode}", "page": page}
+    if done:
+        return {"status": "failed", "error": f"pytest ended with {done}", "page": page}
     if not re.search(r"[1-9]\d* passed", last):
         return {"status": "failed", "error": f"no test ran: {last}", "page": page}
     return {"status": "passed", "page": page}

@@ -61,7 +61,7 @@ def weighed(model: nn.Module, device: str, width: int, unit: int) -> Callable[[]
     def sample() -> float:
         gc.collect()
         dist.barrier()
-        with peaks.AllocatorPeak() if device == "cuda" else peaks.PeakMemory() as peak:
+        with peaks.PeakMemory() if device == "cpu" else peaks.AllocatorPeak(device) as peak:
             model(batch).square().mean().backward()
         shards = sum(p.grad.to_local().nbytes for p in model.parameters() if p.grad is not None)
         model.zero_grad(set_to_none=True)

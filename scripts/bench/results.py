@@ -36,7 +36,8 @@ INTRODUCTION = """\
 `python scripts/bench/all.py` measures; with a benchmark's name it repeats that one. See
 [how it is measured](measuring.md).
 
-**No GPU was measured**: ranks are processes on one machine, and a limited loopback is the network.
+**All this is of CPUs** ([a GPU](gpu.md#what-has-run)): ranks are processes on one machine, and a
+limited loopback is the network.
 """
 AFTER_LINK = """\
 ![Step time against the speed of the link, ours, FSDP2 and the bound](step_time.png)

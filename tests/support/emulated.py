@@ -19,7 +19,7 @@ from support.twins import loss_of
 from support.zoo import VOCABULARY, ZOO
 
 NAMES = ("replicate", "shard")
-HERE = torch.device("emulated", 0)
+HERE = "emulated:0"
 
 
 class Program:

@@ -32,6 +32,7 @@ class Options(NamedTuple):
     reshard_after_backward: bool = True
     pieces: int = 1
     """How many param groups each unit has."""
+    runs_ahead: bool = False
 
     @property
     def reshards(self) -> bool:
@@ -235,6 +236,7 @@ class Rank:
         self.backwards: list[tuple[int, int]] = []
         """For each backward, how many units were gathered late, and how many in vain."""
         self.stats = Stats()
+        self.runs_ahead = options.runs_ahead
         self.units = [Unit(index, self) for index in range(units)]
         self.schedule = Schedule(
             self,

@@ -44,20 +44,21 @@ class PeakMemory:
 
 
 class AllocatorPeak:
-    """The same of what PyTorch's allocator counts on the current GPU."""
+    """The same of what the allocator counts on the current device of a type such as "cuda"."""
 
-    def __enter__(self) -> AllocatorPeak:
+    def __init__(self, device_type: str) -> None:
         import torch
 
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        self._before = torch.cuda.memory_allocated()
+        self._device: Any = torch.get_device_module(device_type)
+
+    def __enter__(self) -> AllocatorPeak:
+        self._device.synchronize()
+        self._device.reset_peak_memory_stats()
+        self._before = self._device.memory_allocated()
         return self
 
     def __exit__(self, *_: Any) -> None:
-        import torch
-
-        self.nbytes = torch.cuda.max_memory_allocated() - self._before
+        self.nbytes = self._device.max_memory_allocated() - self._before
 
 
 def resident(field: str) -> int:
