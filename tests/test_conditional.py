@@ -26,6 +26,8 @@ from support.nccl_like import BACKEND, unseen
 from support.ranks import run_ranks
 
 WIDTH = 6
+Order = Sequence[str] | None
+"""The parts that a rank runs, by name, or ``None`` if it shadows the others."""
 
 
 class Block(nn.Module):
@@ -118,17 +120,22 @@ class Pair:
         size = dist.get_world_size(), 4, WIDTH
         return list(torch.randn(size, generator=generator, dtype=torch.float64).to(self.device))
 
-    def backward(self, step: int, orders: Sequence[Sequence[str]]) -> None:
+    def backward(self, step: int, orders: Sequence[Order]) -> None:
         """Run this rank's order of ``orders``, and all of them on the twin."""
-        rank = dist.get_rank()
         batches = self.inputs(step)
-        self.model(batches[rank], orders[rank]).square().mean().backward()
+        order = orders[dist.get_rank()]
+        if order is None:
+            self.ctx.shadow()
+        else:
+            self.model(batches[dist.get_rank()], order).square().mean().backward()
         with unseen():
             losses = [
-                self.twin(batch, order).square().mean()
+                self.twin(batch, order).square().mean() / len(batches)
                 for batch, order in zip(batches, orders, strict=True)
+                if order is not None
             ]
-            (sum(losses) / len(losses)).backward()
+            if losses:
+                sum(losses).backward()
 
     def check(self) -> None:
         for (name, parameter), twin in zip(
@@ -147,22 +154,24 @@ class Pair:
             self.twin_optimizer.step()
             self.twin_optimizer.zero_grad()
 
-    def evaluate(self, step: int, orders: Sequence[Sequence[str]]) -> None:
-        rank = dist.get_rank()
-        batch = self.inputs(step)[rank]
+    def evaluate(self, step: int, orders: Sequence[Order]) -> None:
+        batch, order = self.inputs(step)[dist.get_rank()], orders[dist.get_rank()]
+        if order is None:
+            self.ctx.shadow()
+            return
         with torch.no_grad():
-            found = self.model(batch, orders[rank])
+            found = self.model(batch, order)
             with unseen():
-                torch.testing.assert_close(found, self.twin(batch, orders[rank]))
+                torch.testing.assert_close(found, self.twin(batch, order))
 
-    def train(self, steps: Sequence[Sequence[Sequence[str]]]) -> None:
+    def train(self, steps: Sequence[Sequence[Order]]) -> None:
         for number, orders in enumerate(steps):
             self.backward(number, orders)
             self.check()
             self.step()
 
 
-def first_only(*orders: Sequence[str]) -> list[Sequence[str]]:
+def first_only(*orders: Order) -> list[Order]:
     """On rank 0 the first order, on the others in turn."""
     world_size = dist.get_world_size()
     return [orders[rank % len(orders)] for rank in range(world_size)]
@@ -178,9 +187,13 @@ def towers(**options: Any) -> None:
             first_only(text, text),
             first_only(image, image),
             first_only(image, text),
+            first_only(image, None),
+            first_only(None, text),
+            first_only(None, None),
         ]
     )
     pair.evaluate(7, first_only(text, image))
+    pair.evaluate(8, first_only(None, image))
     pair.train([first_only(image, text)])
     if "reshard_after_forward" not in options:
         assert not any(unit.is_gathered for unit in pair.ctx.units if not unit.is_root)
@@ -242,6 +255,9 @@ def run_program(generator: random.Random) -> None:
         pair.model.set_zero_stage(stage)
     for step in range(generator.randint(2, 5)):
         orders = [an_order(generator) for _ in range(dist.get_world_size())]
+        for rank in range(len(orders)):
+            if generator.random() < 0.1:
+                orders[rank] = None
         if generator.random() < 0.2:
             orders = [orders[0]] * len(orders)
         kind = generator.choice(("train", "train", "train", "accumulate", "evaluate", "reset"))

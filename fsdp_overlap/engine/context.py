@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import groupby
 from operator import itemgetter
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -45,6 +47,8 @@ from fsdp_overlap.layout import Flat, LayoutRule
 from fsdp_overlap.schedule.reducer import MAX_INPUTS
 from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.schedule.stats import Stats
+
+T = TypeVar("T")
 
 
 class FsdpContext:
@@ -141,6 +145,7 @@ class FsdpContext:
         self.is_initialized = False
         """Whether :meth:`lazy_init` has nothing left to do."""
         self.was_initialized = False
+        self._is_uneven = False
         """Whether units have groups, as after a forward. The same on every rank."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> FsdpContext:
@@ -367,7 +372,7 @@ class FsdpContext:
         for unit in self.units:
             unit.connect()
         self.sync_max_reduce_inputs()
-        if find_conditional(self.units):
+        if self._is_uneven or find_conditional(self.units):
             self._negotiate()
         if self.validate_layouts:
             for mesh_info in self.mesh_infos:
@@ -384,8 +389,79 @@ class FsdpContext:
         """Prepare for units that only some ranks run."""
         _group_of_hosts(self._groups, self._mesh_infos)
         for unit in self.units:
+            unit.set_negotiated(True)
             unit.sync_requires_grad()  # also where only other ranks run it
         self.schedule.negotiate()
+
+    # Ranks that run different forwards
+
+    def shadow(self) -> None:
+        """Take part in what other ranks run, in place of a forward and backward, or of a forward in
+        evaluation. Parameters have their gradients afterwards: the mean over all ranks, to which
+        this one adds zero. Return at once if no rank runs anything.
+
+        Where other ranks reduce no gradients (``set_requires_gradient_sync(False)``), say so here,
+        too.
+
+        Raises:
+            RuntimeError: no unit is conditional, and this is outside of :meth:`uneven`.
+        """
+        self.lazy_init()
+        if not self.schedule.negotiates:
+            raise RuntimeError(
+                "ctx.shadow(): other ranks expect all to run the same. Call it within "
+                "`with ctx.uneven():` on all ranks, or in a loop over ctx.until_all_done()"
+            )
+        self.schedule.shadow()
+
+    @contextmanager
+    def uneven(self) -> Iterator[None]:
+        """Within it ranks may run different numbers of forwards, as ``generate()`` does. A rank
+        that leaves first takes part in what the others run, until all leave. All ranks enter it,
+        between steps.
+
+        All units run on each rank that runs a forward, unless they are conditional. Each forward
+        costs a message of a few bytes between hosts.
+        """
+        is_outermost, self._is_uneven = not self._is_uneven, True
+        self.lazy_init()
+        if not self.schedule.negotiates:
+            self._negotiate()
+        try:
+            yield
+            if is_outermost:
+                self.schedule.wait_for_all()
+        finally:
+            if is_outermost:
+                self._is_uneven = False
+                if not any(unit.is_conditional for unit in self.units):
+                    self.schedule.stop_negotiating()
+                    for unit in self.units:
+                        unit.set_negotiated(False)
+
+    def until_all_done(self, batches: Iterable[T]) -> Iterator[T | None]:
+        """Yield this rank's ``batches``, then ``None`` until all ranks have run out. Call
+        :meth:`shadow` in place of the forward and backward of a ``None``, then step the optimizer
+        as all ranks do::
+
+            for batch in ctx.until_all_done(loader):
+                if batch is None:
+                    ctx.shadow()
+                else:
+                    model(batch).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        All ranks iterate, and none leaves the loop early by itself.
+        """
+        iterator = iter(batches)
+        with self.uneven():
+            while True:
+                batch = next(iterator, None)
+                self.schedule.wait_for_all()
+                if not any(map(any, self.comm_context.exchange(bytes([batch is not None])))):
+                    return
+                yield batch
 
     def _watch_for_hangs(self) -> None:
         has_others = any(

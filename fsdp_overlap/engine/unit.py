@@ -237,6 +237,7 @@ class Unit:
         self.comm_policy = comm_policy
         self.reshard_after_forward = reshard_after_forward
         self.conditional = self.is_conditional = conditional
+        self._is_negotiated = False
         self.settings = UnitSettings()
         self.under_way: list[UnderWay] = []
         """What is remembered of each forward under way."""
@@ -316,7 +317,14 @@ class Unit:
         """How many neighbors keep a part each of the full buffer between forward and backward.
         ``None`` if it is freed then, or kept whole."""
         size = self.reshard_after_forward
-        return size if type(size) is int else None
+        return size if type(size) is int and not self._is_negotiated else None
+
+    def set_negotiated(self, is_negotiated: bool) -> None:
+        """Set whether ranks agree by messages on the unit's all-gathers. Then only some of them may
+        have run it, so neighbors keep no parts."""
+        self._is_negotiated = is_negotiated
+        if type(self.reshard_after_forward) is int:
+            self.connect()
 
     @property
     def has_post_forward_shard(self) -> bool:

@@ -266,6 +266,9 @@ class AutogradEngine(Protocol):
     """What the schedule asks of the autograd engine."""
 
     def is_in_backward(self) -> bool: ...
+    def run_backward(self, function: Callable[[], object]) -> None:
+        """Run a backward that does nothing but call ``function``."""
+
     def is_grad_enabled(self) -> bool: ...
     def is_for_all_leaves(self) -> bool:
         """Return whether the backward under way is for all leaves, as ``backward()`` is."""

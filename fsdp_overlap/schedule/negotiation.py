@@ -8,7 +8,7 @@ the list takes part in its all-gather, and frees the full buffer at once. See No
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -18,6 +18,9 @@ from fsdp_overlap.schedule.prefetch import Prefetcher
 
 BACKWARD, END = -1, -2
 """What ranks need that are about to begin a backward, and that have ended an evaluation."""
+SHADOW, REST = -3, -4
+"""What ranks need that take part in what others run until one of these, and until none runs
+anything."""
 
 _HEAD = struct.Struct("<iB")
 _ENDS = struct.Struct("<BH")
@@ -36,7 +39,7 @@ class AgreedPass:
     reported: int = 0
     """How many of them messages have told about."""
     ran: list[list[UnitIndex]] = field(default_factory=list)
-    """For each rank, which units that are not conditional it has run, as far as messages told."""
+    """For each rank, which units it has run, as far as messages told."""
 
     @property
     def has_calls(self) -> bool:
@@ -71,9 +74,9 @@ class Negotiation:
         self._begin_pass = begin_pass
         self._has_grad = has_grad
         self._next: dict[UnitIndex, UnitIndex] = {}
-        """For each unit, which one followed it in a pass."""
+        """For each unit, what first followed it on a rank: a unit, ``BACKWARD`` or ``END``."""
         self._branches: set[UnitIndex] = set()
-        """Units after which ranks went different ways, or other ways than before."""
+        """Units that something else followed, too."""
         self._passes: list[AgreedPass] = []
         """Those since the last backward, the one under way last."""
 
@@ -92,21 +95,36 @@ class Negotiation:
         self._gather_ahead(self._passes[-1])
         return gather
 
-    def begin_backward(self, tick: int) -> tuple[list[ForwardPass], int]:
-        """Serve what other ranks run before their backward begins too. Then give each pass the
-        calls of all ranks, with ticks after ``tick``. Return the passes that a backward may come
-        back to, and the last tick.
+    def begin_backward(self, tick: int, is_agreed: bool) -> tuple[list[ForwardPass], int]:
+        """Serve what other ranks run before their backward begins too, unless it ``is_agreed`` that
+        it begins. Then give each pass the calls of all ranks, with ticks after ``tick``. Return the
+        passes that a backward may come back to, and the last tick.
 
         Raises:
             RuntimeError: a rank runs a unit that is not conditional; names it.
         """
-        self._serve_until(BACKWARD)
+        if not is_agreed:
+            self._serve_until(BACKWARD)
         return self._complete_passes(tick)
 
     def end_pass(self) -> None:
         """Serve what other ranks run before their pass ends too. No backward may tell of that."""
         if self._passes:
             self._serve_until(END)
+
+    def serve(self, need: int) -> int:
+        """Serve what other ranks run, as one that runs nothing. ``need``: ``SHADOW`` or ``REST``.
+        Return what all ranks do next: ``BACKWARD``, ``END``, or if none runs anything, ``SHADOW``
+        where a rank shadows, else ``REST``.
+
+        Raises:
+            RuntimeError: other ranks run different units that are not conditional; names them.
+        """
+        chosen = 0
+        while chosen >= 0:
+            self._serve_rest()
+            chosen = self._agree(need, False)
+        return chosen
 
     @property
     def position(self) -> int:
@@ -165,32 +183,32 @@ class Negotiation:
     # Messages
 
     def _agree(self, need: UnitIndex, is_fresh: bool) -> UnitIndex:
-        """Tell the other ranks that this one needs a unit, or ``BACKWARD``. Return what all ranks
-        do next, which is appended to the list."""
+        """Tell the other ranks what this one needs. Return what all ranks do next. A unit is
+        appended to the list."""
         current = self._passes[-1] if self._passes else None
         flags = FRESH * is_fresh + HAS_CALLS * (current is not None and current.has_calls)
-        flags += HAS_GRAD * self._has_grad()
+        flags += HAS_GRAD * (need > SHADOW and self._has_grad())
         recent = [] if current is None else current.gathers[current.reported :]
         used = bytes(gather.is_used for gather in recent)
         held = bytes(self._is_held(ref()) for ref in self._refs)
         replies = self._comm.exchange(_HEAD.pack(need, flags) + used + held)
         needs, all_flags = zip(*map(_HEAD.unpack_from, replies), strict=True)
+        running = [need for need in needs if need > SHADOW]
+        is_alike = len(set(running)) == 1
         start, end = _HEAD.size, _HEAD.size + len(recent)
         if current is not None:
-            self._learn(current, [reply[start:end] for reply in replies])
-        chosen = self._choose(needs, current)
-        is_unanimous = min(needs) == max(needs)
-        if current is None or (is_unanimous and all(flag & FRESH for flag in all_flags)):
+            self._learn(current, [reply[start:end] for reply in replies], needs)
+        chosen = self._choose(needs, current) if running else max(needs)
+        is_fresh = is_alike and all(
+            flag & FRESH for flag, need in zip(all_flags, needs, strict=True) if need > SHADOW
+        )
+        if current is None or is_fresh:
             if current is not None and not any(flag & HAS_CALLS for flag in all_flags):
                 self._passes.pop()
             if chosen >= 0:
                 has_grad = any(flag & HAS_GRAD for flag in all_flags)
                 self._append_pass(chosen, has_grad, [reply[end:] for reply in replies])
         elif chosen >= 0:
-            last = current.gathers[-1].unit
-            if not is_unanimous:
-                self._branches.add(last)
-            self._next[last] = chosen
             current.gathers += [AgreedGather(index, True) for index in self._expected_from(chosen)]
         return chosen
 
@@ -214,23 +232,24 @@ class Negotiation:
         conditional = [index for index in set(needs) if self._is_conditional(index)]
         if conditional:
             return min(conditional)
-        ran = [[] for _ in needs] if current is None else current.ran
-        longest = max(ran, key=len)
-        ahead = [[*before, need] for before, need in zip(ran, needs, strict=True)]
-        for units in ahead:
-            if len(units) <= len(longest) and units != longest[: len(units)]:
-                raise RuntimeError(self._difference(ahead))
-        shortest = min(ahead, key=len)
-        if any(len(units) == len(shortest) and units != shortest for units in ahead):
+        ahead = {}
+        for rank, need in enumerate(needs):
+            if need > SHADOW:
+                ran = current.ran[rank] if current is not None else []
+                ahead[rank] = [i for i in ran if not self._is_conditional(i)] + [need]
+        shortest, longest = (choose(ahead.values(), key=len) for choose in (min, max))
+        if any(units != longest[: len(units)] for units in ahead.values()):
             raise RuntimeError(self._difference(ahead))
         return shortest[-1]
 
-    def _difference(self, ran: Sequence[Sequence[UnitIndex]]) -> str:
+    def _difference(self, ran: Mapping[int, Sequence[UnitIndex]]) -> str:
         """Return where ranks first ran different units that are not conditional, in words."""
-        most = max(map(len, ran))
-        at = next(at for at in range(most) if len({tuple(units[: at + 1]) for units in ran}) > 1)
+        most = max(map(len, ran.values()))
+        at = next(
+            at for at in range(most) if len({tuple(units[: at + 1]) for units in ran.values()}) > 1
+        )
         by_unit: dict[str, list[int]] = {}
-        for rank, units in enumerate(ran):
+        for rank, units in ran.items():
             name = self._name(units[at]) if at < len(units) else "nothing yet"
             by_unit.setdefault(name, []).append(rank)
         return (
@@ -246,24 +265,25 @@ class Negotiation:
             return f"unit {unit.name!r}"
         return "a backward" if index == BACKWARD else "the end of an evaluation"
 
-    def _learn(self, current: AgreedPass, used: Sequence[bytes]) -> None:
-        """Note which units ranks have run since the last message, and after which of them a rank
-        did not run what was expected."""
+    def _learn(self, current: AgreedPass, used: Sequence[bytes], needs: Sequence[int]) -> None:
+        """Note which units each rank has run since the last message, and what followed each."""
         recent = current.gathers[current.reported :]
         current.reported = len(current.gathers)
-        for by_gather, ran in zip(used, current.ran, strict=True):
-            for gather, is_used in zip(recent, by_gather, strict=True):
-                if is_used and not self._is_conditional(gather.unit):
-                    ran.append(gather.unit)
-        for at, (before, _) in enumerate(pairwise(recent)):
-            if any(by_gather[at] and not by_gather[at + 1] for by_gather in used):
-                self._branches.add(before.unit)
+        for by_gather, ran, need in zip(used, current.ran, needs, strict=True):
+            known = len(ran)
+            ran += [g.unit for g, is_used in zip(recent, by_gather, strict=True) if is_used]
+            following = [need] if need > SHADOW else []
+            for before, after in pairwise(ran[max(known - 1, 0) :] + following):
+                if self._next.setdefault(before, after) != after:
+                    self._branches.add(before)
 
     def _expected_from(self, first: UnitIndex) -> list[UnitIndex]:
         """Return ``first`` and what is expected to follow it, up to where ranks may differ."""
         units = {first: None}
         last = first
-        while last not in self._branches and (last := self._next.get(last, first)) not in units:
+        while last not in self._branches and (last := self._next.get(last, END)) >= 0:
+            if last in units:
+                break
             units[last] = None
         return list(units)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from itertools import count
 
 from fsdp_overlap.schedule.backward import Backward
@@ -29,7 +30,7 @@ from fsdp_overlap.schedule.interface import (
     UnitState,
     UnitStates,
 )
-from fsdp_overlap.schedule.negotiation import Negotiation
+from fsdp_overlap.schedule.negotiation import BACKWARD, REST, SHADOW, Negotiation
 from fsdp_overlap.schedule.order import (
     AgreedGather,
     ForwardOrder,
@@ -117,6 +118,38 @@ class Schedule:
                 self._engine.is_grad_enabled,
             )
 
+    @property
+    def negotiates(self) -> bool:
+        """Whether ranks agree by messages on what is gathered."""
+        return self._negotiation is not None
+
+    def stop_negotiating(self) -> None:
+        """Expect all ranks to run the same from now on. Call it on all at once, between passes."""
+        self._negotiation = None
+        self._gathers.clear()
+        self._open_passes.clear()
+
+    def shadow(self) -> None:
+        """Take part in what other ranks run, until they have run a backward or an evaluation.
+        Return at once if no rank runs anything."""
+        self._serve(SHADOW)
+
+    def wait_for_all(self) -> None:
+        """Take part in what other ranks run, until all wait for each other."""
+        while self._serve(REST) != REST:
+            pass
+
+    def _serve(self, need: int) -> int:
+        assert self._negotiation is not None
+        self._prepare_pass(None)
+        chosen = self._negotiation.serve(need)
+        self._comm.wait_for_outer_shards(False)
+        if chosen == BACKWARD:
+            self._engine.run_backward(partial(self._begin_backward, is_agreed=True))
+        else:
+            self.prefetcher.finish_pass()
+        return chosen
+
     # Forward
 
     def before_forward(self, unit: ScheduledUnit) -> None:
@@ -152,7 +185,7 @@ class Schedule:
         self._running.append((unit, self._tick()))
         unit.wait()
 
-    def _prepare_pass(self, first: ScheduledUnit) -> None:
+    def _prepare_pass(self, first: ScheduledUnit | None) -> None:
         """Bring full buffers to rest before a pass that may begin."""
         self.finalizer.check_done("forward")
         self.prefetcher.finish_pass(before=first)
@@ -378,12 +411,19 @@ class Schedule:
             self.reducer.more_may_arrive()
         self.reducer.arrived(unit, gradients, index)
 
-    def _begin_backward(self) -> Backward:
+    def _begin_backward(self, is_agreed: bool = False) -> Backward:
+        """Begin a backward. ``is_agreed``: all ranks know that."""
+        if self._negotiation is not None and self._engine.is_grad_enabled():
+            raise RuntimeError(
+                "backward(create_graph=True) where ranks may run different units: other ranks "
+                "cannot know what the graph of gradients reads. Use it in a context without "
+                "conditional units, and outside of ctx.uneven()"
+            )
         self.finalizer.check_done("backward")
         self._engine.at_end_of_backward(self._end_backward)
         self._sync_requires_grad()
         if self._negotiation is not None:
-            passes, last = self._negotiation.begin_backward(self._tick())
+            passes, last = self._negotiation.begin_backward(self._tick(), is_agreed)
             self._tick = count(last + 1).__next__
             self._open_passes.clear()
             self._open_passes.extend(passes)

@@ -95,6 +95,6 @@ def _act(rank: Rank, action: Action) -> None:
     rank.act(action, frozenset())
 
 
-def each_its_own(*runs: Forward, kind: str = "train") -> Step:
-    """Return a step in which each rank runs a forward of its own."""
+def each_its_own(*runs: Forward | None, kind: str = "train") -> Step:
+    """Return a step in which each rank runs a forward of its own, or shadows the others."""
     return Step(tuple(Action(kind, run) for run in runs))

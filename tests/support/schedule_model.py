@@ -192,6 +192,19 @@ class AutogradEngine:
     def at_end_of_backward(self, function: Callable[[], None]) -> None:
         self.at_end.append(function)
 
+    def run_backward(self, function: Callable[[], object]) -> None:
+        self.begin()
+        self.grad = False
+        function()
+        self.end()
+
+    def end(self) -> None:
+        for at_end in self.at_end:
+            at_end()
+        self.at_end.clear()
+        self.tasks.pop()
+        self.grad = True
+
 
 @dataclass(eq=False)
 class Done:
@@ -331,7 +344,11 @@ class Rank:
             if action.starts_sync:
                 self.schedule.start_param_sync()
             return
-        assert action.run is not None
+        if action.run is None:
+            self.syncs = action.kind != "accumulate"
+            self.schedule.shadow()
+            self.held = self.inputs
+            return
         self.engine.grad = action.kind != "evaluate"
         done = self._forward(action.run)
         self.engine.grad = True
@@ -380,12 +397,8 @@ class Rank:
         self.engine.grad = False
         self._walk_back(reached)
         self.is_ending = True
-        for function in self.engine.at_end:
-            function()
+        self.engine.end()
         self.is_ending = False
-        self.engine.at_end.clear()
-        self.engine.tasks.pop()
-        self.engine.grad = True
 
     def _walk_back(self, reached: list[Done]) -> None:
         reached.reverse()
