@@ -6,6 +6,7 @@ import copy
 import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -16,14 +17,30 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_overlap import FsdpContext, fully_shard
+from fsdp_overlap import (
+    CPUOffloadPolicy,
+    FsdpContext,
+    MixedPrecisionPolicy,
+    QuantizedCommPolicy,
+    fully_shard,
+)
 from fsdp_overlap.emulator import EmulatedDevice, compare_issued, running
 from fsdp_overlap.layout import Flat, LayoutRule, PerTensor, TensorAtomic
-from fsdp_overlap.optim import AdamW
+from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
 from fsdp_overlap.schedule.prefetch import Prefetcher
 from support.held import held_of
 from support.nccl_like import BACKEND, unseen
 from support.ranks import run_ranks
+from support.tensor_parallel import (
+    Transformer,
+    batches,
+    grad,
+    loss_of,
+    make_mesh,
+    mine,
+    parallelize,
+    same,
+)
 
 WIDTH = 6
 Order = Sequence[str] | None
@@ -104,16 +121,20 @@ class Pair:
         ctx: FsdpContext | None = None,
         device: str = "cpu",
         optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+        tolerance: float | None = None,
         **options: Any,
     ) -> None:
         torch.manual_seed(0)
         self.device = device
+        self.tolerance = tolerance
         self.model = Model(wrap).double().to(device)
         self.twin = copy.deepcopy(self.model)
         self.ctx = ctx or FsdpContext(init_device_mesh(device, (dist.get_world_size(),)))
         shard(self.model, self.ctx, **options)
-        self.optimizer = optimizer(self.model.parameters(), lr=0.01)
-        self.twin_optimizer = torch.optim.AdamW(self.twin.parameters(), lr=0.01)
+        self.optimizer, self.twin_optimizer = (
+            Muon(model, lr=0.01) if optimizer is Muon else optimizer(model.parameters(), lr=0.01)
+            for model in (self.model, self.twin)
+        )
 
     def inputs(self, step: int) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(step)
@@ -145,9 +166,20 @@ class Pair:
             if twin.grad is not None:
                 local, rest = parameter.grad.to_local(), held_of(twin.grad, parameter)
                 with unseen():
-                    torch.testing.assert_close(local.flatten(), rest, msg=name)
+                    torch.testing.assert_close(
+                        local.flatten().cpu(),
+                        rest.cpu(),
+                        rtol=self.tolerance,
+                        atol=self.tolerance,
+                        msg=lambda text, name=name: f"{name}: {text}",
+                    )
 
     def step(self) -> None:
+        norm = clip_grad_norm_(self.model.parameters(), 0.1)
+        with unseen():
+            expected = torch.nn.utils.clip_grad_norm_(self.twin.parameters(), 0.1)
+            tolerance = self.tolerance
+            torch.testing.assert_close(norm.cpu(), expected.cpu(), rtol=tolerance, atol=tolerance)
         self.optimizer.step()
         self.optimizer.zero_grad()
         with unseen():
@@ -162,7 +194,9 @@ class Pair:
         with torch.no_grad():
             found = self.model(batch, order)
             with unseen():
-                torch.testing.assert_close(found, self.twin(batch, order))
+                rtol = atol = self.tolerance
+                expected = self.twin(batch, order)
+                torch.testing.assert_close(found.double(), expected, rtol=rtol, atol=atol)
 
     def train(self, steps: Sequence[Sequence[Order]]) -> None:
         for number, orders in enumerate(steps):
@@ -202,6 +236,231 @@ def towers(**options: Any) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_tower_that_some_ranks_run(world_size: int) -> None:
     run_ranks(towers, world_size)
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "Muon": {"optimizer": Muon},
+    "offloaded": {"offload_policy": CPUOffloadPolicy()},
+    "bfloat16": {
+        "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+        "tolerance": 0.1,
+    },
+    "8 bits": {"comm_policy": QuantizedCommPolicy(torch.int8), "tolerance": 0.1},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_tower_in_other_modes(mode: str) -> None:
+    run_ranks(partial(towers, **MODES[mode]), 2)
+
+
+class Skipping(Transformer):
+    """Skips its first layer if told to."""
+
+    skips = False
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers[self.skips :]:
+            x = layer(x)
+        return self.head(self.norm(x)) * self.temperature
+
+
+def beside_tensor_parallelism() -> None:
+    mesh = make_mesh()
+    torch.manual_seed(0)
+    twin = Skipping().double()
+    model = parallelize(copy.deepcopy(twin), mesh["tp"])
+    ctx = FsdpContext(mesh["dp"])
+    fully_shard(model.layers[0], ctx, conditional=True)
+    fully_shard(model.layers[1], ctx)
+    fully_shard(model, ctx)
+    rank, size = mesh["dp"].get_local_rank(), mesh["dp"].size()
+    for step, (tokens, targets) in enumerate(batches(4, size)):
+        skips = [(step + other) % 3 == 0 for other in range(size)]
+        model.skips = skips[rank]
+        loss_of(model, mine(mesh, tokens), mine(mesh, targets)).backward()
+        for twin.skips, some, those in zip(
+            skips, tokens.chunk(size), targets.chunk(size), strict=True
+        ):
+            (loss_of(twin, some, those) / size).backward()
+        same(model, twin, "gradient", grad)
+        model.zero_grad()
+        twin.zero_grad()
+
+
+def test_a_layer_beside_tensor_parallelism() -> None:
+    run_ranks(beside_tensor_parallelism, 4)
+
+
+class Heads(nn.Module):
+    """Two modules that are one unit, of which each rank runs both, one, or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(WIDTH, WIDTH)
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, 1) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, heads: Sequence[int]) -> torch.Tensor:
+        x = torch.tanh(self.body(x))
+        return sum((self.heads[head](x) for head in heads), start=x.sum(-1, keepdim=True))
+
+
+def heads_of_one_unit() -> None:
+    torch.manual_seed(0)
+    twin = Heads().double()
+    model = copy.deepcopy(twin)
+    ctx = FsdpContext()
+    fully_shard(list(model.heads), ctx, conditional=True)
+    fully_shard(model, ctx)
+    runs = [[[0, 1], []], [[], [1]], [[0], [0, 1]], [[], []], [[1, 0], [0]]]
+    for step, by_rank in enumerate(runs):
+        x = torch.randn(2, 3, WIDTH, dtype=torch.double, generator=torch.manual_seed(step))
+        model(x[dist.get_rank()], by_rank[dist.get_rank()]).square().mean().backward()
+        for mine, heads in zip(x, by_rank, strict=True):
+            (twin(mine, heads).square().mean() / 2).backward()
+        for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
+            assert (parameter.grad is None) == (other.grad is None)
+            if other.grad is not None:
+                expected = held_of(other.grad, parameter)
+                torch.testing.assert_close(parameter.grad.to_local().flatten(), expected)
+        model.zero_grad()
+        twin.zero_grad()
+
+
+def test_modules_of_one_unit() -> None:
+    run_ranks(heads_of_one_unit, 2)
+
+
+# Ranks that run different numbers of forwards
+
+
+def until_all_done() -> None:
+    """No unit is conditional. A rank without a batch adds zero."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    twin = Model().double()
+    model = copy.deepcopy(twin)
+    ctx = FsdpContext()
+    for part in (*model.parts["tower"].blocks, *model.parts.values(), model):
+        fully_shard(part, ctx)
+    optimizer, twin_optimizer = (AdamW(each.parameters(), lr=0.01) for each in (model, twin))
+    generator = torch.Generator().manual_seed(1)
+    loaders = [
+        torch.randn(2 + 2 * other, 4, WIDTH, dtype=torch.double, generator=generator)
+        for other in range(world_size)
+    ]
+    steps = 0
+    for batch in ctx.until_all_done(loaders[rank]):
+        if batch is None:
+            ctx.shadow()
+        else:
+            model(batch, ("tower", *SAME)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with unseen():
+            for loader in loaders:
+                if steps < len(loader):
+                    loss = twin(loader[steps], ("tower", *SAME)).square().mean()
+                    (loss / world_size).backward()
+            twin_optimizer.step()
+            twin_optimizer.zero_grad()
+        steps += 1
+    assert steps == 2 * world_size
+    for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(parameter.to_local().flatten(), held_of(other, parameter))
+    with patch.object(type(ctx.comm_context), "exchange", forbidden):
+        model(loaders[0][0], ("tower", *SAME)).square().mean().backward()
+
+
+def forbidden(*_: object) -> None:
+    raise AssertionError("a message was sent")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_loader_that_runs_out(world_size: int) -> None:
+    run_ranks(until_all_done, world_size)
+
+
+def different_numbers_of_forwards() -> None:
+    pair = Pair()
+    counts = [3, 0, 5][: dist.get_world_size()]
+    for _ in range(2):
+        with pair.ctx.uneven(), torch.no_grad():
+            x = twin = pair.inputs(0)[dist.get_rank()]
+            for _ in range(counts[dist.get_rank()]):
+                x = pair.model(x, ("expert", *SAME)).repeat(1, WIDTH // 3)
+                with unseen():
+                    twin = pair.twin(twin, ("expert", *SAME)).repeat(1, WIDTH // 3)
+                    torch.testing.assert_close(x, twin)
+        pair.train([first_only(("tower", *SAME), SAME)])
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_leave_at_different_times(world_size: int) -> None:
+    run_ranks(different_numbers_of_forwards, world_size)
+
+
+# Errors
+
+
+def refused() -> None:
+    model = Model().double()
+    ctx = FsdpContext()
+    for part in model.parts.values():
+        fully_shard(part, ctx)
+    fully_shard(model, ctx)
+    with pytest.raises(RuntimeError, match=r"within `with ctx.uneven\(\):` on all ranks"):
+        ctx.shadow()
+    pair = Pair()
+    loss = pair.model(pair.inputs(0)[0], ("tower", *SAME)).square().mean()
+    with pytest.raises(RuntimeError, match="create_graph=True.*other ranks cannot know"):
+        loss.backward(create_graph=True)
+    pair.ctx.reset()
+    pair.train([first_only(("tower", *SAME), SAME)])
+
+
+def test_what_cannot_be_right_is_refused() -> None:
+    run_ranks(refused, 2)
+
+
+def shared() -> None:
+    model = Model().double()
+    model.parts["other"].linear.weight = model.parts["first"].linear.weight
+    ctx = FsdpContext()
+    fully_shard(model.parts["other"], ctx, conditional=True)
+    with pytest.raises(ValueError, match="a parameter belongs to one unit"):
+        fully_shard(model, ctx)
+
+
+def test_a_parameter_that_others_share_is_refused() -> None:
+    run_ranks(shared, 2)
+
+
+class Stop(Exception):
+    pass
+
+
+def stops(*_: object) -> None:
+    raise Stop
+
+
+def an_error_in_forward() -> None:
+    pair = Pair()
+    orders = first_only(("expert", "tower", *SAME), ("expert", *SAME))
+    pair.train([orders] * 2)
+    handle = pair.model.parts["second"].register_forward_pre_hook(stops)
+    with pytest.raises(Stop):
+        pair.backward(0, orders)
+    handle.remove()
+    pair.optimizer.zero_grad()
+    pair.twin_optimizer.zero_grad()
+    pair.ctx.reset()
+    pair.train([orders, orders[::-1], orders])
+
+
+def test_training_goes_on_after_an_error() -> None:
+    run_ranks(an_error_in_forward, 2)
 
 
 def an_order(generator: random.Random) -> list[str]:
@@ -311,12 +570,12 @@ def written_while_it_is_read() -> AbstractContextManager[object]:
     return patch.object(Prefetcher, "_gather_agreed", gather_without_waits)
 
 
-def gather_without_waits(self: Prefetcher, unit: Any, gather: Any) -> None:
+def gather_without_waits(self: Prefetcher, unit: Any, gather: Any, served: bool = False) -> None:
     gather.is_issued = True
     if unit.is_unsharded:
         self._comm.gather(unit, again=True)
     else:
-        self._gather(unit)
+        self._gather(unit, served)
 
 
 DEFECTS: dict[str, Callable[[], AbstractContextManager[object]]] = {

@@ -24,6 +24,9 @@ from fsdp_overlap.schedule import interface
 from fsdp_overlap.schedule.stats import Stats
 from fsdp_overlap.torch_internals import profiler_enabled
 
+SERVED = " (served)"
+"""Follows a unit's name in the trace of a rank that does not run it."""
+
 # ---- All-gathers of a unit ----
 
 
@@ -155,7 +158,9 @@ class CommContext:
     def exchange(self, message: bytes) -> Sequence[bytes]:
         return exchange_bytes(message, self._group_of_hosts(), "negotiation")
 
-    def gather(self, unit: interface.ScheduledUnit, again: bool = False) -> None:
+    def gather(
+        self, unit: interface.ScheduledUnit, again: bool = False, served: bool = False
+    ) -> None:
         assert isinstance(unit, Unit)
         stats = self._stats
         for label, param_groups in unit.single_all_gather or gathers_of(unit, again):
@@ -170,7 +175,7 @@ class CommContext:
                 if param_group.outer_shard is not None:
                     param_group.outer_shard.gather(self.all_reduce_stream)
             stats.all_gathers += 1
-            gather(param_groups, self.all_gather_stream, label)
+            gather(param_groups, self.all_gather_stream, label + SERVED if served else label)
 
     def gather_outer_shards(self, unit: interface.ScheduledUnit) -> None:
         assert isinstance(unit, Unit)

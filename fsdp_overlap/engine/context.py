@@ -372,7 +372,7 @@ class FsdpContext:
         for unit in self.units:
             unit.connect()
         self.sync_max_reduce_inputs()
-        if self._is_uneven or find_conditional(self.units):
+        if find_conditional(self.units) or self._is_uneven:
             self._negotiate()
         if self.validate_layouts:
             for mesh_info in self.mesh_infos:
@@ -589,8 +589,21 @@ def _existing(refs: Sequence[weakref.ref[Unit]]) -> list[Unit]:
 def _group_of_hosts(
     groups: GroupCache, mesh_infos: Mapping[DeviceMesh, MeshInfo]
 ) -> dist.ProcessGroup:
-    """Return the group on which the hosts of all ranks exchange messages."""
-    return groups.get_for_hosts(max(mesh_infos, key=lambda mesh: mesh.size()))
+    """Return the group on which the hosts of all ranks exchange messages.
+
+    Raises:
+        ValueError: no mesh holds the ranks of all the others.
+    """
+    largest = max(mesh_infos, key=lambda mesh: mesh.size())
+    ranks = set(largest.mesh.flatten().tolist())
+    for mesh in mesh_infos:
+        if not ranks.issuperset(mesh.mesh.flatten().tolist()):
+            raise ValueError(
+                f"some ranks may run other units, so all exchange messages, but no mesh of the "
+                f"context holds those of {mesh} and of {largest}: shard the root on a mesh of all "
+                "ranks"
+            )
+    return groups.get_for_hosts(largest)
 
 
 def _before_backward(

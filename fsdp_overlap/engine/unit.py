@@ -603,27 +603,12 @@ def unit_names(units: Sequence[Unit]) -> dict[Unit, str]:
 
 def find_conditional(units: Sequence[Unit]) -> bool:
     """Find which of ``units``, all units of a context, only some ranks may run: those within a
-    conditional one too. Return whether there are any.
-
-    Raises:
-        ValueError: a parameter of one of them is registered outside of it, too.
-    """
+    conditional one too. Return whether there are any."""
     for unit in units:
         if unit.conditional:
             within = {module for member in unit.modules for module in member.modules()}
             for other in units:
                 other.is_conditional |= all(module in within for module in other.modules)
-            own = {id(parameter) for parameter in unit.sharded_parameters}
-            around = (m for top in units for member in top.modules for m in member.modules())
-            for module in dict.fromkeys(around):
-                shared = [name for name, p in module._parameters.items() if id(p) in own]
-                if shared and module not in within:
-                    raise ValueError(
-                        f"parameter {shared[0]!r} of {type(module).__name__} is one of unit "
-                        f"{unit.name!r}, which is conditional: a rank that does not run the unit "
-                        "would not have it. Shard the two modules as one unit, or copy the "
-                        "parameter"
-                    )
     return any(unit.is_conditional for unit in units)
 
 

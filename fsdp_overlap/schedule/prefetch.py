@@ -132,13 +132,13 @@ class Prefetcher:
         index = unit.index
         self._flush_for_room()
         if unit.is_gathered:
-            self._gather_agreed(unit, gather)
+            self._gather_agreed(unit, gather, not is_needed)
             if is_needed and index in self._delayed:
                 self._ahead[index] = self._delayed.pop(index)
             elif is_needed:
                 self._gathered_again[index] += 1
             return
-        self._gather_agreed(unit, gather)
+        self._gather_agreed(unit, gather, not is_needed)
         if is_needed:
             self._ahead[index] = None
         else:
@@ -163,15 +163,17 @@ class Prefetcher:
         if len(self._ahead) + len(self._delayed) > self.prefetch:
             self.flush()
 
-    def _gather_agreed(self, unit: ScheduledUnit, gather: AgreedGather | ForwardRecord) -> None:
+    def _gather_agreed(
+        self, unit: ScheduledUnit, gather: AgreedGather | ForwardRecord, served: bool = False
+    ) -> None:
         gather.is_issued = True
         if unit.is_unsharded:  # others need it, and compute may read it here
             self._comm.after_compute()
             self._issued += 1
-            self._comm.gather(unit, again=True)
+            self._comm.gather(unit, again=True, served=served)
             unit.wait()
         else:
-            self._gather(unit)
+            self._gather(unit, served)
 
     def refresh(self, units: Iterable[ScheduledUnit]) -> None:
         """Enqueue the all-gathers of full buffers whose shards were edited since the last one."""
@@ -302,7 +304,7 @@ class Prefetcher:
         for unit in units:
             self._states[unit.index].synced_version = unit.version
 
-    def _gather(self, unit: ScheduledUnit) -> None:
+    def _gather(self, unit: ScheduledUnit, served: bool = False) -> None:
         # Compute may have edited the shard, or may still read a buffer that is gathered again.
         version, state = unit.version, self._states[unit.index]
         if state.synced_version != version or unit.is_gathered:
@@ -310,7 +312,7 @@ class Prefetcher:
             state.synced_version = version
             self.take_out_of_graphs(unit)
         self._issued += 1
-        self._comm.gather(unit)
+        self._comm.gather(unit, served=served)
 
     def _is_for_all_ranks(self, unit: ScheduledUnit, upcoming: Sequence[UnitIndex]) -> bool:
         """Return whether the pass that now comes to ``unit`` runs on every rank, as far as that is

@@ -321,8 +321,10 @@ class Schedule:
     def _end_unfinished(self, raised: bool) -> None:
         """End the wait of units for some of their modules. The outermost unit has run, so these
         modules will not run in this pass. Other modules may have read their parameters, and no call
-        tells when backward reads them again. So if there is a graph, the units stay gathered."""
+        tells when backward reads them again. So if there is a graph, the units stay gathered.
+        Where ranks negotiate, other ranks would not know of that, and such reads raise."""
         has_graph = self._engine.is_grad_enabled() or bool(self._pass.calls)
+        has_graph &= self._negotiation is None
         for unit in self._unfinished:
             state = self._states[unit.index]
             skipped, state.pending_modules = state.pending_modules, set()

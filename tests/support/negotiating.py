@@ -37,9 +37,9 @@ class NegotiatingRank(Rank):
         self.messages += 1
         return self._ranks.exchange(message)
 
-    def gather(self, unit: Unit, again: bool = False) -> None:
+    def gather(self, unit: Unit, again: bool = False, served: bool = False) -> None:
         was_ready = unit.is_ready
-        super().gather(unit, again)
+        super().gather(unit, again, served)
         if again and unit.in_use:  # compute waits at once
             unit.is_ready = was_ready
 

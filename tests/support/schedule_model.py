@@ -278,7 +278,7 @@ class Rank:
     def exchange(self, message: bytes) -> Sequence[bytes]:
         raise NotImplementedError
 
-    def gather(self, unit: Unit, again: bool = False) -> None:
+    def gather(self, unit: Unit, again: bool = False, served: bool = False) -> None:
         if unit.is_unsharded and not again:
             raise Wrong(f"{unit.name} is gathered twice")
         if unit.is_gathered and unit.in_use and not again:
