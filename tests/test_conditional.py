@@ -401,6 +401,57 @@ def test_ranks_that_leave_at_different_times(world_size: int) -> None:
     run_ranks(different_numbers_of_forwards, world_size)
 
 
+def serves_alone() -> None:
+    pair = Pair()
+    for _ in range(2):
+        pair.train([first_only(("tower", "expert", *SAME), None)])
+    if dist.get_rank() == 1:
+        assert pair.ctx.stats.all_gathers > 20
+        assert pair.ctx.stats.peak_full_buffers == 1
+
+
+def test_a_rank_that_only_serves_holds_one_full_buffer() -> None:
+    run_ranks(serves_alone, 2)
+
+
+class Towers(nn.Module):
+    """Several forwards of units that no unit is around."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower, self.text = (nn.Sequential(Block(), Block()) for _ in range(2))
+
+
+def without_a_root() -> None:
+    torch.manual_seed(0)
+    twin = Towers().double()
+    model = copy.deepcopy(twin)
+    ctx = FsdpContext()
+    for block in (*model.tower, *model.text):
+        fully_shard(block, ctx)
+    fully_shard(model.tower, ctx, conditional=True)
+    fully_shard(model.text, ctx)
+    for step in range(4):
+        generator = torch.Generator().manual_seed(step)
+        batches = torch.randn(2, 3, WIDTH, dtype=torch.double, generator=generator)
+
+        def loss(part: Towers, rank: int, step: int = step, x: torch.Tensor = batches) -> Any:
+            has_image = (rank + step) % 2 == 0
+            return part.text(part.tower(x[rank]) if has_image else x[rank]).square().mean()
+
+        loss(model, dist.get_rank()).backward()
+        sum(loss(twin, rank) / 2 for rank in range(2)).backward()
+        for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
+            expected = held_of(other.grad, parameter)
+            torch.testing.assert_close(parameter.grad.to_local().flatten(), expected)
+        model.zero_grad()
+        twin.zero_grad()
+
+
+def test_units_that_no_unit_is_around() -> None:
+    run_ranks(without_a_root, 2)
+
+
 # Errors
 
 

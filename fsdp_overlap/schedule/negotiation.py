@@ -55,8 +55,10 @@ class Negotiation:
     by all ranks. A rank that runs something else takes part, and asks for its own at the next
     message.
 
-    ``begin_pass`` is called when a pass begins, on all ranks, and gives its
-    :class:`~fsdp_overlap.schedule.order.ForwardPass`. It is told whether some rank makes a graph.
+    ``prepare`` brings full buffers to rest, before a message after which a pass may begin. It gets
+    the unit that this rank needs, if any. ``begin_pass`` is called when a pass begins, on all
+    ranks, and gives its :class:`~fsdp_overlap.schedule.order.ForwardPass`. It is told whether some
+    rank makes a graph.
     ``has_grad`` says whether this rank makes a graph.
     """
 
@@ -65,12 +67,14 @@ class Negotiation:
         comm: CommOps,
         prefetcher: Prefetcher,
         refs: UnitRefs,
+        prepare: Callable[[ScheduledUnit | None], None],
         begin_pass: Callable[[bool], ForwardPass],
         has_grad: Callable[[], bool],
     ) -> None:
         self._comm = comm
         self._prefetcher = prefetcher
         self._refs = refs
+        self._prepare = prepare
         self._begin_pass = begin_pass
         self._has_grad = has_grad
         self._next: dict[UnitIndex, UnitIndex] = {}
@@ -89,6 +93,8 @@ class Negotiation:
         """
         while (gather := self._find(unit.index)) is None:
             self._serve_rest()
+            if is_fresh:
+                self._prepare(unit)
             self._agree(unit.index, is_fresh)
         gather.is_used = True
         self._prefetcher.use_agreed(unit, gather)
@@ -123,6 +129,7 @@ class Negotiation:
         chosen = 0
         while chosen >= 0:
             self._serve_rest()
+            self._prepare(None)
             chosen = self._agree(need, False)
         return chosen
 

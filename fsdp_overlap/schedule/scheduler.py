@@ -114,6 +114,7 @@ class Schedule:
                 self._comm,
                 self.prefetcher,
                 self._refs,
+                self._prepare_pass,
                 self._begin_agreed_pass,
                 self._engine.is_grad_enabled,
             )
@@ -141,7 +142,6 @@ class Schedule:
 
     def _serve(self, need: int) -> int:
         assert self._negotiation is not None
-        self._prepare_pass(None)
         chosen = self._negotiation.serve(need)
         self._comm.wait_for_outer_shards(False)
         if chosen == BACKWARD:
@@ -178,7 +178,6 @@ class Schedule:
         """Agree with other ranks that ``unit`` is gathered now, unless it is in use."""
         if not self._running:
             self._is_fresh = True
-            self._prepare_pass(unit)
         if unit.has_parameters and not self.is_in_use(unit):
             self._gathers[unit.index] = negotiation.request(unit, self._is_fresh)
             self._is_fresh = False
