@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
-from itertools import permutations, product
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import cycle, permutations, product
 from typing import Any
 from unittest.mock import patch
 
@@ -14,7 +14,7 @@ from fsdp_overlap.schedule.backward import Backward
 from fsdp_overlap.schedule.negotiation import Negotiation
 from fsdp_overlap.schedule.prefetch import Prefetcher
 from support.negotiating import Ranks, Step, each_its_own
-from support.schedule_model import Action, Forward, Options
+from support.schedule_model import Action, AutogradEngine, Forward, Options
 
 UNITS = 6
 CONDITIONAL = (1, 2, 3, 5)
@@ -47,13 +47,25 @@ def explore(count: int, options: Options, program: Sequence[Step]) -> Ranks:
     return ranks
 
 
+def checkpointed(run: Forward, kinds: Mapping[int, str]) -> Forward:
+    """Return ``run`` with units that run again in backward, of the ``kinds`` by unit."""
+    if run.inner:  # what is around several units is refused
+        return run._replace(inner=tuple(checkpointed(each, kinds) for each in run.inner))
+    return run._replace(checkpoint=kinds.get(run.unit, ""))
+
+
 def explore_all(count: int) -> int:
-    every = [None, *(Forward(0, inner) for inner in orders())]
+    """Explore each combination of what ranks may run, with two ranks under all options, and with
+    kinds of checkpoints and actions in turns."""
+    turns = cycle(product(("", "recomputed", "reentrant"), ("train", "accumulate", "evaluate")))
+    every_option = cycle(OPTIONS)
     programs = 0
-    for runs in product(every, repeat=count):
-        options = OPTIONS[programs % len(OPTIONS)] if count > 2 else None
-        for each in [options] if options else OPTIONS:
-            explore(count, each, [each_its_own(*runs)] * 2)
+    for runs in product([None, *(Forward(0, inner) for inner in orders())], repeat=count):
+        for options in OPTIONS if count == 2 else [next(every_option)]:
+            checkpoint, kind = next(turns)
+            kinds = dict.fromkeys(range(UNITS), checkpoint)
+            these = [run and checkpointed(run, kinds) for run in runs]
+            explore(count, options, [each_its_own(*these, kind=kind), each_its_own(*these)])
             programs += 1
     return programs
 
@@ -63,16 +75,11 @@ def random_program(generator: random.Random, count: int) -> list[Step]:
     choose = generator.choice
     kinds = {unit: choose(("", "recomputed", "reentrant")) for unit in range(1, UNITS)}
 
-    def checkpointed(run: Forward) -> Forward:
-        if run.inner:  # what is around several units is refused
-            return run._replace(inner=tuple(map(checkpointed, run.inner)))
-        return run._replace(checkpoint=kinds[run.unit])
-
     def forward() -> Forward:
         parts = [LEAF, TOWER, Forward(2), Forward(3), Forward(5), Forward(2, (Forward(5),))]
         runs = [choose(parts) for _ in range(generator.randint(0, 3))]
         runs.insert(generator.randint(0, len(runs)), SHARED)
-        return Forward(0, tuple(map(checkpointed, runs)))
+        return checkpointed(Forward(0, tuple(runs)), kinds)
 
     def some() -> Forward | None:
         return forward() if generator.random() < 0.85 else None
@@ -166,6 +173,7 @@ def to_the_call_alone(self: Backward, call: Any) -> None:
         (Backward, "advance_to", to_the_call_alone, "ranks issue|gathered beside"),
         (Negotiation, "end_pass", nothing, "waits for a message"),
         (Negotiation, "_serve_rest", nothing, "."),
+        (AutogradEngine, "run_backward", nothing, "waits for a message"),
     ],
 )
 def test_what_decides_wrongly_is_found(
