@@ -12,7 +12,6 @@ from operator import itemgetter
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -253,7 +252,6 @@ class FsdpContext:
             self._stats,
             self._mesh_infos.values,
             partial(_existing, self._refs),
-            partial(_group_of_hosts, self._groups, self._mesh_infos),
         )
 
     @property
@@ -387,7 +385,8 @@ class FsdpContext:
 
     def _negotiate(self) -> None:
         """Prepare for units that only some ranks run."""
-        _group_of_hosts(self._groups, self._mesh_infos)
+        mesh = max(self._mesh_infos, key=lambda mesh: mesh.size())
+        self.comm_context.group_of_hosts = weakref.ref(self._groups.get_for_hosts(mesh))
         for unit in self.units:
             unit.set_negotiated(True)
             unit.sync_requires_grad()  # also where only other ranks run it
@@ -584,13 +583,6 @@ class FsdpContext:
 
 def _existing(refs: Sequence[weakref.ref[Unit]]) -> list[Unit]:
     return [unit for ref in refs if (unit := ref()) is not None]
-
-
-def _group_of_hosts(
-    groups: GroupCache, mesh_infos: Mapping[DeviceMesh, MeshInfo]
-) -> dist.ProcessGroup:
-    """Return the group on which the hosts of all ranks exchange messages."""
-    return groups.get_for_hosts(max(mesh_infos, key=lambda mesh: mesh.size()))
 
 
 def _before_backward(

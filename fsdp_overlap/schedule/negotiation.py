@@ -79,6 +79,9 @@ class Negotiation:
         """Units that something else followed, too."""
         self._passes: list[AgreedPass] = []
         """Those since the last backward, the one under way last."""
+        self._facts: list[bytes] = []
+        """What each rank told, in the last message, about the all-gathers that its backward comes
+        back to."""
 
     def request(self, unit: ScheduledUnit, is_fresh: bool) -> AgreedGather:
         """Gather ``unit``, which this rank is about to run, after what other ranks run before.
@@ -191,8 +194,10 @@ class Negotiation:
         recent = [] if current is None else current.gathers[current.reported :]
         used = bytes(gather.is_used for gather in recent)
         held = bytes(self._is_held(ref()) for ref in self._refs)
-        replies = self._comm.exchange(_HEAD.pack(need, flags) + used + held)
+        facts = self._facts_of_passes()
+        replies = self._comm.exchange(_HEAD.pack(need, flags) + used + held + facts)
         needs, all_flags = zip(*map(_HEAD.unpack_from, replies), strict=True)
+        self._facts = [reply[len(reply) - len(facts) :] for reply in replies]
         running = [need for need in needs if need > SHADOW]
         is_alike = len(set(running)) == 1
         start, end = _HEAD.size, _HEAD.size + len(recent)
@@ -207,7 +212,9 @@ class Negotiation:
                 self._passes.pop()
             if chosen >= 0:
                 has_grad = any(flag & HAS_GRAD for flag in all_flags)
-                self._append_pass(chosen, has_grad, [reply[end:] for reply in replies])
+                self._append_pass(
+                    chosen, has_grad, [reply[end : end + len(held)] for reply in replies]
+                )
         elif chosen >= 0:
             current.gathers += [AgreedGather(index, True) for index in self._expected_from(chosen)]
         return chosen
@@ -229,6 +236,9 @@ class Negotiation:
     def _choose(self, needs: Sequence[int], current: AgreedPass | None) -> UnitIndex:
         """Return what comes first of what ranks need: conditional units, in their order. Then what
         a rank served while it asked for a conditional one, so that it comes as far as others."""
+        is_alike = current is None or all(ran == current.ran[0] for ran in current.ran)
+        if is_alike and len(set(needs)) == 1:
+            return needs[0]
         conditional = [index for index in set(needs) if self._is_conditional(index)]
         if conditional:
             return min(conditional)
@@ -290,14 +300,8 @@ class Negotiation:
     # Backward
 
     def _complete_passes(self, tick: int) -> tuple[list[ForwardPass], int]:
-        """Exchange which all-gathers of the passes backward comes back to."""
-        mine = b"".join(
-            _ENDS.pack(self._facts_of(gather), gather.end)
-            for current in self._passes
-            for gather in current.gathers
-        )
-        replies = [list(_ENDS.iter_unpack(reply)) for reply in self._comm.exchange(mine)]
-        of_gathers = iter(zip(*replies, strict=True))
+        """Complete the passes that backward comes back to on some rank."""
+        of_gathers = zip(*map(_ENDS.iter_unpack, self._facts), strict=True)
         completed = []
         for current in self._passes:
             facts = [next(of_gathers) for _ in current.gathers]
@@ -310,6 +314,15 @@ class Negotiation:
             tick += 2 * len(current.gathers) + 2
         self._passes.clear()
         return completed, tick
+
+    def _facts_of_passes(self) -> bytes:
+        """Return which all-gathers of the passes this rank's backward comes back to, and where
+        their forwards ended."""
+        return b"".join(
+            _ENDS.pack(self._facts_of(gather), gather.end)
+            for current in self._passes
+            for gather in current.gathers
+        )
 
     def _facts_of(self, gather: AgreedGather) -> int:
         unit = self._refs[gather.unit]()
