@@ -10,7 +10,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import pairwise
+from operator import or_
 
 from fsdp_overlap.schedule.interface import CommOps, ScheduledUnit, UnitIndex, UnitRefs
 from fsdp_overlap.schedule.order import AgreedGather, ForwardPass, ForwardRecord
@@ -148,7 +150,8 @@ class Negotiation:
             return None
         for at in range(current.position, len(current.gathers)):
             if current.gathers[at].unit == index:
-                self._serve(current, at)
+                if at > current.position:
+                    self._serve(current, at)
                 current.position = at + 1
                 return current.gathers[at]
         return None
@@ -160,8 +163,9 @@ class Negotiation:
             chosen = self._agree(need, False)
 
     def _serve_rest(self) -> None:
-        if self._passes:
-            self._serve(self._passes[-1], len(self._passes[-1].gathers))
+        current = self._passes[-1] if self._passes else None
+        if current is not None and current.position < len(current.gathers):
+            self._serve(current, len(current.gathers))
 
     def _serve(self, current: AgreedPass, end: int) -> None:
         """Take part in all-gathers up to ``end``, which this rank does not need."""
@@ -192,11 +196,12 @@ class Negotiation:
         flags = FRESH * is_fresh + HAS_CALLS * (current is not None and current.has_calls)
         flags += HAS_GRAD * (need > SHADOW and self._has_grad())
         recent = [] if current is None else current.gathers[current.reported :]
-        used = bytes(gather.is_used for gather in recent)
-        held = bytes(self._is_held(ref()) for ref in self._refs)
+        used = bytes([gather.is_used for gather in recent])
+        held = bytes([self._is_held(ref()) for ref in self._refs])
         facts = self._facts_of_passes()
         replies = self._comm.exchange(_HEAD.pack(need, flags) + used + held + facts)
         needs, all_flags = zip(*map(_HEAD.unpack_from, replies), strict=True)
+        some_flags = reduce(or_, all_flags)
         self._facts = [reply[len(reply) - len(facts) :] for reply in replies]
         running = [need for need in needs if need > SHADOW]
         is_alike = len(set(running)) == 1
@@ -208,19 +213,20 @@ class Negotiation:
             flag & FRESH for flag, need in zip(all_flags, needs, strict=True) if need > SHADOW
         )
         if current is None or is_fresh:
-            if current is not None and not any(flag & HAS_CALLS for flag in all_flags):
+            if current is not None and not some_flags & HAS_CALLS:
                 self._passes.pop()
             if chosen >= 0:
-                has_grad = any(flag & HAS_GRAD for flag in all_flags)
                 self._append_pass(
-                    chosen, has_grad, [reply[end : end + len(held)] for reply in replies]
+                    chosen,
+                    bool(some_flags & HAS_GRAD),
+                    [reply[end : end + len(held)] for reply in replies],
                 )
         elif chosen >= 0:
             current.gathers += [AgreedGather(index, True) for index in self._expected_from(chosen)]
         return chosen
 
     def _append_pass(self, first: UnitIndex, has_grad: bool, held: Sequence[bytes]) -> None:
-        by_all = {index for index, by_rank in enumerate(zip(*held, strict=True)) if all(by_rank)}
+        by_all = {i for i, by_rank in enumerate(zip(*set(held), strict=True)) if all(by_rank)}
         current = AgreedPass(self._begin_pass(has_grad), ran=[[] for _ in held])
         for index in self._expected_from(first):
             current.gathers.append(AgreedGather(index, index not in by_all))
@@ -301,7 +307,8 @@ class Negotiation:
 
     def _complete_passes(self, tick: int) -> tuple[list[ForwardPass], int]:
         """Complete the passes that backward comes back to on some rank."""
-        of_gathers = zip(*map(_ENDS.iter_unpack, self._facts), strict=True)
+        # Most ranks tell the same, and how many do does not matter.
+        of_gathers = zip(*map(_ENDS.iter_unpack, set(self._facts)), strict=True)
         completed = []
         for current in self._passes:
             facts = [next(of_gathers) for _ in current.gathers]
