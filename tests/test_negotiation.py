@@ -115,7 +115,7 @@ def test_programs_with_checkpoints_accumulation_and_evaluation_are_right() -> No
 
 
 def test_what_ranks_always_run_alike_takes_two_messages_a_step() -> None:
-    """One at the begin of a pass, and two at that of its backward."""
+    """One at the begin of a pass, and one at that of its backward."""
     ranks = Ranks(2, UNITS, Options(), CONDITIONAL)
     run = Forward(0, (TOWER, SHARED, LEAF))
     step = each_its_own(run, run)
@@ -123,7 +123,7 @@ def test_what_ranks_always_run_alike_takes_two_messages_a_step() -> None:
     before = ranks.ranks[0].messages
     again = Ranks(2, UNITS, Options(), CONDITIONAL)
     again.run([step] * 4)
-    assert again.ranks[0].messages - before == 2 * 3
+    assert again.ranks[0].messages - before == 2 * 2
 
 
 def test_what_ranks_expect_is_gathered_ahead() -> None:
@@ -173,7 +173,7 @@ def to_the_call_alone(self: Backward, call: Any) -> None:
         (Backward, "advance_to", to_the_call_alone, "ranks issue|gathered beside"),
         (Negotiation, "end_pass", nothing, "waits for a message"),
         (Negotiation, "_serve_rest", nothing, "."),
-        (AutogradEngine, "run_backward", nothing, "waits for a message"),
+        (AutogradEngine, "run_backward", nothing, "ranks issue|waits for a message"),
     ],
 )
 def test_what_decides_wrongly_is_found(

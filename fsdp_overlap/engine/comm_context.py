@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext, suppress
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from fsdp_overlap.comm.collectives import PendingCollective, all_gather_coalesced
 from fsdp_overlap.comm.comm_streams import CommStream, ComputeEvent, WorkHandle, span
 from fsdp_overlap.comm.objects import exchange_bytes
+from fsdp_overlap.comm.process_groups import alive
 from fsdp_overlap.desync.order_check import N_KINDS
 from fsdp_overlap.engine.grads import ParamGroupGradients
 from fsdp_overlap.engine.hsdp import ReplicaReduction
@@ -106,8 +108,7 @@ class CommContext:
     :class:`~fsdp_overlap.schedule.interface.CommOps`, which says what its methods do.
 
     It counts in ``stats``, and notes for the other ranks what it issues. ``make_comm_stream`` makes
-    the comm stream of a name. ``mesh_infos`` and ``units`` list those of the context.
-    ``group_of_hosts`` gives the group of messages."""
+    the comm stream of a name. ``mesh_infos`` and ``units`` list those of the context."""
 
     def __init__(
         self,
@@ -115,13 +116,13 @@ class CommContext:
         stats: Stats,
         mesh_infos: Callable[[], Iterable[MeshInfo]],
         units: Callable[[], Sequence[Unit]],
-        group_of_hosts: Callable[[], dist.ProcessGroup],
     ) -> None:
-        self._group_of_hosts = group_of_hosts
         self._make_comm_stream = make_comm_stream
         self._stats = stats
         self._mesh_infos = mesh_infos
         self._units = units
+        self.group_of_hosts: weakref.ref[dist.ProcessGroup] | None = None
+        """The group on which the hosts of all ranks exchange messages, once they do."""
         self._use_comm_streams(make_comm_stream("all_gather"), make_comm_stream("reduce_scatter"))
         self._all_reduces: deque[ReplicaReduction] = deque()
         """The param groups' reductions over replicas that are under way, oldest first."""
@@ -156,7 +157,8 @@ class CommContext:
     # Full buffers
 
     def exchange(self, message: bytes) -> Sequence[bytes]:
-        return exchange_bytes(message, self._group_of_hosts(), "negotiation")
+        assert self.group_of_hosts is not None
+        return exchange_bytes(message, alive(self.group_of_hosts), "negotiation")
 
     def gather(
         self, unit: interface.ScheduledUnit, again: bool = False, served: bool = False

@@ -12,7 +12,6 @@ from operator import itemgetter
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -253,7 +252,6 @@ class FsdpContext:
             self._stats,
             self._mesh_infos.values,
             partial(_existing, self._refs),
-            partial(_group_of_hosts, self._groups, self._mesh_infos),
         )
 
     @property
@@ -387,7 +385,8 @@ class FsdpContext:
 
     def _negotiate(self) -> None:
         """Prepare for units that only some ranks run."""
-        _group_of_hosts(self._groups, self._mesh_infos)
+        group = self._groups.get_for_hosts(_mesh_of_all(self._mesh_infos))
+        self.comm_context.group_of_hosts = weakref.ref(group)
         for unit in self.units:
             unit.set_negotiated(True)
             unit.sync_requires_grad()  # also where only other ranks run it
@@ -400,6 +399,7 @@ class FsdpContext:
         evaluation. Parameters have their gradients afterwards: the mean over all ranks, to which
         this one adds zero. Return at once if no rank runs anything.
 
+        Call it in place of a backward alone, too, where nothing that this rank ran has gradients.
         Where other ranks reduce no gradients (``set_requires_gradient_sync(False)``), say so here,
         too.
 
@@ -586,24 +586,22 @@ def _existing(refs: Sequence[weakref.ref[Unit]]) -> list[Unit]:
     return [unit for ref in refs if (unit := ref()) is not None]
 
 
-def _group_of_hosts(
-    groups: GroupCache, mesh_infos: Mapping[DeviceMesh, MeshInfo]
-) -> dist.ProcessGroup:
-    """Return the group on which the hosts of all ranks exchange messages.
+def _mesh_of_all(meshes: Collection[DeviceMesh]) -> DeviceMesh:
+    """Return the mesh that holds the ranks of all others.
 
     Raises:
-        ValueError: no mesh holds the ranks of all the others.
+        ValueError: none does.
     """
-    largest = max(mesh_infos, key=lambda mesh: mesh.size())
+    largest = max(meshes, key=lambda mesh: mesh.size())
     ranks = set(largest.mesh.flatten().tolist())
-    for mesh in mesh_infos:
+    for mesh in meshes:
         if not ranks.issuperset(mesh.mesh.flatten().tolist()):
             raise ValueError(
-                f"some ranks may run other units, so all exchange messages, but no mesh of the "
-                f"context holds those of {mesh} and of {largest}: shard the root on a mesh of all "
-                "ranks"
+                "where ranks may run different units all exchange messages, but no mesh of the "
+                f"context holds the ranks of both {mesh} and {largest}: shard the root on a mesh "
+                "of all ranks"
             )
-    return groups.get_for_hosts(largest)
+    return largest
 
 
 def _before_backward(

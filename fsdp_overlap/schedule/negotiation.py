@@ -10,7 +10,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import pairwise
+from operator import or_
 
 from fsdp_overlap.schedule.interface import CommOps, ScheduledUnit, UnitIndex, UnitRefs
 from fsdp_overlap.schedule.order import AgreedGather, ForwardPass, ForwardRecord
@@ -83,6 +85,9 @@ class Negotiation:
         """Units that something else followed, too."""
         self._passes: list[AgreedPass] = []
         """Those since the last backward, the one under way last."""
+        self._facts: list[bytes] = []
+        """What each rank told, in the last message, about the all-gathers that its backward comes
+        back to."""
 
     def request(self, unit: ScheduledUnit, is_fresh: bool) -> AgreedGather:
         """Gather ``unit``, which this rank is about to run, after what other ranks run before.
@@ -126,6 +131,10 @@ class Negotiation:
         Raises:
             RuntimeError: other ranks run different units that are not conditional; names them.
         """
+        for current in self._passes:
+            for gather in current.gathers:
+                gather.records.clear()  # no backward comes back to what this rank ran
+                gather.may_recompute = False
         chosen = 0
         while chosen >= 0:
             self._serve_rest()
@@ -152,7 +161,8 @@ class Negotiation:
             return None
         for at in range(current.position, len(current.gathers)):
             if current.gathers[at].unit == index:
-                self._serve(current, at)
+                if at > current.position:
+                    self._serve(current, at)
                 current.position = at + 1
                 return current.gathers[at]
         return None
@@ -164,8 +174,9 @@ class Negotiation:
             chosen = self._agree(need, False)
 
     def _serve_rest(self) -> None:
-        if self._passes:
-            self._serve(self._passes[-1], len(self._passes[-1].gathers))
+        current = self._passes[-1] if self._passes else None
+        if current is not None and current.position < len(current.gathers):
+            self._serve(current, len(current.gathers))
 
     def _serve(self, current: AgreedPass, end: int) -> None:
         """Take part in all-gathers up to ``end``, which this rank does not need."""
@@ -196,10 +207,13 @@ class Negotiation:
         flags = FRESH * is_fresh + HAS_CALLS * (current is not None and current.has_calls)
         flags += HAS_GRAD * (need > SHADOW and self._has_grad())
         recent = [] if current is None else current.gathers[current.reported :]
-        used = bytes(gather.is_used for gather in recent)
-        held = bytes(self._is_held(ref()) for ref in self._refs)
-        replies = self._comm.exchange(_HEAD.pack(need, flags) + used + held)
+        used = bytes([gather.is_used for gather in recent])
+        held = bytes([self._is_held(ref()) for ref in self._refs])
+        facts = self._facts_of_passes()
+        replies = self._comm.exchange(_HEAD.pack(need, flags) + used + held + facts)
         needs, all_flags = zip(*map(_HEAD.unpack_from, replies), strict=True)
+        some_flags = reduce(or_, all_flags)
+        self._facts = [reply[len(reply) - len(facts) :] for reply in replies]
         running = [need for need in needs if need > SHADOW]
         is_alike = len(set(running)) == 1
         start, end = _HEAD.size, _HEAD.size + len(recent)
@@ -210,17 +224,20 @@ class Negotiation:
             flag & FRESH for flag, need in zip(all_flags, needs, strict=True) if need > SHADOW
         )
         if current is None or is_fresh:
-            if current is not None and not any(flag & HAS_CALLS for flag in all_flags):
+            if current is not None and not some_flags & HAS_CALLS:
                 self._passes.pop()
             if chosen >= 0:
-                has_grad = any(flag & HAS_GRAD for flag in all_flags)
-                self._append_pass(chosen, has_grad, [reply[end:] for reply in replies])
+                self._append_pass(
+                    chosen,
+                    bool(some_flags & HAS_GRAD),
+                    [reply[end : end + len(held)] for reply in replies],
+                )
         elif chosen >= 0:
             current.gathers += [AgreedGather(index, True) for index in self._expected_from(chosen)]
         return chosen
 
     def _append_pass(self, first: UnitIndex, has_grad: bool, held: Sequence[bytes]) -> None:
-        by_all = {index for index, by_rank in enumerate(zip(*held, strict=True)) if all(by_rank)}
+        by_all = {i for i, by_rank in enumerate(zip(*set(held), strict=True)) if all(by_rank)}
         current = AgreedPass(self._begin_pass(has_grad), ran=[[] for _ in held])
         for index in self._expected_from(first):
             current.gathers.append(AgreedGather(index, index not in by_all))
@@ -236,6 +253,9 @@ class Negotiation:
     def _choose(self, needs: Sequence[int], current: AgreedPass | None) -> UnitIndex:
         """Return what comes first of what ranks need: conditional units, in their order. Then what
         a rank served while it asked for a conditional one, so that it comes as far as others."""
+        is_alike = current is None or all(ran == current.ran[0] for ran in current.ran)
+        if is_alike and len(set(needs)) == 1:
+            return needs[0]
         conditional = [index for index in set(needs) if self._is_conditional(index)]
         if conditional:
             return min(conditional)
@@ -297,14 +317,9 @@ class Negotiation:
     # Backward
 
     def _complete_passes(self, tick: int) -> tuple[list[ForwardPass], int]:
-        """Exchange which all-gathers of the passes backward comes back to."""
-        mine = b"".join(
-            _ENDS.pack(self._facts_of(gather), gather.end)
-            for current in self._passes
-            for gather in current.gathers
-        )
-        replies = [list(_ENDS.iter_unpack(reply)) for reply in self._comm.exchange(mine)]
-        of_gathers = iter(zip(*replies, strict=True))
+        """Complete the passes that backward comes back to on some rank."""
+        # Most ranks tell the same, and how many do does not matter.
+        of_gathers = zip(*map(_ENDS.iter_unpack, set(self._facts)), strict=True)
         completed = []
         for current in self._passes:
             facts = [next(of_gathers) for _ in current.gathers]
@@ -317,6 +332,15 @@ class Negotiation:
             tick += 2 * len(current.gathers) + 2
         self._passes.clear()
         return completed, tick
+
+    def _facts_of_passes(self) -> bytes:
+        """Return which all-gathers of the passes this rank's backward comes back to, and where
+        their forwards ended."""
+        return b"".join(
+            _ENDS.pack(self._facts_of(gather), gather.end)
+            for current in self._passes
+            for gather in current.gathers
+        )
 
     def _facts_of(self, gather: AgreedGather) -> int:
         unit = self._refs[gather.unit]()
