@@ -204,6 +204,49 @@ def test_a_tower_that_some_ranks_run(world_size: int) -> None:
     run_ranks(towers, world_size)
 
 
+class TowerAlone(nn.Module):
+    """Trains its tower and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower, self.rest = Block(), Block().requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, has_image: bool) -> torch.Tensor:
+        return self.rest(self.tower(x) if has_image else x).square().mean()
+
+
+def losses_without_gradients() -> None:
+    torch.manual_seed(0)
+    model = TowerAlone().double()
+    twin = copy.deepcopy(model)
+    ctx = FsdpContext(init_device_mesh("cpu", (2,)))
+    fully_shard(model.tower, ctx, conditional=True)
+    fully_shard(model.rest, ctx)
+    fully_shard(model, ctx)
+    x = torch.randn(2, 4, WIDTH, dtype=torch.float64)
+    # What a forward saves is looked at in some alone, the 1st, 2nd, 4th ..., and holds for others.
+    for images in [(0, 0), (1, 0), (0, 1), (1, 1), (1, 0), (1, 0), (0, 1), (0, 0), (0, 1)]:
+        model.zero_grad()
+        twin.zero_grad()
+        loss = model(x[dist.get_rank()], images[dist.get_rank()])
+        if loss.requires_grad:
+            loss.backward()
+        else:
+            ctx.shadow()
+        for rank, has_image in enumerate(images):
+            if has_image:
+                (twin(x[rank], True) / 2).backward()
+        for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
+            assert (parameter.grad is None) == (other.grad is None)
+            if other.grad is not None:
+                local, rest = parameter.grad.to_local(), held_of(other.grad, parameter)
+                torch.testing.assert_close(local.flatten(), rest)
+
+
+def test_ranks_without_gradients_shadow_the_backward() -> None:
+    run_ranks(losses_without_gradients, 2)
+
+
 def an_order(generator: random.Random) -> list[str]:
     """Any of the conditional parts, in any order, around those that all ranks run."""
     order = list(SAME)

@@ -30,6 +30,8 @@ CONFIG = Qwen2VLConfig(
         "num_key_value_heads": 2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
         "initializer_range": 0.1,
+        "bos_token_id": None,
+        "eos_token_id": None,
     },
     vision_config={
         "depth": 2,

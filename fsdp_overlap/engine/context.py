@@ -400,6 +400,9 @@ class FsdpContext:
         evaluation. Parameters have their gradients afterwards: the mean over all ranks, to which
         this one adds zero. Return at once if no rank runs anything.
 
+        Call it in place of a backward, too, if nothing that this rank ran has gradients, as where
+        only a vision tower is trained that this rank did not run.
+
         Where other ranks reduce no gradients (``set_requires_gradient_sync(False)``), say so here,
         too.
 

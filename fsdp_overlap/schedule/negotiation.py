@@ -103,9 +103,18 @@ class Negotiation:
         Raises:
             RuntimeError: a rank runs a unit that is not conditional; names it.
         """
-        if not is_agreed:
+        if is_agreed:
+            self._drop_calls()
+        else:
             self._serve_until(BACKWARD)
         return self._complete_passes(tick)
+
+    def _drop_calls(self) -> None:
+        """Forget what this rank ran: it shadows, so no backward comes back to that."""
+        for current in self._passes:
+            for gather in current.gathers:
+                gather.records.clear()
+                gather.may_recompute = False
 
     def end_pass(self) -> None:
         """Serve what other ranks run before their pass ends too. No backward may tell of that."""
