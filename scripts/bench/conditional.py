@@ -164,8 +164,8 @@ def parse() -> argparse.Namespace:
         sleep=43.0,
         ranks=2,
         blocks=8,
-        rounds=7,
-        steps=2,
+        rounds=25,
+        steps=1,
         timeout=600.0,
     )
     parser.add_argument("--before", type=int, default=0, help="blocks that run before the tower")
