@@ -595,6 +595,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
             mp_policy=_keeping_dtypes(unit.mp_policy, kept),
             offload_policy=unit.offload_policy,
             comm_policy=unit.comm_policy,
+            conditional=unit.conditional,
             # What the unit does not own, the copy does not: ignored, or frozen and added later.
             ignored=frozenset(
                 parameter

@@ -46,6 +46,7 @@ class ShardOptions(TypedDict, total=False):
     comm_policy: QuantizedCommPolicy | None
     ignored_params: set[nn.Parameter] | None
     dp_mesh_dims: DataParallelMeshDims | None
+    conditional: bool
 
 
 @overload
@@ -68,6 +69,7 @@ def fully_shard(
     comm_policy: QuantizedCommPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
+    conditional: bool = False,
 ) -> FSDPModule | Sequence[FSDPModule]:
     """Make ``module`` a unit: shard its parameters, gradients and optimizer states over a mesh.
 
@@ -104,6 +106,10 @@ def fully_shard(
         dp_mesh_dims: which dimensions of ``mesh`` to shard and to replicate along, by name.
             Parameters lie over all of ``mesh``, replicated along these: as DTensors, or annotated
             by ``spmd_types``. A context takes the named dimensions alone.
+        conditional: whether each rank may run the unit and those within it or not, in any order
+            and any number of times. The others take part in its collectives. Its gradient is the
+            mean over all ranks, to which a rank that did not run it adds zero; ``None`` if none
+            ran it.
 
     Returns:
         ``module``. Its class, or each module's of a list, now derives from :class:`FSDPModule`.
@@ -134,6 +140,7 @@ def fully_shard(
         comm_policy=comm_policy,
         ignored=frozenset(ignored_params or ()),
         spmd=spmd,
+        conditional=conditional,
     )
     for member, fsdp_class in zip(modules, classes, strict=True):
         object.__setattr__(member, "__class__", fsdp_class)  # modules may guard their attributes

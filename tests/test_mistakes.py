@@ -169,7 +169,8 @@ def evaluates_on_one_rank() -> None:
 
 LOOK_FOR = (
     r": every rank must run the same units in the same order\. Look for a forward or backward that "
-    r"only some ranks run, such as an evaluation under `if rank == 0`, or a branch on data"
+    r"only some ranks run, such as an evaluation under `if rank == 0`, or a branch on data\. "
+    r"To allow it, use fully_shard\(conditional=True\) or ctx\.uneven\(\)"
 )
 
 

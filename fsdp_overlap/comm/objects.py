@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.comm.collectives import PendingCollective
+from fsdp_overlap.comm.collectives import PendingCollective, all_to_all
 from fsdp_overlap.comm.comm_streams import HostWorkHandle
 from fsdp_overlap.comm.streams import has_streams
 
@@ -87,6 +87,22 @@ def _gather(mine: torch.Tensor, group: dist.ProcessGroup, what: str) -> list[tor
     others = [torch.empty_like(mine) for _ in range(group.size())]
     wait_for(dist.all_gather(others, mine, group, async_op=True), group, what)
     return others
+
+
+def exchange_bytes(mine: bytes, group: dist.ProcessGroup, what: str) -> list[bytes]:
+    """Return what the host of each rank of ``group`` gives, all of one size. As
+    :func:`gather_objects` otherwise, on a group that serves CPUs.
+
+    Raises:
+        RuntimeError: a rank did not come.
+    """
+    # Gloo's all-gather passes messages from rank to rank, each when the last has come, and copies
+    # twice. Here all of them travel at once.
+    sent = torch.frombuffer(bytearray(mine * group.size()), dtype=torch.uint8)
+    received = torch.empty_like(sent)
+    HostWorkHandle(what, "", all_to_all(received, sent, [], [], group), None).wait()
+    replies, size = received.numpy().tobytes(), len(mine)
+    return [replies[start : start + size] for start in range(0, len(replies), size)]
 
 
 def wait_for(work: dist.Work, group: dist.ProcessGroup, what: str, label: str = "") -> None:

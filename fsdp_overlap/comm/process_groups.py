@@ -221,11 +221,12 @@ def own_group(
     ranks: Sequence[int],
     device_type: str,
     options: object = None,
+    for_hosts: bool = False,
 ) -> OwnGroup:
     """Return a group of ``ranks``, in this order, with the backend and the timeout of ``like``. It
-    has ``options``, or without them those of ``like``. Collective over ``ranks``, which must ask
-    for their groups in the same order. If ``like`` connects only some of them, each rank gives its
-    own, made in the same way. See Note [own groups].
+    has ``options``, or without them those of ``like``. One ``for_hosts`` is of gloo. Collective
+    over ``ranks``, which must ask for their groups in the same order. If ``like`` connects only
+    some of them, each rank gives its own, made in the same way. See Note [own groups].
 
     Raises:
         RuntimeError: the ranks did not all come in time.
@@ -235,6 +236,8 @@ def own_group(
     ranks, registry = list(ranks), _registry()
     backend = dist.Backend(registered_backend(like, device_type))
     timeout = group_timeout(like, device_type) or default_timeout(backend)
+    if for_hosts:
+        backend, device_type = dist.Backend("gloo"), "cpu"
     is_common = set(ranks) <= set(dist.get_process_group_ranks(like))
     # A group along one dimension of a mesh has another name on other ranks.
     key = f"{like.group_name if is_common else f'{backend} {timeout}'} {ranks}"
@@ -250,11 +253,12 @@ def own_group(
         return shared
     number = registry.made[name]
     registry.made[name] += 1
-    if options is None:
+    if options is None and not for_hosts:
         options = options_of(like, device_type)
     options, split_from = _copied(options, timeout), None
     try:
-        if ranks == dist.get_process_group_ranks(like) and can_split(like, device_type):
+        is_alike = not for_hosts and ranks == dist.get_process_group_ranks(like)
+        if is_alike and can_split(like, device_type):
             connect(like, device_type)
             split_from = backend_of(like, device_type)
         group = make_group(f"{name}_{number}", ranks, backend, options, timeout, split_from)
@@ -308,6 +312,9 @@ def _end_threads() -> None:
 # ---- Groups that the user made ----
 
 # What a group is for, in the library's words, by the field of MeshGroups.
+NEGOTIATION = "negotiation"
+"""The purpose of groups on which hosts exchange messages."""
+
 PURPOSES = {
     "gather": "all_gather",
     "reduce": "reduce_scatter",
@@ -565,6 +572,15 @@ class GroupCache:
             self._make(key, shard, mesh.device_type, "all_gather")
         return alive(self._groups[key])
 
+    def get_for_hosts(self, mesh: DeviceMesh) -> dist.ProcessGroup:
+        """Return the group on which the hosts of all ranks of ``mesh`` exchange messages.
+        Collective over the mesh at its first call."""
+        key = NEGOTIATION, tuple(mesh.mesh.flatten().tolist())
+        if key not in self._groups:
+            like = mesh.get_group(mesh.ndim - 1)
+            self._make(key, like, mesh.device_type, NEGOTIATION, for_hosts=True)
+        return alive(self._groups[key])
+
     def find_for_optimizer(
         self, ranks: Sequence[int], like: dist.ProcessGroup, device_type: str
     ) -> dist.ProcessGroup | None:
@@ -572,8 +588,8 @@ class GroupCache:
         may serve another purpose too, because ranks issue all they issue on it in the same order.
         ``like`` itself serves if it connects them and cannot be closed. ``None`` if there is none
         yet."""
-        for (_, its), group in self._groups.items():
-            if its == tuple(ranks):
+        for (purpose, its), group in self._groups.items():
+            if its == tuple(ranks) and purpose != NEGOTIATION:
                 return alive(group)
         is_enough = list(ranks) == dist.get_process_group_ranks(like)
         return like if is_enough and not can_close(like, device_type) else None
@@ -669,9 +685,11 @@ class GroupCache:
         like: dist.ProcessGroup,
         device_type: str,
         comm_stream: str,
+        for_hosts: bool = False,
     ) -> dist.ProcessGroup:
         purpose, ranks = key
-        own = own_group(purpose, like, ranks, device_type, self.options.get(comm_stream))
+        options = self.options.get(comm_stream)
+        own = own_group(purpose, like, ranks, device_type, options, for_hosts)
         group = own.group
         self._groups[key] = own.reference
         self._own[group.group_name] = own

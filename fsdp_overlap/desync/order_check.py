@@ -345,7 +345,7 @@ def describe_difference(
         f"ranks ran different units: collective {position} since the last backward was "
         f"{issued}{harm}: every rank must run the same units in the same order. Look for a forward "
         "or backward that only some ranks run, such as an evaluation under `if rank == 0`, or a "
-        "branch on data"
+        "branch on data. To allow it, use fully_shard(conditional=True) or ctx.uneven()"
     )
 
 

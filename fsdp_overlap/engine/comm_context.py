@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext, suppress
@@ -13,6 +14,8 @@ import torch.distributed as dist
 
 from fsdp_overlap.comm.collectives import PendingCollective, all_gather_coalesced
 from fsdp_overlap.comm.comm_streams import CommStream, ComputeEvent, WorkHandle, span
+from fsdp_overlap.comm.objects import exchange_bytes
+from fsdp_overlap.comm.process_groups import alive
 from fsdp_overlap.desync.order_check import N_KINDS
 from fsdp_overlap.engine.grads import ParamGroupGradients
 from fsdp_overlap.engine.hsdp import ReplicaReduction
@@ -23,14 +26,17 @@ from fsdp_overlap.schedule import interface
 from fsdp_overlap.schedule.stats import Stats
 from fsdp_overlap.torch_internals import profiler_enabled
 
+SERVED = " (served)"
+"""Follows a unit's name in the trace of a rank that does not run it."""
+
 # ---- All-gathers of a unit ----
 
 
-def gathers_of(unit: Unit) -> list[tuple[str, list[ParamGroup]]]:
-    """Return what is to be gathered of a unit that is not unsharded: the name of each collective,
-    and its param groups. A param group that is asked to keep a part goes alone, because it may
-    travel among other ranks than the rest."""
-    waiting = [param_group for param_group in unit.param_groups if not param_group.is_unsharded]
+def gathers_of(unit: Unit, again: bool = False) -> list[tuple[str, list[ParamGroup]]]:
+    """Return what is to be gathered of a unit that is not unsharded, or ``again``: the name of each
+    collective, and its param groups. A param group that is asked to keep a part goes alone, because
+    it may travel among other ranks than the rest."""
+    waiting = [group for group in unit.param_groups if again or not group.is_unsharded]
     together: dict[dist.ProcessGroup | ParamGroup, list[ParamGroup]] = {}
     for param_group in waiting:
         key = param_group.groups.gather if param_group.post_forward_shard is None else param_group
@@ -115,6 +121,8 @@ class CommContext:
         self._stats = stats
         self._mesh_infos = mesh_infos
         self._units = units
+        self.group_of_hosts: weakref.ref[dist.ProcessGroup] | None = None
+        """The group on which the hosts of all ranks exchange messages, once they do."""
         self._use_comm_streams(make_comm_stream("all_gather"), make_comm_stream("reduce_scatter"))
         self._all_reduces: deque[ReplicaReduction] = deque()
         """The param groups' reductions over replicas that are under way, oldest first."""
@@ -148,10 +156,16 @@ class CommContext:
 
     # Full buffers
 
-    def gather(self, unit: interface.ScheduledUnit) -> None:
+    def exchange(self, message: bytes) -> Sequence[bytes]:
+        assert self.group_of_hosts is not None
+        return exchange_bytes(message, alive(self.group_of_hosts), "negotiation")
+
+    def gather(
+        self, unit: interface.ScheduledUnit, again: bool = False, served: bool = False
+    ) -> None:
         assert isinstance(unit, Unit)
         stats = self._stats
-        for label, param_groups in unit.single_all_gather or gathers_of(unit):
+        for label, param_groups in unit.single_all_gather or gathers_of(unit, again):
             for param_group in param_groups:
                 order_check = param_group.mesh_info.order_check
                 order_check.record(
@@ -163,7 +177,7 @@ class CommContext:
                 if param_group.outer_shard is not None:
                     param_group.outer_shard.gather(self.all_reduce_stream)
             stats.all_gathers += 1
-            gather(param_groups, self.all_gather_stream, label)
+            gather(param_groups, self.all_gather_stream, label + SERVED if served else label)
 
     def gather_outer_shards(self, unit: interface.ScheduledUnit) -> None:
         assert isinstance(unit, Unit)

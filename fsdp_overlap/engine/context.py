@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import groupby
 from operator import itemgetter
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -32,11 +34,20 @@ from fsdp_overlap.engine.mesh import (
     rollback_on_error,
 )
 from fsdp_overlap.engine.param_group import sync_grad_dtypes
-from fsdp_overlap.engine.unit import Uncompared, Unit, name_units, unit_names, unit_of
+from fsdp_overlap.engine.unit import (
+    Uncompared,
+    Unit,
+    find_conditional,
+    name_units,
+    unit_names,
+    unit_of,
+)
 from fsdp_overlap.layout import Flat, LayoutRule
 from fsdp_overlap.schedule.reducer import MAX_INPUTS
 from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.schedule.stats import Stats
+
+T = TypeVar("T")
 
 
 class FsdpContext:
@@ -133,6 +144,7 @@ class FsdpContext:
         self.is_initialized = False
         """Whether :meth:`lazy_init` has nothing left to do."""
         self.was_initialized = False
+        self._is_uneven = False
         """Whether units have groups, as after a forward. The same on every rank."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> FsdpContext:
@@ -358,6 +370,8 @@ class FsdpContext:
         for unit in self.units:
             unit.connect()
         self.sync_max_reduce_inputs()
+        if find_conditional(self.units) or self._is_uneven:
+            self._negotiate()
         if self.validate_layouts:
             for mesh_info in self.mesh_infos:
                 compare_plans(self.units, mesh_info)
@@ -368,6 +382,86 @@ class FsdpContext:
             watch(self.device, self.captured_steps)
             self._watch_for_hangs()
         self.is_initialized = is_complete
+
+    def _negotiate(self) -> None:
+        """Prepare for units that only some ranks run."""
+        group = self._groups.get_for_hosts(_mesh_of_all(self._mesh_infos))
+        self.comm_context.group_of_hosts = weakref.ref(group)
+        for unit in self.units:
+            unit.set_negotiated(True)
+            unit.sync_requires_grad()  # also where only other ranks run it
+        self.schedule.negotiate()
+
+    # Ranks that run different forwards
+
+    def shadow(self) -> None:
+        """Take part in what other ranks run, in place of a forward and backward, or of a forward in
+        evaluation. Parameters have their gradients afterwards: the mean over all ranks, to which
+        this one adds zero. Return at once if no rank runs anything.
+
+        Call it in place of a backward alone, too, where nothing that this rank ran has gradients.
+        Where other ranks reduce no gradients (``set_requires_gradient_sync(False)``), say so here,
+        too.
+
+        Raises:
+            RuntimeError: no unit is conditional, and this is outside of :meth:`uneven`.
+        """
+        self.lazy_init()
+        if not self.schedule.negotiates:
+            raise RuntimeError(
+                "ctx.shadow(): other ranks expect all to run the same. Call it within "
+                "`with ctx.uneven():` on all ranks, or in a loop over ctx.until_all_done()"
+            )
+        self.schedule.shadow()
+
+    @contextmanager
+    def uneven(self) -> Iterator[None]:
+        """Within it ranks may run different numbers of forwards, as ``generate()`` does. A rank
+        that leaves first takes part in what the others run, until all leave. All ranks enter it,
+        between steps.
+
+        All units run on each rank that runs a forward, unless they are conditional. Each forward
+        costs a message of a few bytes between hosts.
+        """
+        is_outermost, self._is_uneven = not self._is_uneven, True
+        self.lazy_init()
+        if not self.schedule.negotiates:
+            self._negotiate()
+        try:
+            yield
+            if is_outermost:
+                self.schedule.wait_for_all()
+        finally:
+            if is_outermost:
+                self._is_uneven = False
+                if not any(unit.is_conditional for unit in self.units):
+                    self.schedule.stop_negotiating()
+                    for unit in self.units:
+                        unit.set_negotiated(False)
+
+    def until_all_done(self, batches: Iterable[T]) -> Iterator[T | None]:
+        """Yield this rank's ``batches``, then ``None`` until all ranks have run out. Call
+        :meth:`shadow` in place of the forward and backward of a ``None``, then step the optimizer
+        as all ranks do::
+
+            for batch in ctx.until_all_done(loader):
+                if batch is None:
+                    ctx.shadow()
+                else:
+                    model(batch).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        All ranks iterate, and none leaves the loop early by itself.
+        """
+        iterator = iter(batches)
+        with self.uneven():
+            while True:
+                batch = next(iterator, None)
+                self.schedule.wait_for_all()
+                if not any(map(any, self.comm_context.exchange(bytes([batch is not None])))):
+                    return
+                yield batch
 
     def _watch_for_hangs(self) -> None:
         has_others = any(
@@ -490,6 +584,24 @@ class FsdpContext:
 
 def _existing(refs: Sequence[weakref.ref[Unit]]) -> list[Unit]:
     return [unit for ref in refs if (unit := ref()) is not None]
+
+
+def _mesh_of_all(meshes: Collection[DeviceMesh]) -> DeviceMesh:
+    """Return the mesh that holds the ranks of all others.
+
+    Raises:
+        ValueError: none does.
+    """
+    largest = max(meshes, key=lambda mesh: mesh.size())
+    ranks = set(largest.mesh.flatten().tolist())
+    for mesh in meshes:
+        if not ranks.issuperset(mesh.mesh.flatten().tolist()):
+            raise ValueError(
+                "where ranks may run different units all exchange messages, but no mesh of the "
+                f"context holds the ranks of both {mesh} and {largest}: shard the root on a mesh "
+                "of all ranks"
+            )
+    return largest
 
 
 def _before_backward(

@@ -139,6 +139,8 @@ class CapturedSteps:
 
 def _why_unit_is_refused(unit: Unit) -> str | None:
     settings = unit.settings
+    if unit.is_conditional:
+        return "is conditional, so that the host exchanges messages in each step"
     if unit.is_offloaded:
         return "is offloaded, so that the host waits for copies: shard without CPUOffloadPolicy"
     if settings.uses_group_memory or settings.uses_symmetric_memory:

@@ -224,6 +224,7 @@ class Unit:
         comm_policy: QuantizedCommPolicy | None,
         reshard_after_forward: bool | int | None,
         unowned: UnownedParameters,
+        conditional: bool = False,
     ) -> None:
         self._modules = [weakref.ref(module) for module in modules]
         self.mesh = mesh
@@ -235,6 +236,8 @@ class Unit:
         self.offload_policy = offload_policy
         self.comm_policy = comm_policy
         self.reshard_after_forward = reshard_after_forward
+        self.conditional = self.is_conditional = conditional
+        self._is_negotiated = False
         self.settings = UnitSettings()
         self.under_way: list[UnderWay] = []
         """What is remembered of each forward under way."""
@@ -314,7 +317,14 @@ class Unit:
         """How many neighbors keep a part each of the full buffer between forward and backward.
         ``None`` if it is freed then, or kept whole."""
         size = self.reshard_after_forward
-        return size if type(size) is int else None
+        return size if type(size) is int and not self._is_negotiated else None
+
+    def set_negotiated(self, is_negotiated: bool) -> None:
+        """Set whether ranks agree by messages on the unit's all-gathers. Then only some of them may
+        have run it, so neighbors keep no parts."""
+        self._is_negotiated = is_negotiated
+        if type(self.reshard_after_forward) is int:
+            self.connect()
 
     @property
     def has_post_forward_shard(self) -> bool:
@@ -589,6 +599,17 @@ def unit_names(units: Sequence[Unit]) -> dict[Unit, str]:
                     names_within.setdefault(unit, []).append(name)
         names.update((unit, ", ".join(names_within[unit])) for unit in names_within)
     return names
+
+
+def find_conditional(units: Sequence[Unit]) -> bool:
+    """Find which of ``units``, all units of a context, only some ranks may run: those within a
+    conditional one too. Return whether there are any."""
+    for unit in units:
+        if unit.conditional:
+            within = {module for member in unit.modules for module in member.modules()}
+            for other in units:
+                other.is_conditional |= all(module in within for module in other.modules)
+    return any(unit.is_conditional for unit in units)
 
 
 def name_units(units: Sequence[Unit]) -> None:

@@ -58,6 +58,7 @@ def make_unit(
     comm_policy: QuantizedCommPolicy | None,
     ignored: frozenset[nn.Parameter],
     spmd: SPMDMesh | None = None,
+    conditional: bool = False,
 ) -> Unit:
     """Shard what ``modules`` own and hook their forwards. Their classes are left to the caller.
 
@@ -118,6 +119,7 @@ def make_unit(
         comm_policy,
         reshard_after_forward,
         UnownedParameters(modules, ignored),
+        conditional,
     )
     _mark_owners(unit, originals)
     move_buffers(modules, ctx.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from fsdp_overlap.schedule.interface import (
     AutogradEngine,
@@ -26,6 +27,7 @@ class Backward:
     ``_read_by_others`` are the units of which a module did not run, and the passes in which.
     ``_recompute_order`` predicts which units are used next where forwards that left no call run
     again within backward, as reentrant checkpoints do. Elsewhere the calls that remain tell more.
+    ``_agrees``: whether ranks agreed on the calls of forward, see Note [negotiation].
     """
 
     serial: int
@@ -39,6 +41,7 @@ class Backward:
     _open_passes: Sequence[ForwardPass]
     _read_by_others: Mapping[UnitIndex, Collection[ForwardPass]]
     _recompute_order: RecomputeOrder
+    _agrees: bool
     under_way: list[ForwardPass] = field(default_factory=list)
     """Passes that backward is in, each nested in the one before it. Reentrant checkpoints nest: the
     inner one is recomputed in the backward of what the outer one recomputed."""
@@ -83,7 +86,8 @@ class Backward:
         remaining = self.remaining[forward_pass]
         # The call almost always is the last one, and a long list takes long to search.
         if (not remaining or remaining[-1] is not call) and call not in remaining:
-            self._step(call)
+            if call.gathers is None or call not in self.open_calls:
+                self._step(call)
             return
         while True:
             reached = remaining.pop()
@@ -99,6 +103,7 @@ class Backward:
         for forward_pass in self.remaining:
             if not forward_pass.is_recompute:
                 self._walk_to_end(forward_pass)
+        self._walk_newer(None)
         self.remaining.clear()
         shown, self.shown = self.shown, set()
         for index in {*(call.unit for call in self.open_calls), *self.unfinished, *shown}:
@@ -116,7 +121,10 @@ class Backward:
         [recomputing]."""
         self.recomputing.append((unit, tick))
         if not self.is_open(unit.index):
-            self._advance_to_checkpoint(unit)
+            if self._agrees:
+                self._advance_to_agreed(unit)
+            else:
+                self._advance_to_checkpoint(unit)
         # A unit may be open without its parameters, because the user said that its backward does
         # not read them. The forward does.
         if unit.has_parameters and not (self.is_open(unit.index) and unit.is_gathered):
@@ -145,6 +153,25 @@ class Backward:
                     self._recompute_order.end_recompute()
         recompute.record(unit.index, start, end)
         return ForwardRecord(unit.index, start, end, recompute, unit.version)
+
+    def _advance_to_agreed(self, unit: ScheduledUnit) -> None:
+        """Handle that ``unit`` runs again, where ranks agreed on the calls of forward: walk back to
+        its next call on this rank. If a checkpoint is around several units, those after the first
+        are passed then, and other ranks would not know of it.
+
+        Raises:
+            RuntimeError: backward has passed the unit's calls.
+        """
+        for forward_pass in reversed(self._open_passes):
+            for call in reversed(self.remaining.get(forward_pass, forward_pass.calls)):
+                if call.is_own and call.unit == unit.index:
+                    self.advance_to(call)
+                    return
+        raise RuntimeError(
+            f"unit {unit.name!r} runs again in backward after what ran before it, as in an "
+            "activation checkpoint around several units. Where units are conditional, other ranks "
+            "cannot know of that: checkpoint each unit, or what is within it"
+        )
 
     def _advance_to_checkpoint(self, unit: ScheduledUnit) -> None:
         """Handle that ``unit`` runs again. If its forward left no call, as in a reentrant
@@ -195,10 +222,10 @@ class Backward:
         if not under_way or under_way[-1] is not forward_pass:
             under_way.append(forward_pass)
         if forward_pass not in self.remaining:
-            self.remaining[forward_pass] = list(forward_pass.calls)
+            self._walk_newer(forward_pass)
+            self._take_up(forward_pass)
             if not forward_pass.is_recompute:
                 self._recompute_order.enter(forward_pass)
-            self._expect([(call.unit, self._first_use(call)) for call in forward_pass.calls])
             for index, passes in self._read_by_others.items():
                 unit = self._refs[index]()
                 if (
@@ -208,6 +235,10 @@ class Backward:
                 ):
                     unit.to_unsharded()
                     self.shown.add(index)
+
+    def _take_up(self, forward_pass: ForwardPass) -> None:
+        self.remaining[forward_pass] = list(forward_pass.calls)
+        self._expect([(call.unit, self._first_use(call)) for call in forward_pass.calls])
 
     def _expect(self, first_uses: Iterable[tuple[UnitIndex, int]]) -> None:
         if self.accumulates:
@@ -219,6 +250,16 @@ class Backward:
                 ]
             )
 
+    def _walk_newer(self, forward_pass: ForwardPass | None) -> None:
+        """Walk past the passes after ``forward_pass``, by default past all, in which some rank has
+        no call, and so does not come back to them."""
+        for other in reversed(self._open_passes):
+            if other is forward_pass:
+                return
+            if other.is_for_all_ranks and other not in self.remaining:
+                self._take_up(other)
+                self._walk_to_end(other)
+
     def _walk_to_end(self, forward_pass: ForwardPass) -> None:
         remaining = self.remaining[forward_pass]
         while remaining:
@@ -229,11 +270,16 @@ class Backward:
         if unit is None:
             return
         self._leave(call.end)
-        self.open_calls.append(call)
+        if call.is_own:
+            self.open_calls.append(call)
         if not self.accumulates and not unit.syncs_gradients:
             state = self._states[call.unit]
             if state.shows_unsharded:
                 state.has_unreduced = True  # see Note [weights apart]
+        if call.gathers is not None:
+            self._step_agreed(call, unit)
+            self._reducer.passed(call.end)
+            return
         # Backward can read a full buffer that exists, even if the user said that it does not. Then
         # the graph that create_graph=True makes can read it too.
         if call.needs_parameters or (self.creates_graph and unit.is_gathered):
@@ -243,6 +289,20 @@ class Backward:
                 self._prefetcher.in_graphs.setdefault(unit.index, self._first_use(call))
                 unit.hook_gradients()
         self._reducer.passed(call.end)
+
+    def _step_agreed(self, call: ForwardRecord, unit: ScheduledUnit) -> None:
+        """Enqueue what all ranks enqueue for ``call``, and ``prefetch`` all-gathers ahead. So
+        gathers and reductions have one order, whichever of the calls are this rank's."""
+        if call.needs_parameters and call.is_own:
+            self._prefetcher.use_agreed(unit, call)
+        elif call.needs_parameters:
+            self._prefetcher.serve(unit, call)
+        remaining = self.remaining[call.forward_pass]
+        following = (other for other in reversed(remaining) if other.needs_parameters)
+        for other in islice(following, self._prefetcher.prefetch):
+            ahead = self._refs[other.unit]()
+            if other.gathers and not other.is_issued and ahead is not None:
+                self._prefetcher.gather_ahead(ahead, other, is_needed=other.is_own)
 
     def _leave(self, tick: int) -> None:
         """Leave every call that started after ``tick``: backward is done with it."""

@@ -67,6 +67,10 @@ class ScheduledUnit(Protocol):
         """Whether it has several modules."""
 
     @property
+    def is_conditional(self) -> bool:
+        """Whether ranks may run it or not."""
+
+    @property
     def module_ids(self) -> Iterable[int]:
         """The ids of its modules."""
 
@@ -209,8 +213,12 @@ class CommOps(Protocol):
 
     def record_compute_event(self) -> ComputeEvent: ...
 
-    def gather(self, unit: ScheduledUnit) -> None:
-        """Enqueue the all-gathers of the param groups that are not unsharded."""
+    def exchange(self, message: bytes) -> Sequence[bytes]:
+        """Return the message of each rank. All have the same size. The host waits."""
+
+    def gather(self, unit: ScheduledUnit, again: bool = False, served: bool = False) -> None:
+        """Enqueue the all-gathers of the param groups that are not unsharded, or of all of them
+        ``again``. ``served``: only other ranks need them."""
 
     def gather_outer_shards(self, unit: ScheduledUnit) -> None:
         """Enqueue the all-gathers of outer shards over replicas."""
@@ -258,6 +266,9 @@ class AutogradEngine(Protocol):
     """What the schedule asks of the autograd engine."""
 
     def is_in_backward(self) -> bool: ...
+    def run_backward(self, function: Callable[[], object]) -> None:
+        """Run a backward that does nothing but call ``function``."""
+
     def is_grad_enabled(self) -> bool: ...
     def is_for_all_leaves(self) -> bool:
         """Return whether the backward under way is for all leaves, as ``backward()`` is."""

@@ -92,6 +92,8 @@ class ForwardPass:
     without_call: dict[UnitIndex, list[NoGradForward]] = field(default_factory=dict)
     """For each unit, its forwards without gradients: a reentrant checkpoint may run these
     again."""
+    is_for_all_ranks: bool = False
+    """Whether some rank has no call in it, so that all ranks walk past its calls."""
     is_recompute: bool = False
     """Whether it ran inside a backward, as activation checkpointing does."""
     outer_task: int = -1
@@ -142,6 +144,35 @@ class ForwardRecord:
     error."""
     backward: int = 0
     """Serial number of the last backward that reached this call."""
+    gather: AgreedGather | None = None
+    """What gathered its unit, where ranks agree on that."""
+    agreed: ForwardRecord | None = None
+    """What stands for it where ranks agreed on the calls of a pass."""
+    gathers: bool | None = None
+    """Whether all ranks gather its unit when backward comes to it, where they agreed on that."""
+    is_issued: bool = False
+    """Whether that all-gather was issued ahead."""
+    is_own: bool = True
+    """Whether this rank ran the forward."""
+
+
+@dataclass(eq=False, slots=True)
+class AgreedGather:
+    """One all-gather of a pass that ranks agreed on, so all issue it. Apart from ``unit`` and
+    ``gathers`` all of it is this rank's own."""
+
+    unit: UnitIndex
+    gathers: bool
+    """Whether it is issued. It is not if all ranks hold the unit since before the pass."""
+    is_issued: bool = False
+    is_used: bool = False
+    """Whether this rank runs the unit."""
+    end: int = 0
+    """How many all-gathers of the pass came before the end of this rank's forward."""
+    records: list[ForwardRecord] = field(default_factory=list)
+    """The forwards of this rank."""
+    may_recompute: bool = False
+    """Whether this rank ran it without gradients, as reentrant checkpoints do."""
 
 
 # ---- Backwards in which units run again ----

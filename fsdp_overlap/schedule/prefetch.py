@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from fsdp_overlap.schedule.interface import (
@@ -12,6 +13,7 @@ from fsdp_overlap.schedule.interface import (
     UnitRefs,
     UnitStates,
 )
+from fsdp_overlap.schedule.order import AgreedGather, ForwardRecord
 from fsdp_overlap.schedule.stats import Stats
 
 
@@ -52,6 +54,8 @@ class Prefetcher:
         """Units whose full buffers a graph made by ``backward(create_graph=True)`` may read, at
         moments that no hook sees: Note [graphs of gradients]. Each with the tick of its first
         use."""
+        self._gathered_again: Counter[UnitIndex] = Counter()
+        """How often units that were there were gathered again, for uses that are to come."""
         self._issued = 0
         self._waits_for_event = False
 
@@ -103,6 +107,74 @@ class Prefetcher:
                 ahead[index] = None
         return self._issued != issued
 
+    # Where ranks agree on all-gathers: Note [negotiation]
+
+    def use_agreed(self, unit: ScheduledUnit, gather: AgreedGather | ForwardRecord) -> None:
+        """Enqueue ``gather``, if that was not done ahead: compute needs ``unit`` now. Then free
+        delayed buffers."""
+        self._ahead.pop(unit.index, None)
+        self._delayed.pop(unit.index, None)
+        if gather.gathers and not gather.is_issued:
+            self._flush_for_room()
+            self._gather_agreed(unit, gather)
+            self.stats.prefetch_misses += 1
+        else:
+            self.stats.prefetch_hits += gather.is_issued
+        self.flush()
+
+    def gather_ahead(
+        self,
+        unit: ScheduledUnit,
+        gather: AgreedGather | ForwardRecord,
+        is_needed: bool,
+    ) -> None:
+        """Enqueue ``gather`` ahead of its turn, and keep the full buffer if it ``is_needed``."""
+        index = unit.index
+        self._flush_for_room()
+        if unit.is_gathered:
+            self._gather_agreed(unit, gather, not is_needed)
+            if is_needed and index in self._delayed:
+                self._ahead[index] = self._delayed.pop(index)
+            elif is_needed:
+                self._gathered_again[index] += 1
+            return
+        self._gather_agreed(unit, gather, not is_needed)
+        if is_needed:
+            self._ahead[index] = None
+        else:
+            self._comm.free(unit, None)
+
+    def serve(self, unit: ScheduledUnit, gather: AgreedGather | ForwardRecord) -> None:
+        """Take part in an all-gather that this rank does not need."""
+        if gather.gathers and not gather.is_issued:
+            self.gather_ahead(unit, gather, is_needed=False)
+
+    def drop_ahead(self, index: UnitIndex) -> None:
+        """Free a unit that was gathered ahead, and that this rank does not run."""
+        if index in self._ahead:
+            self._drop(index)
+
+    def keep(self, index: UnitIndex) -> None:
+        """Keep a unit whose release is delayed: ranks agreed that backward finds it gathered."""
+        if index in self._delayed:
+            self._ahead[index] = self._delayed.pop(index)
+
+    def _flush_for_room(self) -> None:
+        if len(self._ahead) + len(self._delayed) > self.prefetch:
+            self.flush()
+
+    def _gather_agreed(
+        self, unit: ScheduledUnit, gather: AgreedGather | ForwardRecord, served: bool = False
+    ) -> None:
+        gather.is_issued = True
+        if unit.is_unsharded:  # others need it, and compute may read it here
+            self._comm.after_compute()
+            self._issued += 1
+            self._comm.gather(unit, again=True, served=served)
+            unit.wait()
+        else:
+            self._gather(unit, served)
+
     def refresh(self, units: Iterable[ScheduledUnit]) -> None:
         """Enqueue the all-gathers of full buffers whose shards were edited since the last one."""
         for unit in units:
@@ -136,7 +208,10 @@ class Prefetcher:
         put off until the next all-gather has been enqueued, so that this one does not wait."""
         if self._states[unit.index].shows_unsharded:
             self.to_sharded(unit)
-        if unit.is_gathered and unit.index not in self.in_graphs:
+        if self._gathered_again[unit.index]:
+            self._gathered_again[unit.index] -= 1
+            self._ahead[unit.index] = self._comm.record_compute_event()
+        elif unit.is_gathered and unit.index not in self.in_graphs:
             self._ahead.pop(unit.index, None)
             self._asked.pop(unit.index, None)
             self._for_next_pass.pop(unit.index, None)
@@ -179,6 +254,7 @@ class Prefetcher:
         delayed. With ``before_backward`` it is the unit that ran last, if the user left that
         choice to the library: backward needs it first. ``before`` is the unit that begins the next
         pass."""
+        self._gathered_again.clear()
         self._ahead.update(self._asked)
         self._asked.clear()
         for index in list(self._ahead):
@@ -199,6 +275,7 @@ class Prefetcher:
         self._ahead.clear()
         self._asked.clear()
         self._delayed.clear()
+        self._gathered_again.clear()
         for index in list(self.in_graphs):
             unit = self._refs[index]()
             if unit is not None:
@@ -227,7 +304,7 @@ class Prefetcher:
         for unit in units:
             self._states[unit.index].synced_version = unit.version
 
-    def _gather(self, unit: ScheduledUnit) -> None:
+    def _gather(self, unit: ScheduledUnit, served: bool = False) -> None:
         # Compute may have edited the shard, or may still read a buffer that is gathered again.
         version, state = unit.version, self._states[unit.index]
         if state.synced_version != version or unit.is_gathered:
@@ -235,7 +312,7 @@ class Prefetcher:
             state.synced_version = version
             self.take_out_of_graphs(unit)
         self._issued += 1
-        self._comm.gather(unit)
+        self._comm.gather(unit, served=served)
 
     def _is_for_all_ranks(self, unit: ScheduledUnit, upcoming: Sequence[UnitIndex]) -> bool:
         """Return whether the pass that now comes to ``unit`` runs on every rank, as far as that is

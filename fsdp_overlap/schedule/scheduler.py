@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from itertools import count
 
 from fsdp_overlap.schedule.backward import Backward
@@ -29,7 +30,9 @@ from fsdp_overlap.schedule.interface import (
     UnitState,
     UnitStates,
 )
+from fsdp_overlap.schedule.negotiation import BACKWARD, REST, SHADOW, Negotiation
 from fsdp_overlap.schedule.order import (
+    AgreedGather,
     ForwardOrder,
     ForwardPass,
     ForwardRecord,
@@ -97,6 +100,55 @@ class Schedule:
         self._open_passes: deque[ForwardPass] = deque(maxlen=MAX_OPEN_PASSES)
         self._backward: Backward | None = None
         self._backwards = 0
+        self._negotiation: Negotiation | None = None
+        self._gathers: dict[UnitIndex, AgreedGather] = {}
+        """For each unit, the last all-gather that ranks agreed on and this one used."""
+        self._is_fresh = False
+        """Whether no unit with parameters has run since the outermost forward began."""
+
+    def negotiate(self) -> None:
+        """Agree with other ranks on what is gathered, from the next pass on: some units are
+        conditional."""
+        if self._negotiation is None:
+            self._negotiation = Negotiation(
+                self._comm,
+                self.prefetcher,
+                self._refs,
+                self._prepare_pass,
+                self._begin_agreed_pass,
+                self._engine.is_grad_enabled,
+            )
+
+    @property
+    def negotiates(self) -> bool:
+        """Whether ranks agree by messages on what is gathered."""
+        return self._negotiation is not None
+
+    def stop_negotiating(self) -> None:
+        """Expect all ranks to run the same from now on. Call it on all at once, between passes."""
+        self._negotiation = None
+        self._gathers.clear()
+        self._open_passes.clear()
+
+    def shadow(self) -> None:
+        """Take part in what other ranks run, until they have run a backward or an evaluation.
+        Return at once if no rank runs anything."""
+        self._serve(SHADOW)
+
+    def wait_for_all(self) -> None:
+        """Take part in what other ranks run, until all wait for each other."""
+        while self._serve(REST) != REST:
+            pass
+
+    def _serve(self, need: int) -> int:
+        assert self._negotiation is not None
+        chosen = self._negotiation.serve(need)
+        self._comm.wait_for_outer_shards(False)
+        if chosen == BACKWARD:
+            self._engine.run_backward(partial(self._begin_backward, is_agreed=True))
+        else:
+            self.prefetcher.finish_pass()
+        return chosen
 
     # Forward
 
@@ -109,6 +161,9 @@ class Schedule:
             return
         if self._backward is not None:
             raise RuntimeError(UNFINISHED.format("forward"))
+        if self._negotiation is not None:
+            self._request(unit, self._negotiation)
+            return
         if not self._running and self._starts_pass(unit):
             self._begin_pass(unit)
         self._running.append((unit, self._tick()))
@@ -118,6 +173,33 @@ class Schedule:
             if self.prefetcher.use(unit, upcoming, unit.forward_prefetch):
                 self.order.is_recorded = True
             unit.wait()
+
+    def _request(self, unit: ScheduledUnit, negotiation: Negotiation) -> None:
+        """Agree with other ranks that ``unit`` is gathered now, unless it is in use."""
+        if not self._running:
+            self._is_fresh = True
+        if unit.has_parameters and not self.is_in_use(unit):
+            self._gathers[unit.index] = negotiation.request(unit, self._is_fresh)
+            self._is_fresh = False
+        self._running.append((unit, self._tick()))
+        unit.wait()
+
+    def _prepare_pass(self, first: ScheduledUnit | None) -> None:
+        """Bring full buffers to rest before a pass that may begin."""
+        self.finalizer.check_done("forward")
+        self.prefetcher.finish_pass(before=first)
+        self.prefetcher.release_stale()
+        self.prefetcher.begin_pass(self._units())
+
+    def _begin_agreed_pass(self, has_grad: bool) -> ForwardPass:
+        """Begin a pass, on all ranks. ``has_grad``: whether some rank makes a graph in it."""
+        self._pass = ForwardPass()
+        if has_grad:
+            self._open_passes.append(self._pass)
+        if self._shards_replicas:
+            for unit in self._units():
+                self._comm.gather_outer_shards(unit)
+        return self._pass
 
     def after_forward(
         self, unit: ScheduledUnit, module: int, raised: bool = False
@@ -140,6 +222,9 @@ class Schedule:
                 unit.to_sharded()
             return backward.after_recompute(unit, start, end, is_in_use)
         self._pass.record(unit.index, start, end)
+        gather = self._gathers.get(unit.index)
+        if self._negotiation is not None and gather is not None:
+            gather.end = self._negotiation.position
         state = self._states[unit.index]
         if unit.is_list:
             if not state.pending_modules:
@@ -163,6 +248,8 @@ class Schedule:
             self._comm.wait_for_outer_shards(raised)  # for units that did not run
         if unit.is_root and not running:
             self._is_pass_over = True
+            if self._negotiation is not None and not (raised or self._engine.is_grad_enabled()):
+                self._negotiation.end_pass()
             self.prefetcher.finish_pass(
                 before_backward=self._engine.is_grad_enabled() and not raised
             )
@@ -172,8 +259,10 @@ class Schedule:
             self._pass.without_call.setdefault(unit.index, []).append(
                 NoGradForward(unit.index, start, end)
             )
+            if gather is not None:
+                gather.may_recompute |= self._pass in self._open_passes
             return None
-        return ForwardRecord(unit.index, start, end, self._pass, unit.version)
+        return ForwardRecord(unit.index, start, end, self._pass, unit.version, gather=gather)
 
     def is_in_use(self, unit: ScheduledUnit) -> bool:
         """Return whether a forward or backward of ``unit`` is under way. A module may call itself,
@@ -225,12 +314,16 @@ class Schedule:
     def add_call(self, call: ForwardRecord) -> None:
         """Note that backward will come back to ``call``."""
         call.forward_pass.calls.append(call)
+        if call.gather is not None:
+            call.gather.records.append(call)
 
     def _end_unfinished(self, raised: bool) -> None:
         """End the wait of units for some of their modules. The outermost unit has run, so these
         modules will not run in this pass. Other modules may have read their parameters, and no call
-        tells when backward reads them again. So if there is a graph, the units stay gathered."""
+        tells when backward reads them again. So if there is a graph, the units stay gathered.
+        Where ranks negotiate, other ranks would not know of that, and such reads raise."""
         has_graph = self._engine.is_grad_enabled() or bool(self._pass.calls)
+        has_graph &= self._negotiation is None
         for unit in self._unfinished:
             state = self._states[unit.index]
             skipped, state.pending_modules = state.pending_modules, set()
@@ -258,9 +351,7 @@ class Schedule:
     def _begin_pass(self, first: ScheduledUnit) -> None:
         self.finalizer.check_done("forward")
         self._is_pass_over = False
-        self.prefetcher.finish_pass(before=first)
-        self.prefetcher.release_stale()
-        self.prefetcher.begin_pass(self._units())
+        self._prepare_pass(first)
         if self._shards_replicas:
             # All at once: their memory is kept anyway, and so they are ready when they are read.
             for unit in self.predicted_units():
@@ -281,6 +372,7 @@ class Schedule:
                 backward did not finish.
         """
         backward = self._backward or self._begin_backward()
+        call = call.agreed or call
         if call.backward == backward.serial:
             return False
         # A backward within this one belongs to it only if a forward ran within this one before.
@@ -320,10 +412,22 @@ class Schedule:
             self.reducer.more_may_arrive()
         self.reducer.arrived(unit, gradients, index)
 
-    def _begin_backward(self) -> Backward:
+    def _begin_backward(self, is_agreed: bool = False) -> Backward:
+        """Begin a backward. ``is_agreed``: all ranks know that."""
+        if self._negotiation is not None and self._engine.is_grad_enabled():
+            raise RuntimeError(
+                "backward(create_graph=True) where ranks may run different units: other ranks "
+                "cannot know what the graph of gradients reads. Use it in a context without "
+                "conditional units, and outside of ctx.uneven()"
+            )
         self.finalizer.check_done("backward")
         self._engine.at_end_of_backward(self._end_backward)
         self._sync_requires_grad()
+        if self._negotiation is not None:
+            passes, last = self._negotiation.begin_backward(self._tick(), is_agreed)
+            self._tick = count(last + 1).__next__
+            self._open_passes.clear()
+            self._open_passes.extend(passes)
         self._backwards += 1
         self._backward = backward = Backward(
             self._backwards,
@@ -337,6 +441,7 @@ class Schedule:
             self._open_passes,
             self._read_by_others,
             self._recompute_order,
+            self._negotiation is not None,
         )
         backward.begin(self._units())
         return backward
@@ -449,5 +554,9 @@ class Schedule:
         self._unfinished.clear()
         self._read_by_others.clear()
         self._open_passes.clear()
+        self._gathers.clear()
+        if self._negotiation is not None:
+            self._negotiation = None
+            self.negotiate()  # anew, because what was recorded may differ from rank to rank
         for state in self._states.values():
             state.drop()

@@ -96,7 +96,7 @@ class Settings:
 
 
 class Unit:
-    is_list = is_offloaded = False
+    is_list = is_offloaded = is_conditional = False
     has_post_forward_shard = False
     has_parameters = accumulates = True
     forward_prefetch: Sequence[Callable[[], Any]] = ()
@@ -192,6 +192,19 @@ class AutogradEngine:
     def at_end_of_backward(self, function: Callable[[], None]) -> None:
         self.at_end.append(function)
 
+    def run_backward(self, function: Callable[[], object]) -> None:
+        self.begin()
+        self.grad = False
+        function()
+        self.end()
+
+    def end(self) -> None:
+        for at_end in self.at_end:
+            at_end()
+        self.at_end.clear()
+        self.tasks.pop()
+        self.grad = True
+
 
 @dataclass(eq=False)
 class Done:
@@ -220,6 +233,8 @@ class Rank:
         self.syncs = True
         self.runs_again = False
         """Whether reentrant checkpoints are among what runs."""
+        self.served = 0
+        """How many units may be gathered for other ranks."""
         self.clock = 0
         self.current: Unit | None = None
         self.skipped = 0
@@ -260,10 +275,13 @@ class Rank:
     def record_compute_event(self) -> int:
         return self.clock
 
-    def gather(self, unit: Unit) -> None:
-        if unit.is_unsharded:
+    def exchange(self, message: bytes) -> Sequence[bytes]:
+        raise NotImplementedError
+
+    def gather(self, unit: Unit, again: bool = False, served: bool = False) -> None:
+        if unit.is_unsharded and not again:
             raise Wrong(f"{unit.name} is gathered twice")
-        if unit.is_gathered and unit.in_use:
+        if unit.is_gathered and unit.in_use and not again:
             raise Wrong(f"{unit.name} is gathered again while it is used")
         self.collectives.append(("gather", unit.index))
         unit.gathered_version, unit.is_ready = unit.version, False
@@ -326,7 +344,11 @@ class Rank:
             if action.starts_sync:
                 self.schedule.start_param_sync()
             return
-        assert action.run is not None
+        if action.run is None:
+            self.syncs = action.kind != "accumulate"
+            self.schedule.shadow()
+            self.held = self.inputs
+            return
         self.engine.grad = action.kind != "evaluate"
         done = self._forward(action.run)
         self.engine.grad = True
@@ -375,12 +397,8 @@ class Rank:
         self.engine.grad = False
         self._walk_back(reached)
         self.is_ending = True
-        for function in self.engine.at_end:
-            function()
+        self.engine.end()
         self.is_ending = False
-        self.engine.at_end.clear()
-        self.engine.tasks.pop()
-        self.engine.grad = True
 
     def _walk_back(self, reached: list[Done]) -> None:
         reached.reverse()
@@ -481,9 +499,9 @@ class Rank:
         ]
         if self.options.reshard_after_forward is None:
             beside = [unit for unit in beside if not unit.is_root]
-        more = 0
+        more = self.served
         if self.engine.is_in_backward():
-            more = self.skipped + self.is_ending + self.runs_again
+            more += self.skipped + self.is_ending + self.runs_again
         if len(beside) > self.options.prefetch + more:
             names = ", ".join(unit.name for unit in beside)
             raise Wrong(f"{names} are gathered beside those in use")

@@ -1,0 +1,385 @@
+"""What ranks that may run different units gather, agreed by messages between hosts.
+
+Each rank reports which unit it is about to run. All ranks then append the same units to one list of
+all-gathers, and issue these in its order, each at its own pace. A rank that does not run a unit of
+the list takes part in its all-gather, and frees the full buffer at once. See Note [negotiation].
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from itertools import pairwise
+from operator import or_
+
+from fsdp_overlap.schedule.interface import CommOps, ScheduledUnit, UnitIndex, UnitRefs
+from fsdp_overlap.schedule.order import AgreedGather, ForwardPass, ForwardRecord
+from fsdp_overlap.schedule.prefetch import Prefetcher
+
+BACKWARD, END = -1, -2
+"""What ranks need that are about to begin a backward, and that have ended an evaluation."""
+SHADOW, REST = -3, -4
+"""What ranks need that take part in what others run until one of these, and until none runs
+anything."""
+
+_HEAD = struct.Struct("<iB")
+_ENDS = struct.Struct("<BH")
+FRESH, HAS_CALLS, HAS_GRAD = 1, 2, 4
+CALLS, NEEDS, HOLDS = 1, 2, 4
+
+
+@dataclass(eq=False, slots=True)
+class AgreedPass:
+    """One pass, and its all-gathers in order."""
+
+    forward_pass: ForwardPass
+    gathers: list[AgreedGather] = field(default_factory=list)
+    position: int = 0
+    """How many of them this rank has used or served."""
+    reported: int = 0
+    """How many of them messages have told about."""
+    ran: list[list[UnitIndex]] = field(default_factory=list)
+    """For each rank, which units it has run, as far as messages told."""
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether a backward may come back to it on this rank."""
+        return any(gather.records or gather.may_recompute for gather in self.gathers)
+
+
+class Negotiation:
+    """Agrees with the other ranks on what is gathered.
+
+    Messages are sent where ranks went different ways before, and at the begin of a pass and of a
+    backward. Between them, what followed a unit before is expected to follow it again, and gathered
+    by all ranks. A rank that runs something else takes part, and asks for its own at the next
+    message.
+
+    ``prepare`` brings full buffers to rest, before a message after which a pass may begin. It gets
+    the unit that this rank needs, if any. ``begin_pass`` is called when a pass begins, on all
+    ranks, and gives its :class:`~fsdp_overlap.schedule.order.ForwardPass`. It is told whether some
+    rank makes a graph.
+    ``has_grad`` says whether this rank makes a graph.
+    """
+
+    def __init__(
+        self,
+        comm: CommOps,
+        prefetcher: Prefetcher,
+        refs: UnitRefs,
+        prepare: Callable[[ScheduledUnit | None], None],
+        begin_pass: Callable[[bool], ForwardPass],
+        has_grad: Callable[[], bool],
+    ) -> None:
+        self._comm = comm
+        self._prefetcher = prefetcher
+        self._refs = refs
+        self._prepare = prepare
+        self._begin_pass = begin_pass
+        self._has_grad = has_grad
+        self._next: dict[UnitIndex, UnitIndex] = {}
+        """For each unit, what first followed it on a rank: a unit, ``BACKWARD`` or ``END``."""
+        self._branches: set[UnitIndex] = set()
+        """Units that something else followed, too."""
+        self._passes: list[AgreedPass] = []
+        """Those since the last backward, the one under way last."""
+        self._facts: list[bytes] = []
+        """What each rank told, in the last message, about the all-gathers that its backward comes
+        back to."""
+
+    def request(self, unit: ScheduledUnit, is_fresh: bool) -> AgreedGather:
+        """Gather ``unit``, which this rank is about to run, after what other ranks run before.
+        ``is_fresh``: whether no forward is under way, so that a pass may begin.
+
+        Raises:
+            RuntimeError: ranks run different units that are not conditional; names them.
+        """
+        while (gather := self._find(unit.index)) is None:
+            self._serve_rest()
+            if is_fresh:
+                self._prepare(unit)
+            self._agree(unit.index, is_fresh)
+        gather.is_used = True
+        self._prefetcher.use_agreed(unit, gather)
+        self._gather_ahead(self._passes[-1])
+        return gather
+
+    def begin_backward(self, tick: int, is_agreed: bool) -> tuple[list[ForwardPass], int]:
+        """Serve what other ranks run before their backward begins too, unless it ``is_agreed`` that
+        it begins. Then give each pass the calls of all ranks, with ticks after ``tick``. Return the
+        passes that a backward may come back to, and the last tick.
+
+        Raises:
+            RuntimeError: a rank runs a unit that is not conditional; names it.
+        """
+        if not is_agreed:
+            self._serve_until(BACKWARD)
+        return self._complete_passes(tick)
+
+    def end_pass(self) -> None:
+        """Serve what other ranks run before their pass ends too. No backward may tell of that."""
+        if self._passes:
+            self._serve_until(END)
+
+    def serve(self, need: int) -> int:
+        """Serve what other ranks run, as one that runs nothing. ``need``: ``SHADOW`` or ``REST``.
+        Return what all ranks do next: ``BACKWARD``, ``END``, or if none runs anything, ``SHADOW``
+        where a rank shadows, else ``REST``.
+
+        Raises:
+            RuntimeError: other ranks run different units that are not conditional; names them.
+        """
+        for current in self._passes:
+            for gather in current.gathers:
+                gather.records.clear()  # no backward comes back to what this rank ran
+                gather.may_recompute = False
+        chosen = 0
+        while chosen >= 0:
+            self._serve_rest()
+            self._prepare(None)
+            chosen = self._agree(need, False)
+        return chosen
+
+    @property
+    def position(self) -> int:
+        """How many all-gathers of the pass under way this rank has used or served."""
+        return self._passes[-1].position if self._passes else 0
+
+    def drop(self) -> None:
+        """Forget the passes since the last backward, on all ranks."""
+        self._passes.clear()
+
+    # One list
+
+    def _find(self, index: UnitIndex) -> AgreedGather | None:
+        """Return the next all-gather of unit ``index``, after serving those before it. ``None`` if
+        none was agreed on."""
+        current = self._passes[-1] if self._passes else None
+        if current is None:
+            return None
+        for at in range(current.position, len(current.gathers)):
+            if current.gathers[at].unit == index:
+                if at > current.position:
+                    self._serve(current, at)
+                current.position = at + 1
+                return current.gathers[at]
+        return None
+
+    def _serve_until(self, need: int) -> None:
+        chosen: int | None = None
+        while chosen != need:
+            self._serve_rest()
+            chosen = self._agree(need, False)
+
+    def _serve_rest(self) -> None:
+        current = self._passes[-1] if self._passes else None
+        if current is not None and current.position < len(current.gathers):
+            self._serve(current, len(current.gathers))
+
+    def _serve(self, current: AgreedPass, end: int) -> None:
+        """Take part in all-gathers up to ``end``, which this rank does not need."""
+        for gather in current.gathers[current.position : end]:
+            unit = self._refs[gather.unit]()
+            if unit is not None and gather.is_issued:
+                self._prefetcher.drop_ahead(gather.unit)
+            elif unit is not None:
+                self._prefetcher.serve(unit, gather)
+        current.position = max(current.position, end)
+
+    def _gather_ahead(self, current: AgreedPass) -> None:
+        ahead = current.gathers[current.position : current.position + self._prefetcher.prefetch]
+        for gather in ahead:
+            unit = self._refs[gather.unit]()
+            if unit is None or gather.is_issued or not gather.gathers:
+                continue
+            if unit.is_gathered:
+                return  # it is read, and would be waited for at once
+            self._prefetcher.gather_ahead(unit, gather, is_needed=True)
+
+    # Messages
+
+    def _agree(self, need: UnitIndex, is_fresh: bool) -> UnitIndex:
+        """Tell the other ranks what this one needs. Return what all ranks do next. A unit is
+        appended to the list."""
+        current = self._passes[-1] if self._passes else None
+        flags = FRESH * is_fresh + HAS_CALLS * (current is not None and current.has_calls)
+        flags += HAS_GRAD * (need > SHADOW and self._has_grad())
+        recent = [] if current is None else current.gathers[current.reported :]
+        used = bytes([gather.is_used for gather in recent])
+        held = bytes([self._is_held(ref()) for ref in self._refs])
+        facts = self._facts_of_passes()
+        replies = self._comm.exchange(_HEAD.pack(need, flags) + used + held + facts)
+        needs, all_flags = zip(*map(_HEAD.unpack_from, replies), strict=True)
+        some_flags = reduce(or_, all_flags)
+        self._facts = [reply[len(reply) - len(facts) :] for reply in replies]
+        running = [need for need in needs if need > SHADOW]
+        is_alike = len(set(running)) == 1
+        start, end = _HEAD.size, _HEAD.size + len(recent)
+        if current is not None:
+            self._learn(current, [reply[start:end] for reply in replies], needs)
+        chosen = self._choose(needs, current) if running else max(needs)
+        is_fresh = is_alike and all(
+            flag & FRESH for flag, need in zip(all_flags, needs, strict=True) if need > SHADOW
+        )
+        if current is None or is_fresh:
+            if current is not None and not some_flags & HAS_CALLS:
+                self._passes.pop()
+            if chosen >= 0:
+                self._append_pass(
+                    chosen,
+                    bool(some_flags & HAS_GRAD),
+                    [reply[end : end + len(held)] for reply in replies],
+                )
+        elif chosen >= 0:
+            current.gathers += [AgreedGather(index, True) for index in self._expected_from(chosen)]
+        return chosen
+
+    def _append_pass(self, first: UnitIndex, has_grad: bool, held: Sequence[bytes]) -> None:
+        by_all = {i for i, by_rank in enumerate(zip(*set(held), strict=True)) if all(by_rank)}
+        current = AgreedPass(self._begin_pass(has_grad), ran=[[] for _ in held])
+        for index in self._expected_from(first):
+            current.gathers.append(AgreedGather(index, index not in by_all))
+        self._passes.append(current)
+
+    def _is_held(self, unit: ScheduledUnit | None) -> bool:
+        return unit is not None and unit.is_unsharded
+
+    def _is_conditional(self, index: UnitIndex) -> bool:
+        unit = self._refs[index]() if index >= 0 else None
+        return unit is not None and unit.is_conditional
+
+    def _choose(self, needs: Sequence[int], current: AgreedPass | None) -> UnitIndex:
+        """Return what comes first of what ranks need: conditional units, in their order. Then what
+        a rank served while it asked for a conditional one, so that it comes as far as others."""
+        is_alike = current is None or all(ran == current.ran[0] for ran in current.ran)
+        if is_alike and len(set(needs)) == 1:
+            return needs[0]
+        conditional = [index for index in set(needs) if self._is_conditional(index)]
+        if conditional:
+            return min(conditional)
+        ahead = {}
+        for rank, need in enumerate(needs):
+            if need > SHADOW:
+                ran = current.ran[rank] if current is not None else []
+                ahead[rank] = [i for i in ran if not self._is_conditional(i)] + [need]
+        shortest, longest = (choose(ahead.values(), key=len) for choose in (min, max))
+        if any(units != longest[: len(units)] for units in ahead.values()):
+            raise RuntimeError(self._difference(ahead))
+        return shortest[-1]
+
+    def _difference(self, ran: Mapping[int, Sequence[UnitIndex]]) -> str:
+        """Return where ranks first ran different units that are not conditional, in words."""
+        most = max(map(len, ran.values()))
+        at = next(
+            at for at in range(most) if len({tuple(units[: at + 1]) for units in ran.values()}) > 1
+        )
+        by_unit: dict[str, list[int]] = {}
+        for rank, units in ran.items():
+            name = self._name(units[at]) if at < len(units) else "nothing yet"
+            by_unit.setdefault(name, []).append(rank)
+        return (
+            "ranks ran different units: "
+            + "; ".join(f"{name} on ranks {ranks}" for name, ranks in by_unit.items())
+            + ". Only units of fully_shard(conditional=True), and those within them, may run on "
+            "some ranks alone"
+        )
+
+    def _name(self, index: UnitIndex) -> str:
+        unit = self._refs[index]() if index >= 0 else None
+        if unit is not None:
+            return f"unit {unit.name!r}"
+        return "a backward" if index == BACKWARD else "the end of an evaluation"
+
+    def _learn(self, current: AgreedPass, used: Sequence[bytes], needs: Sequence[int]) -> None:
+        """Note which units each rank has run since the last message, and what followed each."""
+        recent = current.gathers[current.reported :]
+        current.reported = len(current.gathers)
+        for by_gather, ran, need in zip(used, current.ran, needs, strict=True):
+            known = len(ran)
+            ran += [g.unit for g, is_used in zip(recent, by_gather, strict=True) if is_used]
+            following = [need] if need > SHADOW else []
+            for before, after in pairwise(ran[max(known - 1, 0) :] + following):
+                if self._next.setdefault(before, after) != after:
+                    self._branches.add(before)
+
+    def _expected_from(self, first: UnitIndex) -> list[UnitIndex]:
+        """Return ``first`` and what is expected to follow it, up to where ranks may differ."""
+        units = {first: None}
+        last = first
+        while last not in self._branches and (last := self._next.get(last, END)) >= 0:
+            if last in units:
+                break
+            units[last] = None
+        return list(units)
+
+    # Backward
+
+    def _complete_passes(self, tick: int) -> tuple[list[ForwardPass], int]:
+        """Complete the passes that backward comes back to on some rank."""
+        # Most ranks tell the same, and how many do does not matter.
+        of_gathers = zip(*map(_ENDS.iter_unpack, set(self._facts)), strict=True)
+        completed = []
+        for current in self._passes:
+            facts = [next(of_gathers) for _ in current.gathers]
+            if any(flags & CALLS for by_rank in facts for flags, _ in by_rank):
+                _complete(current, facts, tick)
+                completed.append(current.forward_pass)
+                for call in current.forward_pass.calls:
+                    if not call.gathers:
+                        self._prefetcher.keep(call.unit)
+            tick += 2 * len(current.gathers) + 2
+        self._passes.clear()
+        return completed, tick
+
+    def _facts_of_passes(self) -> bytes:
+        """Return which all-gathers of the passes this rank's backward comes back to, and where
+        their forwards ended."""
+        return b"".join(
+            _ENDS.pack(self._facts_of(gather), gather.end)
+            for current in self._passes
+            for gather in current.gathers
+        )
+
+    def _facts_of(self, gather: AgreedGather) -> int:
+        unit = self._refs[gather.unit]()
+        if unit is None or not (gather.records or gather.may_recompute):
+            return 0
+        needs = gather.may_recompute or any(call.needs_parameters for call in gather.records)
+        return CALLS + NEEDS * needs + HOLDS * self._is_held(unit)
+
+
+def _complete(current: AgreedPass, facts: Sequence[Sequence[tuple[int, int]]], tick: int) -> None:
+    """Give the pass one call for each all-gather that some rank comes back to, in an order that is
+    the same on all ranks: by ends, of which the latest on any rank counts."""
+    forward_pass = current.forward_pass
+    forward_pass.spans.clear()
+    forward_pass.without_call.clear()
+    calls = []
+    held = set()
+    for at, (gather, by_rank) in enumerate(zip(current.gathers, facts, strict=True)):
+        called = [(flags, end) for flags, end in by_rank if flags & CALLS]
+        if not called:
+            continue
+        start, end = tick + 2 * at + 2, tick + 2 * max(end for _, end in called) + 1
+        call = ForwardRecord(gather.unit, start, end, forward_pass, -1)
+        call.needs_parameters = any(flags & NEEDS for flags, _ in called)
+        call.gathers = True
+        call.is_own = gather.may_recompute
+        for own in gather.records:
+            own.agreed, call.is_own, call.version = call, True, own.version
+        if all(flags & HOLDS for flags, _ in called):
+            held.add(call)
+        forward_pass.record(gather.unit, start, end)
+        calls.append(call)
+    calls.sort(key=lambda call: (call.end, -call.start))
+    seen: set[UnitIndex] = set()
+    for call in reversed(calls):  # as backward comes to them
+        if call.unit not in seen and call in held:
+            call.gathers = False
+        seen.add(call.unit)
+    forward_pass.calls = calls
+    forward_pass.is_for_all_ranks = any(
+        not any(by_rank[rank][0] & CALLS for by_rank in facts) for rank in range(len(facts[0]))
+    )

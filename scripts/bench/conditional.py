@@ -1,0 +1,225 @@
+"""What it costs that ranks may run different units: a step of a model with a conditional tower.
+
+The tower is the first half of the blocks, or with `--before` it follows some of the others. Each
+block is a unit, and so is the tower. Systems are ours and take turns round by round in the same
+processes: the tower is not conditional; it is, and all ranks run it; it is, and every second rank
+runs it, while the others serve it. With no conditional unit, ranks must exchange no message at all.
+
+What they cost the host is the sum of two measurements, since gloo's threads on shared cores make
+single steps vary by more than it is. In one process with a fake process group, which answers with
+its own messages, a step with a conditional tower is timed against one without, of blocks so small
+that next to nothing but the host's work is left. And two ranks exchange messages of the same size,
+in a loop. Both are processor time of the thread that runs forward and backward.
+
+What they cost a step is measured over a slow link, limited to `--rate` in a network namespace made
+for the run (needs root and `tc`). A block sleeps `--sleep` milliseconds in forward and twice as
+long in backward, which takes time and no core, as a GPU's compute does. There a sample is the mean
+of `--steps` steps, in milliseconds, from a barrier to the end of the slowest of the ranks that run
+the tower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fsdp_overlap import FsdpContext, fully_shard
+from fsdp_overlap.comm.process_groups import GroupCache
+from fsdp_overlap.engine.comm_context import CommContext
+from harness import link_training, options, output, processes, slow_link, turns
+from harness.measurement import Claim, Measurement, Ratio
+from link import check
+
+PLAIN, ALL, HALF = "not conditional", "conditional, all run it", "conditional, half run it"
+STEP, MESSAGES = "step", "messages in a step"
+SCHEDULE, MESSAGE = "host, schedule", "host, a message"
+HOST = "host, a step"
+ALL_TARGET, HALF_TARGET, HOST_TARGET = 1.01, 1.05, 150.0
+HOST_WIDTH, HOST_STEPS = 32, 5
+
+
+class Model(nn.Module):
+    """Blocks, among them a tower that this rank runs or not."""
+
+    def __init__(self, blocks: int, before: int, sleep_ms: float, width: int) -> None:
+        super().__init__()
+        all_blocks = link_training.build(blocks, sleep_ms, width)
+        end = before + blocks // 2
+        self.first, self.tower = all_blocks[:before], all_blocks[before:end]
+        self.last = all_blocks[end:]
+        self.runs_tower = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.last(self.tower(x) if self.runs_tower else x)
+
+
+def prepare(args: argparse.Namespace, name: str, width: int) -> Callable[[], float]:
+    """Return a step of the system ``name``."""
+    model = Model(args.blocks, args.before, args.sleep, width)
+    rank = dist.get_rank()
+    ctx = FsdpContext(init_device_mesh("cpu", (dist.get_world_size(),)))
+    for block in (*model.first, *model.tower, *model.last):
+        fully_shard(block, ctx)
+    fully_shard(model.tower, ctx, conditional=name != PLAIN)
+    fully_shard(model, ctx)
+    model.runs_tower = name != HALF or rank % 2 == 0
+    batch = link_training.make_batch(rank, args.rows, width)
+
+    def step() -> float:
+        loss = model(batch).square().mean()
+        loss.backward()
+        model.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return step
+
+
+def messages_in(step: Callable[[], float]) -> list[float]:
+    """Return how many messages this rank sends in a step."""
+    exchange = CommContext.exchange
+    with patch.object(CommContext, "exchange", autospec=True, side_effect=exchange) as called:
+        step()
+    return [float(called.call_count)]
+
+
+def warmed_up(args: argparse.Namespace, width: int) -> dict[str, Callable[[], float]]:
+    """Return the steps of all systems, after ranks have learned what follows what."""
+    steps = {name: prepare(args, name, width) for name in (PLAIN, ALL, HALF)}
+    for _ in range(3):
+        losses = {name: step() for name, step in steps.items()}
+        if dist.get_rank() % 2:
+            del losses[HALF]
+        check(losses)
+    return steps
+
+
+def measure_host(args: argparse.Namespace) -> dict[str, Any]:
+    """Return how many messages a step takes, and microseconds of one on this rank."""
+    args.sleep, args.rows = 0.0, link_training.SEQUENCE
+    steps = warmed_up(args, HOST_WIDTH)
+    sent = {name: messages_in(step) for name, step in steps.items()}
+    ctx = FsdpContext()
+    fully_shard(nn.Linear(2, 2), ctx, conditional=True)(torch.zeros(1, 2))
+    message, samples = bytes(64), []
+    for _ in range(args.host_rounds):
+        start = time.thread_time()
+        for _ in range(HOST_STEPS):
+            ctx.comm_context.exchange(message)
+        samples.append((time.thread_time() - start) / HOST_STEPS * 1e6)
+    return {MESSAGES: sent, MESSAGE: samples}
+
+
+def measure_schedule(args: argparse.Namespace) -> list[float]:
+    """Return microseconds of a step with a conditional tower, beyond those of one without. Messages
+    are answered at once."""
+    args = argparse.Namespace(**vars(args) | {"sleep": 0.0, "rows": link_training.SEQUENCE})
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    answered = patch.object(CommContext, "exchange", lambda self, message: [message] * 2)
+    grouped = patch.object(GroupCache, "get_for_hosts", lambda self, mesh: mesh.get_group())
+    samples = []
+    with answered, grouped, turns.quiet_gc():
+        steps = [prepare(args, name, HOST_WIDTH) for name in (PLAIN, ALL)]
+        for _ in range(args.host_rounds):
+            times = []
+            for step in steps:
+                start = time.thread_time()
+                for _ in range(HOST_STEPS):
+                    step()
+                times.append((time.thread_time() - start) / HOST_STEPS * 1e6)
+            samples.append(times[1] - times[0])
+    dist.destroy_process_group()
+    return samples
+
+
+def measure_link(args: argparse.Namespace) -> dict[str, list[float]]:
+    """Return milliseconds of steps over the link."""
+    steps = warmed_up(args, link_training.WIDTH)
+    with turns.quiet_gc():
+        samplers = {name: turns.timed(step, args.steps) for name, step in steps.items()}
+        mine = turns.alternate(samplers, args.rounds, 1)
+    if dist.get_rank() % 2:  # the slowest is one of those that run the tower
+        mine[HALF] = [0.0] * args.rounds
+    return processes.of_slowest_rank(mine)
+
+
+def parse() -> argparse.Namespace:
+    parser = options.parser(
+        __doc__,
+        rate="2gbit",
+        no_limit=False,
+        rows=64,
+        sleep=43.0,
+        ranks=2,
+        blocks=8,
+        rounds=25,
+        steps=1,
+        timeout=600.0,
+    )
+    parser.add_argument("--before", type=int, default=0, help="blocks that run before the tower")
+    parser.add_argument("--host-rounds", type=int, default=300, help="of what the host is measured")
+    parser.add_argument("--measure", choices=["host", "link"], help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def measurement_of(
+    args: argparse.Namespace,
+    host: dict[str, Any],
+    schedule: list[float],
+    samples: dict[str, list[float]],
+) -> Measurement:
+    about = (
+        f"{args.ranks} ranks, {slow_link.in_words(args)}, {args.blocks} blocks of "
+        f"12*{link_training.WIDTH}^2, {args.before} of them before a tower of {args.blocks // 2}, "
+        f"{args.rows} rows a rank, a block sleeps {args.sleep:g} ms in forward, {2 * args.sleep:g} "
+        f"in backward; {args.rounds} rounds of {args.steps} steps; the host: blocks of "
+        f"12*{HOST_WIDTH}^2, {args.host_rounds} rounds of {HOST_STEPS} steps"
+    )
+    figures = output.figures_of(STEP, "ms", samples)
+    figures += output.figures_of(MESSAGES, "", host[MESSAGES])
+    in_messages = host[MESSAGES][ALL][0] * statistics.median(host[MESSAGE])
+    figures += output.figures_of(SCHEDULE, "us", {ALL: schedule})
+    figures += output.figures_of(MESSAGE, "us", {ALL: host[MESSAGE]})
+    total = {ALL: [sample + in_messages for sample in schedule]}
+    figures += output.figures_of(HOST, "us", total, at_most={ALL: HOST_TARGET})
+    [sent] = host[MESSAGES][PLAIN]
+    return options.measurement(
+        args,
+        about,
+        figures,
+        [
+            Ratio.between(STEP, ALL, PLAIN, samples, at_most=ALL_TARGET),
+            Ratio.between(STEP, HALF, ALL, samples, at_most=HALF_TARGET),
+        ],
+        [Claim("without conditional units ranks exchange no messages", sent == 0, f"{sent:g}")],
+    )
+
+
+def main() -> None:
+    args = parse()
+    if processes.is_rank():
+        processes.join_ranks(timeout_s=args.timeout)
+        processes.finish((measure_host if args.measure == "host" else measure_link)(args))
+        return
+    argv = sys.argv[1:]
+    host = processes.launch_ranks(args.ranks, [*argv, "--measure=host"], args.timeout)
+    samples = slow_link.launch_on_link(args, [*argv, "--measure=link"])
+    output.publish(
+        measurement_of(args, host, measure_schedule(args), samples), args.json, args.plot
+    )
+
+
+if __name__ == "__main__":
+    main()

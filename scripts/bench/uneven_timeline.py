@@ -1,0 +1,85 @@
+"""Draws docs/uneven.png: steps of two ranks of which one alone runs a conditional tower.
+
+Gloo ranks over a link limited to `--rate` (needs root and `tc`) train three blocks, before which
+rank 0 runs three more that make a tower. The last of three steps is drawn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from fsdp_overlap import FsdpContext, fully_shard
+from fsdp_overlap.profiling import read_report
+from fsdp_overlap.profiling.plot import write_png
+from harness import processes, slow_link
+
+WIDTH, ROWS, BLOCKS = 1024, 512, 3
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.relu(self.linear(x))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower, self.text = (nn.Sequential(*(Block() for _ in range(BLOCKS))) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, has_image: bool) -> torch.Tensor:
+        return self.text(self.tower(x) if has_image else x)
+
+
+def run_rank(args: argparse.Namespace) -> None:
+    rank, _ = processes.join_ranks(timeout_s=args.timeout)
+    model = Model()
+    ctx = FsdpContext(sync_module_states=True)
+    for block in (*model.tower, *model.text):
+        fully_shard(block, ctx)
+    fully_shard(model.tower, ctx, conditional=True)
+    fully_shard(model, ctx)
+    x = torch.randn(ROWS, WIDTH)
+
+    def step() -> None:
+        model(x, has_image=rank == 0).square().mean().backward()
+        model.zero_grad()
+
+    for _ in range(2):  # what follows what is known from now on
+        step()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        dist.barrier()
+        step()
+        dist.barrier()
+    profiler.export_chrome_trace(str(args.out / f"rank-{rank}.json.gz"))
+    processes.finish(None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("runs/uneven"), help="folder of traces")
+    parser.add_argument("--picture", type=Path, default=Path("docs/uneven.png"))
+    parser.add_argument("--rate", default="2gbit", help="of the link, in tc's words")
+    parser.add_argument("--no-limit", action="store_true", help="plain loopback, needs no root")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds, for the whole run")
+    args = parser.parse_args()
+    args.ranks = 2
+    if processes.is_rank():
+        return run_rank(args)
+    args.out.mkdir(parents=True, exist_ok=True)
+    slow_link.launch_on_link(args, sys.argv[1:])
+    write_png({"": read_report(*sorted(args.out.glob("rank-*.json.gz")), steps=1)}, args.picture)
+
+
+if __name__ == "__main__":
+    main()
