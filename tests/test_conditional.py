@@ -293,6 +293,47 @@ def test_a_layer_beside_tensor_parallelism() -> None:
     run_ranks(beside_tensor_parallelism, 4)
 
 
+class WithExpert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.expert = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, runs: bool) -> torch.Tensor:
+        x = torch.tanh(self.body(x))
+        return (self.expert(x) if runs else x).square().mean()
+
+
+def on_a_mesh_of_its_own() -> None:
+    """Ranks 0 and 1 share an expert, 2 and 3 another one."""
+    torch.manual_seed(0)
+    twin, rank = WithExpert().double(), dist.get_rank()
+    model = copy.deepcopy(twin)
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    ctx = FsdpContext(init_device_mesh("cpu", (4,)))
+    fully_shard(model.expert, ctx, mesh=grid["inner"], conditional=True)
+    fully_shard(model, ctx)
+    for step, runs in enumerate([(1, 0, 0, 0), (0, 0, 1, 1), (0, 1, 1, 0), (0, 0, 0, 0)]):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(4, 3, WIDTH, dtype=torch.double, generator=generator)
+        model(x[rank], runs[rank]).backward()
+        neighbors = copy.deepcopy(twin)
+        for module, ranks in ((twin, range(4)), (neighbors, (rank // 2 * 2, rank // 2 * 2 + 1))):
+            for other in ranks:
+                (module(x[other], runs[other]) / len(ranks)).backward()
+        for part, whole in ((model.body, twin.body), (model.expert, neighbors.expert)):
+            for parameter, other in zip(part.parameters(), whole.parameters(), strict=True):
+                assert (parameter.grad is None) == (other.grad is None)
+                if other.grad is not None:
+                    expected = held_of(other.grad, parameter)
+                    torch.testing.assert_close(parameter.grad.to_local().flatten(), expected)
+        model.zero_grad()
+        twin.zero_grad()
+
+
+def test_a_unit_on_a_mesh_of_its_own() -> None:
+    run_ranks(on_a_mesh_of_its_own, 4)
+
+
 class Heads(nn.Module):
     """Two modules that are one unit, of which each rank runs both, one, or none."""
 

@@ -25,9 +25,15 @@ SHADOW, REST = -3, -4
 anything."""
 
 _HEAD = struct.Struct("<iB")
-_ENDS = struct.Struct("<BH")
+"""What begins a message: a unit's index or one of the above, and flags."""
+_ENDS = struct.Struct("<BI")
+"""What a message tells about each all-gather: flags, and where this rank's forward ended."""
 FRESH, HAS_CALLS, HAS_GRAD = 1, 2, 4
+"""Flags of a rank: no forward is under way, a backward may come back to its forwards, and it makes
+a graph."""
 CALLS, NEEDS, HOLDS = 1, 2, 4
+"""Flags of an all-gather: this rank's backward comes back to it, reads the parameters, and finds
+them gathered."""
 
 
 @dataclass(eq=False, slots=True)
@@ -60,8 +66,7 @@ class Negotiation:
     ``prepare`` brings full buffers to rest, before a message after which a pass may begin. It gets
     the unit that this rank needs, if any. ``begin_pass`` is called when a pass begins, on all
     ranks, and gives its :class:`~fsdp_overlap.schedule.order.ForwardPass`. It is told whether some
-    rank makes a graph.
-    ``has_grad`` says whether this rank makes a graph.
+    rank makes a graph. ``has_grad`` says whether this rank makes one.
     """
 
     def __init__(
@@ -146,10 +151,6 @@ class Negotiation:
     def position(self) -> int:
         """How many all-gathers of the pass under way this rank has used or served."""
         return self._passes[-1].position if self._passes else 0
-
-    def drop(self) -> None:
-        """Forget the passes since the last backward, on all ranks."""
-        self._passes.clear()
 
     # One list
 
