@@ -373,6 +373,53 @@ def test_modules_of_one_unit() -> None:
     run_ranks(heads_of_one_unit, 2)
 
 
+def several_backwards(ways: Sequence[str], device: str = "cpu") -> None:
+    """Of one forward: again, of two losses, or of a loss and the gradients of inputs."""
+    pair = Pair(device=device)
+    image, text = ("tower", "expert", *SAME), (*SAME, "other")
+
+    def backward(
+        model: nn.Module, x: torch.Tensor, order: Sequence[str], way: str, scale: float
+    ) -> None:
+        x = x.clone().requires_grad_()
+        out = model(x, order)
+        if way == "again":
+            (out.square().mean() * scale).backward(retain_graph=True)
+            (out.square().mean() * scale).backward()
+        elif way == "two losses":
+            (out[:, 0].square().mean() * scale).backward(retain_graph=True)
+            (out[:, 1].exp().mean() * scale).backward()
+        elif way == "of inputs":
+            torch.autograd.grad(out.square().mean(), x, retain_graph=True)
+            (out.square().mean() * scale).backward()
+        else:
+            [slope] = torch.autograd.grad(out.square().mean(), x, create_graph=True)
+            ((out.mean() + slope.abs().sum()) * scale).backward()
+
+    for step, way in enumerate(ways):
+        orders = first_only(*((image, text), (text, image), (image, None))[step % 3])
+        x, order = pair.inputs(step), orders[dist.get_rank()]
+        if order is None:
+            pair.ctx.shadow()
+            pair.ctx.shadow()
+        else:
+            backward(pair.model, x[dist.get_rank()], order, way, 1.0)
+        with unseen():
+            for rows, other in zip(x, orders, strict=True):
+                if other is not None:
+                    backward(pair.twin, rows, other, way, 1 / len(orders))
+        pair.check()
+        pair.step()
+
+
+WAYS = ("again", "two losses", "of inputs", "gradients of gradients")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_several_backwards_of_one_forward(way: str) -> None:
+    run_ranks(several_backwards, 2, [way] * 6)
+
+
 # Ranks that run different numbers of forwards
 
 
@@ -504,12 +551,6 @@ def refused() -> None:
     fully_shard(model, ctx)
     with pytest.raises(RuntimeError, match=r"within `with ctx.uneven\(\):` on all ranks"):
         ctx.shadow()
-    pair = Pair()
-    loss = pair.model(pair.inputs(0)[0], ("tower", *SAME)).square().mean()
-    with pytest.raises(RuntimeError, match=r"create_graph=True.*other ranks cannot know"):
-        loss.backward(create_graph=True)
-    pair.ctx.reset()
-    pair.train([first_only(("tower", *SAME), SAME)])
 
 
 def test_what_cannot_be_right_is_refused() -> None:
@@ -700,6 +741,7 @@ def on_the_device(defect: str) -> tuple[list[str], Any]:
         for options in EMULATED.values():
             towers(device="emulated", **options)
         held_by_one_and_needed_by_the_other()
+        several_backwards(WAYS, "emulated")
     return list(dict.fromkeys(map(str, device.findings))), device.issued
 
 

@@ -42,6 +42,10 @@ class Backward:
     _read_by_others: Mapping[UnitIndex, Collection[ForwardPass]]
     _recompute_order: RecomputeOrder
     _agrees: bool
+    accumulates: bool
+    """Whether gradients go to parameters. In ``torch.autograd.grad()`` they do not."""
+    creates_graph: bool
+    """Whether its gradients may be differentiated again: ``create_graph=True``."""
     under_way: list[ForwardPass] = field(default_factory=list)
     """Passes that backward is in, each nested in the one before it. Reentrant checkpoints nest: the
     inner one is recomputed in the backward of what the outer one recomputed."""
@@ -49,10 +53,6 @@ class Backward:
     """For each pass reached, the calls that backward has yet to come back to, the next one last."""
     open_calls: list[ForwardRecord] = field(default_factory=list)
     """Calls whose backward is under way."""
-    accumulates: bool = True
-    """Whether gradients go to parameters. In ``torch.autograd.grad()`` they do not."""
-    creates_graph: bool = False
-    """Whether its gradients may be differentiated again: ``create_graph=True``."""
     recompute: ForwardPass | None = None
     """The latest pass of forwards that ran within this backward. It comes back to them."""
     recomputing: list[tuple[ScheduledUnit, int]] = field(default_factory=list)
@@ -66,14 +66,9 @@ class Backward:
     """An edit of unsharded parameters that the shards do not have, in words. It is raised as an
     error when backward ends."""
 
-    def begin(self, units: Iterable[ScheduledUnit]) -> None:
+    def begin(self) -> None:
         """Begin, at the first event of this backward."""
         self._recompute_order.begin()
-        # All ranks call backward(). What its graph reaches may differ, so that does not count. See
-        # Note [gradients of inputs].
-        self.accumulates = self._engine.is_for_all_leaves() or any(
-            unit.accumulates for unit in units
-        )
         self._expect(self._prefetcher.in_graphs.items())
 
     def advance_to(self, call: ForwardRecord) -> None:
@@ -237,6 +232,11 @@ class Backward:
                     self.shown.add(index)
 
     def _take_up(self, forward_pass: ForwardPass) -> None:
+        if forward_pass.is_taken_up:  # by an earlier backward, which freed what was held then
+            for call in forward_pass.calls:
+                if call.gathers is not None:
+                    call.gathers, call.is_issued = True, False
+        forward_pass.is_taken_up = True
         self.remaining[forward_pass] = list(forward_pass.calls)
         self._expect([(call.unit, self._first_use(call)) for call in forward_pass.calls])
 
@@ -293,7 +293,14 @@ class Backward:
     def _step_agreed(self, call: ForwardRecord, unit: ScheduledUnit) -> None:
         """Enqueue what all ranks enqueue for ``call``, and ``prefetch`` all-gathers ahead. So
         gathers and reductions have one order, whichever of the calls are this rank's."""
-        if call.needs_parameters and call.is_own:
+        if call.needs_parameters and self.creates_graph:
+            # Each rank keeps what some rank's graph reads, so that all know what is there.
+            self._prefetcher.use_agreed(unit, call)
+            unit.wait()
+            self._prefetcher.in_graphs.setdefault(unit.index, self._first_use(call))
+            if call.is_own:
+                unit.hook_gradients()
+        elif call.needs_parameters and call.is_own:
             self._prefetcher.use_agreed(unit, call)
         elif call.needs_parameters:
             self._prefetcher.serve(unit, call)
@@ -302,7 +309,9 @@ class Backward:
         for other in islice(following, self._prefetcher.prefetch):
             ahead = self._refs[other.unit]()
             if other.gathers and not other.is_issued and ahead is not None:
-                self._prefetcher.gather_ahead(ahead, other, is_needed=other.is_own)
+                self._prefetcher.gather_ahead(
+                    ahead, other, is_needed=other.is_own or self.creates_graph
+                )
 
     def _leave(self, tick: int) -> None:
         """Leave every call that started after ``tick``: backward is done with it."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from itertools import pairwise
 from operator import or_
+from typing import NamedTuple
 
 from fsdp_overlap.schedule.interface import CommOps, ScheduledUnit, UnitIndex, UnitRefs
 from fsdp_overlap.schedule.order import AgreedGather, ForwardPass, ForwardRecord
@@ -28,12 +29,22 @@ _HEAD = struct.Struct("<iB")
 """What begins a message: a unit's index or one of the above, and flags."""
 _ENDS = struct.Struct("<BI")
 """What a message tells about each all-gather: flags, and where this rank's forward ended."""
-FRESH, HAS_CALLS, HAS_GRAD = 1, 2, 4
-"""Flags of a rank: no forward is under way, a backward may come back to its forwards, and it makes
-a graph."""
+FRESH, HAS_CALLS, HAS_GRAD, ACCUMULATES = 1, 2, 4, 8
+"""Flags of a rank: no forward is under way, a backward may come back to its forwards, it makes a
+graph, and its backward accumulates into parameters."""
 CALLS, NEEDS, HOLDS = 1, 2, 4
 """Flags of an all-gather: this rank's backward comes back to it, reads the parameters, and finds
 them gathered."""
+
+
+class AgreedBackward(NamedTuple):
+    """What ranks agreed on about a backward that begins."""
+
+    passes: Sequence[ForwardPass]
+    """Those that it may come back to."""
+    last_tick: int
+    accumulates: bool
+    creates_graph: bool
 
 
 @dataclass(eq=False, slots=True)
@@ -90,6 +101,10 @@ class Negotiation:
         """Units that something else followed, too."""
         self._passes: list[AgreedPass] = []
         """Those since the last backward, the one under way last."""
+        self._completed: list[ForwardPass] = []
+        """Those that the last backward came back to, or may come back to again."""
+        self._flags = 0
+        """What some rank told of itself in the last message."""
         self._facts: list[bytes] = []
         """What each rank told, in the last message, about the all-gathers that its backward comes
         back to."""
@@ -111,17 +126,22 @@ class Negotiation:
         self._gather_ahead(self._passes[-1])
         return gather
 
-    def begin_backward(self, tick: int, is_agreed: bool) -> tuple[list[ForwardPass], int]:
-        """Serve what other ranks run before their backward begins too, unless it ``is_agreed`` that
-        it begins. Then give each pass the calls of all ranks, with ticks after ``tick``. Return the
-        passes that a backward may come back to, and the last tick.
+    def begin_backward(self, tick: int, accumulates: bool | None) -> AgreedBackward:
+        """Serve what other ranks run before their backward begins too, unless all know already that
+        it begins: then this rank shadows, and ``accumulates`` is ``None``. Then give each pass the
+        calls of all ranks, with ticks after ``tick``.
 
         Raises:
             RuntimeError: a rank runs a unit that is not conditional; names it.
         """
-        if not is_agreed:
-            self._serve_until(BACKWARD)
-        return self._complete_passes(tick)
+        if accumulates is not None:
+            self._serve_until(BACKWARD, ACCUMULATES * accumulates)
+        if self._passes:
+            self._completed, tick = self._complete_passes(tick)
+        flags = self._flags
+        return AgreedBackward(
+            self._completed, tick, bool(flags & ACCUMULATES), bool(flags & HAS_GRAD)
+        )
 
     def end_pass(self) -> None:
         """Serve what other ranks run before their pass ends too. No backward may tell of that."""
@@ -168,11 +188,11 @@ class Negotiation:
                 return current.gathers[at]
         return None
 
-    def _serve_until(self, need: int) -> None:
+    def _serve_until(self, need: int, flags: int = 0) -> None:
         chosen: int | None = None
         while chosen != need:
             self._serve_rest()
-            chosen = self._agree(need, False)
+            chosen = self._agree(need, False, flags)
 
     def _serve_rest(self) -> None:
         current = self._passes[-1] if self._passes else None
@@ -201,11 +221,11 @@ class Negotiation:
 
     # Messages
 
-    def _agree(self, need: UnitIndex, is_fresh: bool) -> UnitIndex:
+    def _agree(self, need: UnitIndex, is_fresh: bool, flags: int = 0) -> UnitIndex:
         """Tell the other ranks what this one needs. Return what all ranks do next. A unit is
         appended to the list."""
         current = self._passes[-1] if self._passes else None
-        flags = FRESH * is_fresh + HAS_CALLS * (current is not None and current.has_calls)
+        flags += FRESH * is_fresh + HAS_CALLS * (current is not None and current.has_calls)
         flags += HAS_GRAD * (need > SHADOW and self._has_grad())
         recent = [] if current is None else current.gathers[current.reported :]
         used = bytes([gather.is_used for gather in recent])
@@ -213,7 +233,7 @@ class Negotiation:
         facts = self._facts_of_passes()
         replies = self._comm.exchange(_HEAD.pack(need, flags) + used + held + facts)
         needs, all_flags = zip(*map(_HEAD.unpack_from, replies), strict=True)
-        some_flags = reduce(or_, all_flags)
+        self._flags = some_flags = reduce(or_, all_flags)
         self._facts = [reply[len(reply) - len(facts) :] for reply in replies]
         running = [need for need in needs if need > SHADOW]
         is_alike = len(set(running)) == 1

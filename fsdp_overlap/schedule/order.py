@@ -92,6 +92,8 @@ class ForwardPass:
     without_call: dict[UnitIndex, list[NoGradForward]] = field(default_factory=dict)
     """For each unit, its forwards without gradients: a reentrant checkpoint may run these
     again."""
+    is_taken_up: bool = False
+    """Whether a backward has come back to it."""
     is_for_all_ranks: bool = False
     """Whether some rank has no call in it, so that all ranks walk past its calls."""
     is_recompute: bool = False

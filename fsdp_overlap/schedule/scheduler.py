@@ -30,7 +30,7 @@ from fsdp_overlap.schedule.interface import (
     UnitState,
     UnitStates,
 )
-from fsdp_overlap.schedule.negotiation import BACKWARD, REST, SHADOW, Negotiation
+from fsdp_overlap.schedule.negotiation import BACKWARD, REST, SHADOW, AgreedBackward, Negotiation
 from fsdp_overlap.schedule.order import (
     AgreedGather,
     ForwardOrder,
@@ -379,7 +379,7 @@ class Schedule:
         if self._graph_task() != backward.graph_task and backward.recompute is None:
             raise RuntimeError(UNFINISHED.format("backward"))
         call.backward = backward.serial
-        backward.creates_graph = self._engine.is_grad_enabled()
+        backward.creates_graph |= self._engine.is_grad_enabled()
         unit = self._refs[call.unit]()
         if unit is None:
             return False
@@ -413,21 +413,24 @@ class Schedule:
         self.reducer.arrived(unit, gradients, index)
 
     def _begin_backward(self, is_agreed: bool = False) -> Backward:
-        """Begin a backward. ``is_agreed``: all ranks know that."""
-        if self._negotiation is not None and self._engine.is_grad_enabled():
-            raise RuntimeError(
-                "backward(create_graph=True) where ranks may run different units: other ranks "
-                "cannot know what the graph of gradients reads. Use it in a context without "
-                "conditional units, and outside of ctx.uneven()"
-            )
+        """Begin a backward. ``is_agreed``: all ranks know that, and this one shadows."""
         self.finalizer.check_done("backward")
         self._engine.at_end_of_backward(self._end_backward)
         self._sync_requires_grad()
+        # All ranks call backward(). What its graph reaches may differ, so that does not count. See
+        # Note [gradients of inputs].
+        accumulates = is_agreed or (
+            self._engine.is_for_all_leaves() or any(unit.accumulates for unit in self._units())
+        )
+        agreed: AgreedBackward | None = None
         if self._negotiation is not None:
-            passes, last = self._negotiation.begin_backward(self._tick(), is_agreed)
-            self._tick = count(last + 1).__next__
+            agreed = self._negotiation.begin_backward(
+                self._tick(), None if is_agreed else accumulates
+            )
+            self._tick = count(agreed.last_tick + 1).__next__
             self._open_passes.clear()
-            self._open_passes.extend(passes)
+            self._open_passes.extend(agreed.passes)
+            accumulates = agreed.accumulates
         self._backwards += 1
         self._backward = backward = Backward(
             self._backwards,
@@ -441,9 +444,11 @@ class Schedule:
             self._open_passes,
             self._read_by_others,
             self._recompute_order,
-            self._negotiation is not None,
+            agreed is not None,
+            accumulates,
+            agreed is not None and agreed.creates_graph,
         )
-        backward.begin(self._units())
+        backward.begin()
         return backward
 
     def _end_backward(self) -> None:
