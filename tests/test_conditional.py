@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
@@ -28,6 +29,7 @@ from fsdp_overlap.emulator import EmulatedDevice, compare_issued, running
 from fsdp_overlap.layout import Flat, LayoutRule, PerTensor, TensorAtomic
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
 from fsdp_overlap.schedule.prefetch import Prefetcher
+from support.extensions import Rounded, with_matrices_of
 from support.held import held_of
 from support.nccl_like import BACKEND, unseen
 from support.ranks import run_ranks
@@ -229,6 +231,9 @@ def towers(**options: Any) -> None:
     pair.evaluate(7, first_only(text, image))
     pair.evaluate(8, first_only(None, image))
     pair.train([first_only(image, text)])
+    if not options:
+        whole = get_model_state_dict(pair.model, options=StateDictOptions(full_state_dict=True))
+        torch.testing.assert_close(whole, dict(pair.twin.state_dict()))
     if "reshard_after_forward" not in options:
         assert not any(unit.is_gathered for unit in pair.ctx.units if not unit.is_root)
 
@@ -294,12 +299,16 @@ def test_a_layer_beside_tensor_parallelism() -> None:
 
 
 class WithExpert(nn.Module):
+    runs_for_nothing = False
+
     def __init__(self) -> None:
         super().__init__()
         self.body, self.expert = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor, runs: bool) -> torch.Tensor:
         x = torch.tanh(self.body(x))
+        if self.runs_for_nothing and not runs:
+            x = x + 0 * self.expert(x)
         return (self.expert(x) if runs else x).square().mean()
 
 
@@ -332,6 +341,34 @@ def on_a_mesh_of_its_own() -> None:
 
 def test_a_unit_on_a_mesh_of_its_own() -> None:
     run_ranks(on_a_mesh_of_its_own, 4)
+
+
+def with_extensions() -> None:
+    """As a model that is not conditional, whose ranks run the expert for nothing."""
+    torch.manual_seed(0)
+    built = with_matrices_of(Rounded, WithExpert)
+    model, other = built, copy.deepcopy(built)
+    other.runs_for_nothing = True
+    for each, conditional in ((model, True), (other, False)):
+        ctx = FsdpContext(layout=PerTensor())
+        fully_shard(each.expert, ctx, conditional=conditional)
+        fully_shard(each, ctx)
+    for step, runs in enumerate([(1, 0), (0, 1), (1, 1), (1, 0)]):
+        x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(step))
+        mine = runs[dist.get_rank()]
+        loss = model(x, mine)
+        loss.backward()
+        expected = other(x, mine)
+        expected.backward()
+        assert torch.equal(loss, expected)
+        for one, two in zip(model.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(one.grad.to_local(), two.grad.to_local())
+        model.zero_grad()
+        other.zero_grad()
+
+
+def test_tensor_extensions() -> None:
+    run_ranks(with_extensions, 2)
 
 
 class Heads(nn.Module):
