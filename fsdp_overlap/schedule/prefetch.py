@@ -210,12 +210,15 @@ class Prefetcher:
             self.to_sharded(unit)
         if self._gathered_again[unit.index]:
             self._gathered_again[unit.index] -= 1
-            self._ahead[unit.index] = self._comm.record_compute_event()
+            waiting = self._ahead
         elif unit.is_gathered and unit.index not in self.in_graphs:
             self._ahead.pop(unit.index, None)
             self._asked.pop(unit.index, None)
             self._for_next_pass.pop(unit.index, None)
-            self._delayed[unit.index] = self._comm.record_compute_event()
+            waiting = self._delayed
+        else:
+            return
+        waiting[unit.index] = self._comm.record_compute_event()
 
     def to_sharded(self, unit: ScheduledUnit) -> None:
         """Register the sharded parameters of ``unit``, also if the user asked for the unsharded

@@ -39,6 +39,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -346,6 +347,8 @@ def run_tests(
             env={**os.environ, **(env or {})},
             stdout=file,
             stderr=subprocess.STDOUT,
+            # Else it would ignore the signal below where this process was started to ignore it.
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
         try:
             done: int | None = tests.wait(limit)
