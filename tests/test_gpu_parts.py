@@ -47,7 +47,7 @@ def test_a_loss_or_gradient_that_is_off_or_no_number_fails() -> None:
 def test_a_step_is_within_its_bounds_where_the_host_runs_far_ahead() -> None:
     with fake_ranks(8), running(EmulatedDevice()):
         samplers = memory.samplers(init_device_mesh("emulated", (8,)), blocks=8, width=256)
-        peaks = {name: [sample() for _ in range(3)] for name, sample in samplers.items()}
+        peaks = {name: [sample() for _ in range(2)] for name, sample in samplers.items()}
     gpu_parts.assert_within_bounds(peaks)
     assert max(peaks["ours, prefetch 0"]) < 0.6 * min(peaks["FSDP2"])
     assert max(peaks["ours, prefetch 1"]) < 1.15 * min(peaks["FSDP2"])
@@ -137,8 +137,8 @@ def test_tests_that_are_not_done_say_what_has_failed(tmp_path: Path) -> None:
         "import time\ndef test_fails(): assert not 'wrong'\ndef test_hangs(): time.sleep(60)\n"
     )
     args = argparse.Namespace(device="cpu", out=tmp_path)
-    part = gpu_suite.run_tests(args, "tests", 20, [str(tmp_path), f"--rootdir={tmp_path}"])
-    assert "not done in 20 s" in part["error"]
+    part = gpu_suite.run_tests(args, "tests", 8, [str(tmp_path), f"--rootdir={tmp_path}"])
+    assert "not done in 8 s" in part["error"]
     assert "test_some.py::test_fails" in part["page"]
     assert "assert not 'wrong'" in (tmp_path / "tests.txt").read_text()
 
