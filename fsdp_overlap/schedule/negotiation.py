@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from itertools import pairwise
+from itertools import islice, pairwise
 from operator import or_
 from typing import NamedTuple
 
@@ -343,13 +343,12 @@ class Negotiation:
         of_gathers = zip(*map(_ENDS.iter_unpack, set(self._facts)), strict=True)
         completed = []
         for current in self._passes:
-            facts = [next(of_gathers) for _ in current.gathers]
-            if any(flags & CALLS for by_rank in facts for flags, _ in by_rank):
-                _complete(current, facts, tick)
+            _complete(current, list(islice(of_gathers, len(current.gathers))), tick)
+            if current.forward_pass.calls:
                 completed.append(current.forward_pass)
-                for call in current.forward_pass.calls:
-                    if not call.gathers:
-                        self._prefetcher.keep(call.unit)
+            for call in current.forward_pass.calls:
+                if not call.gathers:
+                    self._prefetcher.keep(call.unit)
             tick += 2 * len(current.gathers) + 2
         self._passes.clear()
         return completed, tick
@@ -377,20 +376,25 @@ def _complete(current: AgreedPass, facts: Sequence[Sequence[tuple[int, int]]], t
     forward_pass = current.forward_pass
     forward_pass.spans.clear()
     forward_pass.without_call.clear()
-    calls = []
+    calls: list[ForwardRecord] = []
     held = set()
+    comes_back = [0] * len(facts[0])
     for at, (gather, by_rank) in enumerate(zip(current.gathers, facts, strict=True)):
-        called = [(flags, end) for flags, end in by_rank if flags & CALLS]
-        if not called:
+        some, each, end = 0, HOLDS, 0
+        for rank, (flags, its_end) in enumerate(by_rank):
+            if flags & CALLS:
+                comes_back[rank] = CALLS
+                some, each, end = some | flags, each & flags, max(end, its_end)
+        if not some:
             continue
-        start, end = tick + 2 * at + 2, tick + 2 * max(end for _, end in called) + 1
+        start, end = tick + 2 * at + 2, tick + 2 * end + 1
         call = ForwardRecord(gather.unit, start, end, forward_pass, -1)
-        call.needs_parameters = any(flags & NEEDS for flags, _ in called)
+        call.needs_parameters = bool(some & NEEDS)
         call.gathers = True
         call.is_own = gather.may_recompute
         for own in gather.records:
             own.agreed, call.is_own, call.version = call, True, own.version
-        if all(flags & HOLDS for flags, _ in called):
+        if each:
             held.add(call)
         forward_pass.record(gather.unit, start, end)
         calls.append(call)
@@ -401,6 +405,4 @@ def _complete(current: AgreedPass, facts: Sequence[Sequence[tuple[int, int]]], t
             call.gathers = False
         seen.add(call.unit)
     forward_pass.calls = calls
-    forward_pass.is_for_all_ranks = any(
-        not any(by_rank[rank][0] & CALLS for by_rank in facts) for rank in range(len(facts[0]))
-    )
+    forward_pass.is_for_all_ranks = not all(comes_back)
