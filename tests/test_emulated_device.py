@@ -62,7 +62,7 @@ def test_two_streams_that_nothing_orders_race(device: EmulatedDevice) -> None:
         tensor.add_(1)
     [finding] = device.findings
     assert finding.kind == "race"
-    assert "add_ on stream 2 writes memory (tests/test_emulated_device.py:" in finding.text
+    assert "add_ on stream 2 (test_emulated_device.py:60) writes memory (tests/" in finding.text
     assert "nothing orders it after zeros on the default stream, which writes it" in finding.text
 
 

@@ -13,6 +13,7 @@ import torch
 from fsdp_overlap.emulator.device import EmulatedDevice
 from fsdp_overlap.emulator.dispatch import PLAIN, inner_of, tensors_in
 from fsdp_overlap.emulator.queues import Moment, Queue
+from fsdp_overlap.emulator.sites import Site, call_site, enter_node_of
 from fsdp_overlap.emulator.threads import DeviceThread
 from fsdp_overlap.torch_internals import (
     DisableTorchFunction,
@@ -25,10 +26,12 @@ _KEY = "fsdp_overlap.emulator"
 
 
 class _Node:
-    """What is known of a node of the graph, which runs on ``stream``."""
+    """What is known of a node of the graph, which runs on ``stream``, and whose forward was called
+    at ``site``."""
 
-    def __init__(self, stream: Queue) -> None:
+    def __init__(self, stream: Queue, site: Site) -> None:
         self.stream = stream
+        self.site = site
         self.is_here = False
         """Whether it, or a node behind it, runs on the device."""
         self.behind: list[tuple[_Node | None, int]] = []
@@ -77,7 +80,7 @@ class Backwards:
                 continue
             with DisableTorchFunction():
                 is_here = self.device.is_here(tensor)
-            pending, new = [last], []
+            pending, new, site = [last], [], call_site()
             while pending:
                 node = pending.pop()
                 if node is None:
@@ -85,7 +88,7 @@ class Backwards:
                 if _KEY in node.metadata:
                     is_here = is_here or node.metadata[_KEY].is_here
                     continue
-                node.metadata[_KEY] = known = _Node(stream)
+                node.metadata[_KEY] = known = _Node(stream, site)
                 # Registered now, to run before the hooks that others will add.
                 if node is last:
                     tensor.register_hook(partial(self._enter_with, known))
@@ -148,6 +151,7 @@ class Backwards:
             return
         last, device.current = device.current, node.stream
         backward.within = node
+        enter_node_of(node.site)
         backward.used.add(node.stream)
         ready: list[_Ready] = list(backward.ready.pop(node, {}).values())
         if not ready:  # the backward begins here, or the node before is none that is known
@@ -191,3 +195,4 @@ class Backwards:
         for stream in backward.used:
             self._wait(backward.caller, (stream, None))
         device.current = backward.caller
+        enter_node_of(None)

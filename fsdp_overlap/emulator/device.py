@@ -15,9 +15,12 @@ import torch
 import torch.distributed as dist
 
 from fsdp_overlap.emulator.allocator import Allocator, MemoryBlock, MemPool
-from fsdp_overlap.emulator.findings import Finding, Sync, call_site
+from fsdp_overlap.emulator.conflicts import Conflict
+from fsdp_overlap.emulator.findings import Finding, Findings, FoundAccess, Sync, steady
+from fsdp_overlap.emulator.history import History
 from fsdp_overlap.emulator.memory import Access, TrackedMemory
 from fsdp_overlap.emulator.queues import Moment, Queue
+from fsdp_overlap.emulator.sites import Site, call_site
 
 # As in torch's c10/cuda/CUDAStream.
 STREAMS = 32
@@ -127,6 +130,8 @@ class EmulatedDevice:
             process's: a thread that makes a context there is a finding.
         expandable_segments: whether the allocator's segments grow, as with torch's setting of this
             name.
+        allow: lines, as ``"file.py:12"``, of which what is found is no fault. A comment
+            ``# races: allow`` says the same of its line.
     """
 
     def __init__(
@@ -137,6 +142,7 @@ class EmulatedDevice:
         values: bool = True,
         index: int = 0,
         expandable_segments: bool = False,
+        allow: Sequence[str] = (),
     ) -> None:
         self.timing = timing
         self.allocating = allocating
@@ -150,6 +156,7 @@ class EmulatedDevice:
         self.host = Queue(0, "the host")
         """All threads of the program: which of them comes first is not looked at."""
         self.queues = [self.host]
+        self.history = History(self.queues)
         self.default = self.add_stream("the default stream")
         self.of_thread = ThreadState(self.default)
         self.program_streams = {self.default}
@@ -158,10 +165,15 @@ class EmulatedDevice:
         """Has the device's memory, and counts it."""
         self.on_host = self.peak_on_host = 0
         """The bytes of the host's tensors that were made, and the most that there were at once."""
-        self.findings: list[Finding] = []
+        self._found = Findings(allow)
+        self.findings = self._found.faults
         """What is wrong so far."""
+        self.allowed = self._found.allowed
+        """What would be wrong on lines that are not allowed to do it."""
         self.syncs: list[Sync] = []
         """When the host waited for the device."""
+        self.steps = 0
+        """How many steps of training are over."""
         self.issued: list[IssuedCollective] = []
         """The collectives, in the order in which the host enqueued them."""
         self.operations = 0
@@ -196,15 +208,40 @@ class EmulatedDevice:
         """Use the device of this number on this thread, or its current one."""
         index = self.of_thread.index if index is None else index
         if index != self.index:
-            text = f"makes a context on device {index} ({call_site()}): this one is {self.index}"
-            self.findings.append(Finding("context", text))
+            site = call_site()
+            access = FoundAccess(f"a context on device {index}", "is made", "the host", site)
+            text = f"makes a context on device {index} ({site}): this one is {self.index}"
+            self.report(Finding("context", text, second=access))
+
+    # Findings
+
+    @_locked
+    def report(self, finding: Finding) -> None:
+        """Add a finding, or count it again."""
+        self._found.add(finding)
+
+    @_locked
+    def mark_step(self) -> None:
+        """Note that a step of training is over. A wait of the host that each step has is one of
+        :meth:`steady_waits`."""
+        self.steps += 1
+
+    def steady_waits(self) -> list[Finding]:
+        """Return the waits of the host that recur in each of the last steps, without those of
+        allowed lines."""
+        return [
+            wait for wait in steady(self.syncs, self.steps) if not self._found.allowance(wait.sites)
+        ]
 
     # Order
 
     @_locked
     def add_stream(self, name: str = "") -> Queue:
-        index = len(self.queues)
-        self.queues.append(Queue(index, name or f"stream {index}", device=self.index))
+        index, site = len(self.queues), call_site()
+        if not name:
+            line = site.innermost
+            name = f"stream {index}" + (f" ({line.short})" if line else "")
+        self.queues.append(Queue(index, name, device=self.index, made_at=site))
         return self.queues[-1]
 
     @_locked
@@ -238,13 +275,17 @@ class EmulatedDevice:
     @_locked
     def wait(self, stream: Queue, moment: Moment) -> None:
         stream.learn(moment.clock, moment.ends)
+        self.history.wait(stream, moment, call_site())
 
     @_locked
     def wait_on_host(self, moment: Moment, operation: str, is_promised: bool = True) -> None:
         """Make the host wait for ``moment``. A wait that nobody has promised takes time, and orders
         nothing."""
-        self.syncs.append(Sync(operation, call_site()))
+        site = call_site()
+        self.syncs.append(Sync(operation, site, self.steps))
         self.host.learn(moment.clock if is_promised else {}, moment.ends)
+        if is_promised:
+            self.history.wait(self.host, moment, site)
 
     @_locked
     def is_done(self, moment: Moment) -> bool:
@@ -261,39 +302,49 @@ class EmulatedDevice:
         queue, timing = self.host if on_host else self.current, self.timing
         if timing is not None:
             self.host.ends += timing.on_host(operation)
-        self._note(operation.name, operation.staged, False, self.host)
+        site = call_site()
+        self._note(operation.name, operation.staged, False, self.host, site)
         if not on_host:
             queue.learn(self.host.clock, self.host.ends)
             if timing is not None:
                 queue.ends = timing.end(operation, queue, self.host.ends, queue.ends)
         self.operations += 1
+        self.history.enqueue(queue, operation.name, site)
         reads = operation.reads
         if operation.staged:
             staged = {id(tensor) for tensor in operation.staged}
             reads = [tensor for tensor in reads if id(tensor) not in staged]
-        self._note(operation.name, reads, False, queue)
-        self._note(operation.name, operation.writes, True, queue)
+        self._note(operation.name, reads, False, queue, site)
+        self._note(operation.name, operation.writes, True, queue, site)
 
     def _note(
-        self, name: str, tensors: Sequence[torch.Tensor], is_write: bool, queue: Queue
+        self, name: str, tensors: Sequence[torch.Tensor], is_write: bool, queue: Queue, site: Site
     ) -> None:
         """Note that an operation on ``queue`` reads or writes ``tensors``."""
         if not tensors:
             return
-        where, stamp = call_site(), queue.add()
+        stamp = queue.add()
         for tensor in tensors:
             memory = self.memory_of(tensor)
-            access = Access(stamp, name, where, is_write, *extent(tensor))
-            if access.start == access.stop:
-                continue
-            for earlier in memory.conflicts(access, queue):
-                self._find_conflict(earlier, access, queue)
-            memory.note(access)
+            access = Access(stamp, name, site, is_write, *extent(tensor))
+            if access.start != access.stop:
+                self.compare(access, queue, memory)
+                memory.note(access)
+
+    def compare(self, access: Access, queue: Queue, memory: TrackedMemory) -> None:
+        """Report the accesses that nothing orders before ``access``, the last one of ``queue``."""
+        for earlier in memory.conflicts(access, queue):
+            conflict = Conflict(earlier, access, queue, self.queues)
+            if not self._found.repeats(conflict.key):
+                finding = self._found.add(conflict.finding(memory))
+                finding.timeline = self.history.timeline(earlier.stamp, access.stamp)
 
     def stream_of(self, group: str) -> Queue:
         """Return the stream on which a group's asynchronous collectives run."""
         if group not in self._group_streams:
-            self._group_streams[group] = self.next_stream(name=f"the stream of {group}")
+            stream = self.next_stream(name=f"NCCL's stream of group {group}")
+            stream.group = stream.group or group
+            self._group_streams[group] = stream
         return self._group_streams[group]
 
     def issue(
@@ -356,20 +407,6 @@ class EmulatedDevice:
         self._in_flight.discard(enqueued)
         enqueued.kept = ()
 
-    def _find_conflict(self, earlier: Access, access: Access, queue: Queue) -> None:
-        first = "writes" if earlier.writes else "reads"
-        second = "writes" if access.writes else "reads"
-        of_whom = self.queues[earlier.stamp.queue].name
-        what = "memory that was freed since and taken again" if earlier.is_of_last_owner else "it"
-        self.findings.append(
-            Finding(
-                "reuse" if earlier.is_of_last_owner else "race",
-                f"{access.operation} on {queue.name} {second} memory ({access.place}); nothing "
-                f"orders it after {earlier.operation} on {of_whom}, which {first} {what} "
-                f"({earlier.place})",
-            )
-        )
-
     # Memory
 
     @_locked
@@ -403,6 +440,7 @@ class EmulatedDevice:
         memory = self._memories.get(storage._cdata)
         if memory is None or nbytes == memory.nbytes:
             return
+        memory.freed_at = call_site()
         self._take(memory)
         memory.is_freed = nbytes == 0
         self._give(memory, nbytes)
@@ -420,8 +458,11 @@ class EmulatedDevice:
         for tensor in tensors:
             memory = self._memories.get(tensor.untyped_storage()._cdata)
             if memory is not None and memory.is_freed and tensor.numel():
-                found = Finding("freed", f"{operation} uses memory that is freed ({call_site()})")
-                self.findings.append(found)
+                site = call_site()
+                text = f"{operation} uses memory that is freed ({site})"
+                access = FoundAccess(operation, "uses", self.current.name, site)
+                found = Finding("freed", text, second=access, freed_at=memory.freed_at)
+                self.report(found)
                 raise RuntimeError(str(found))
 
     def release_after(self, tensor: torch.Tensor, stream: Queue) -> None:
@@ -440,6 +481,7 @@ class EmulatedDevice:
             pool = self.of_thread.pool
             self._blocks[memory], last = self.allocator.take(nbytes, self.current, pool)
             memory.nbytes = nbytes
+            memory.taken_at = call_site()
             memory.take_over(last)
         elif not memory.is_on_device:
             self.on_host += nbytes
@@ -462,6 +504,8 @@ class EmulatedDevice:
         then the next allocation gives it back."""
         if self._memories.get(key) is memory:
             del self._memories[key]
+        if memory.is_on_device:
+            memory.freed_at = call_site()
         self._dead.append(memory)
         if not self.lock._is_owned():  # type: ignore[attr-defined]
             with self.lock:

@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.emulator.device import EmulatedDevice, Operation, OperatorCall
-from fsdp_overlap.emulator.findings import call_site
 from fsdp_overlap.emulator.functional import Functional, is_functional
 from fsdp_overlap.emulator.shapes import run_on_shapes
+from fsdp_overlap.emulator.sites import call_site
 from fsdp_overlap.torch_internals import (
     AsyncCollectiveTensor,
     DisableTorchFunction,

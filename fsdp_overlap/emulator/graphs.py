@@ -25,9 +25,10 @@ from fsdp_overlap.emulator import torch_module
 from fsdp_overlap.emulator.allocator import MemoryBlock, MemPool
 from fsdp_overlap.emulator.device import EmulatedDevice, IssuedCollective, Operation, extent
 from fsdp_overlap.emulator.dispatch import tensors_in
-from fsdp_overlap.emulator.findings import Finding, call_site
+from fsdp_overlap.emulator.findings import Finding, FoundAccess
 from fsdp_overlap.emulator.memory import Access, TrackedMemory
 from fsdp_overlap.emulator.queues import Clock, Moment, Queue, Stamp
+from fsdp_overlap.emulator.sites import Site, call_site
 from fsdp_overlap.emulator.torch_module import Stream, active, synchronize
 from fsdp_overlap.torch_internals import (
     DisableTorchFunction,
@@ -115,7 +116,7 @@ class Node:
     queue: Queue
     clock: dict[Queue, int]
     name: str
-    place: str
+    site: Site
     accesses: Sequence[tuple[Slot, int, int, bool]]
     """The bytes, and whether they are written."""
     call: tuple[Callable[..., Any], Any, Any, Sequence[View | None]] | None
@@ -203,6 +204,7 @@ class Capture:
             if queue not in self.starts:
                 self._join(queue)
             queue.learn(moment.captured.clock, 0.0)
+            self.device.history.wait(queue, moment.captured, call_site())
             queue.add()  # so that it has to join the origin again
         elif queue in self.starts:
             self._fail(
@@ -378,7 +380,7 @@ class CUDAGraph:
             self._capture = None
             raise
         for queue in capture.starts:
-            branch = Queue(len(device.queues), f"{queue.name} in a graph")
+            branch = Queue(len(device.queues), f"{queue.name} in a graph", is_of_graph=True)
             device.queues.append(branch)
             self._branches[queue] = branch
             counts = (node.clock.get(queue, 0) for node in capture.nodes)
@@ -419,11 +421,14 @@ class CUDAGraph:
         mine = {branch.index for branch in self._branches.values()}
         for index, tick in _replayed.setdefault(self.pool(), {}).items():
             if index not in mine and not launch.knows(Stamp(index, tick)):
+                site, name = call_site(), device.queues[index].name
                 text = (
-                    f"a graph is replayed ({call_site()}) that shares its pool with another one; "
-                    f"nothing orders it after the replay of that, on {device.queues[index].name}"
+                    f"a graph is replayed ({site}) that shares its pool with another one; nothing "
+                    f"orders it after the replay of that, on {name}"
                 )
-                device.findings.append(Finding("reuse", text))
+                access = FoundAccess("replay", "uses", launch.name, site)
+                missing = f"{launch.name} has to wait for {name} before {site.place}"
+                device.report(Finding("reuse", text, second=access, missing=missing))
                 return
 
     def _resolve(
@@ -435,10 +440,11 @@ class CUDAGraph:
             nodes = self._capture.nodes
             user = next(node for node in nodes if any(slot is each[0] for each in node.accesses))
             text = (
-                f"{user.name} ({user.place}) is replayed on memory from outside the graph's pool "
+                f"{user.name} ({user.site}) is replayed on memory from outside the graph's pool "
                 "that was freed"
             )
-            device.findings.append(Finding("freed", text))
+            access = FoundAccess(user.name, "uses", device.current.name, user.site)
+            device.report(Finding("freed", text, second=access, freed_at=slot.memory.freed_at))
             raise RuntimeError(text)
         return found
 
@@ -456,13 +462,13 @@ class CUDAGraph:
         branch.clock = {**before, **known}
         stamp = Stamp(branch.index, known[branch.index])
         device.operations += 1
+        device.history.enqueue(branch, node.name, node.site)
         if node.issued is not None:
             device.issued.append(node.issued)
         for slot, start, stop, is_write in node.accesses:
             memory = resolved[slot][1]
-            access = Access(stamp, node.name, node.place, is_write, start, stop)
-            for earlier in memory.conflicts(access, branch):
-                device._find_conflict(earlier, access, branch)
+            access = Access(stamp, node.name, node.site, is_write, start, stop)
+            device.compare(access, branch, memory)
             memory.note(access)
 
     def _prepare(

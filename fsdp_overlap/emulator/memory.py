@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from fsdp_overlap.emulator.queues import Queue, Stamp
+from fsdp_overlap.emulator.sites import Site
 
 
-@dataclass(frozen=True)
-class Access:
+class Access(NamedTuple):
     """An operation reads or writes the bytes ``[start, stop)`` of a piece of memory."""
 
     stamp: Stamp
     operation: str
-    place: str
-    """The line of the program that enqueued it."""
+    site: Site
     writes: bool
     start: int
     stop: int
-    is_of_last_owner: bool = False
-    """Whether the memory has been freed and taken again since."""
+    freed_at: Site | None = None
+    """Where the memory was freed since. It has another owner now."""
 
 
 @dataclass(eq=False)
@@ -32,6 +32,10 @@ class TrackedMemory:
     is_pinned: bool = False
     is_freed: bool = False
     """Whether its storage has been resized to nothing."""
+    freed_at: Site | None = None
+    """Where that was, or where its last tensor was dropped."""
+    taken_at: Site | None = None
+    """Where it was taken from the allocator."""
     accesses: list[Access] = field(default_factory=list)
     waited_for: set[Queue] = field(default_factory=set)
     """The queues that the allocator waits for before it gives the memory to a next owner, as
@@ -67,11 +71,12 @@ class TrackedMemory:
         ]
         self.accesses.clear()
         self.waited_for.clear()
-        return [replace(access, is_of_last_owner=True) for access in left]
+        freed_at = self.freed_at or Site()
+        return [each if each.freed_at else each._replace(freed_at=freed_at) for each in left]
 
     def take_over(self, accesses: Iterable[Access]) -> None:
         """Add the last accesses of the memory's former owners. They count for all of its bytes:
         which ones they touched is not known."""
         self.accesses.extend(
-            replace(access, start=0, stop=max(self.nbytes, 1)) for access in accesses
+            access._replace(start=0, stop=max(self.nbytes, 1)) for access in accesses
         )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from fsdp_overlap.emulator.sites import Site
 
 Clock = dict[int, int]
 """How many operations of each queue, by its index, are known to be done."""
@@ -14,6 +17,31 @@ class Stamp(NamedTuple):
 
     queue: int
     tick: int
+
+
+class Enqueued(NamedTuple):
+    """The operation that took place ``number`` of all that was enqueued. It may have several ticks
+    of its queue, of which ``tick`` is the first."""
+
+    number: int
+    queue: int
+    tick: int
+    operation: str
+    site: Site
+
+
+class Waited(NamedTuple):
+    """A wait for the first ``tick`` operations of queue ``source``."""
+
+    number: int
+    queue: int
+    source: int
+    tick: int
+    site: Site
+
+
+RECENT = 64
+"""The operations and waits of each queue that are kept for the timelines of findings."""
 
 
 @dataclass(eq=False)
@@ -30,6 +58,14 @@ class Queue:
     """Whether what is enqueued is captured in a graph."""
     device: int = 0
     """The number of the device that it is a stream of."""
+    made_at: Site = field(default_factory=Site)
+    group: str = ""
+    """The process group whose collectives it runs, if it was made for one."""
+    is_of_graph: bool = False
+    """Whether what it runs are replays of a graph."""
+    recent: deque[Enqueued | Waited] = field(default_factory=lambda: deque(maxlen=RECENT))
+    waits: dict[int, Waited] = field(default_factory=dict)
+    """The last wait for each queue that was waited for by itself."""
 
     def knows(self, stamp: Stamp) -> bool:
         """Return whether ``stamp`` comes before what is enqueued next."""
@@ -57,7 +93,9 @@ class Moment:
 
     clock: Clock
     ends: float
+    source: int = -1
+    """The index of the queue."""
 
     @classmethod
     def of(cls, queue: Queue) -> Moment:
-        return cls(dict(queue.clock), queue.ends)
+        return cls(dict(queue.clock), queue.ends, queue.index)

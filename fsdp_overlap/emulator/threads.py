@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import torch
 
-from fsdp_overlap.emulator.findings import attributed_to, call_site
+from fsdp_overlap.emulator.sites import attributed_to, call_site
 from fsdp_overlap.torch_internals import (
     DisableTorchFunction,
     DisableTorchFunctionSubclass,
