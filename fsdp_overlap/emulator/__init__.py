@@ -9,7 +9,7 @@ from fsdp_overlap.emulator.device import (
     Timing,
     compare_issued,
 )
-from fsdp_overlap.emulator.findings import Finding, Sync
+from fsdp_overlap.emulator.findings import Finding, FoundAccess, Sync
 from fsdp_overlap.emulator.graphs import CUDAGraph, graph
 from fsdp_overlap.emulator.ranks import fake_ranks
 from fsdp_overlap.emulator.torch_module import (
@@ -26,6 +26,7 @@ __all__ = [
     "EmulatedDevice",
     "Event",
     "Finding",
+    "FoundAccess",
     "IssuedCollective",
     "Operation",
     "OperatorCall",

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from fsdp_overlap.emulator.findings import Finding, FoundAccess
 from fsdp_overlap.emulator.memory import Access, TrackedMemory
 from fsdp_overlap.emulator.queues import Queue, Waited
+from fsdp_overlap.emulator.sites import Site
 
 # A variable, or an attribute, that a stream is assigned to where it is made.
 _ASSIGNED = re.compile(r"^\s*([A-Za-z_][\w.]*)\s*(?::[^=]+)?=[^=]")
@@ -31,8 +32,8 @@ class Conflict:
     @property
     def key(self) -> tuple[object, ...]:
         """The key of the finding."""
-        one, two = self.earlier, self.access
-        return self.kind, (one.operation, one.site), (two.operation, two.site)
+        one, two = ((each.operation, each.site) for each in (self.earlier, self.access))
+        return self.kind, self.earlier.freed_at, one, None if self.is_reuse else two
 
     def finding(self, memory: TrackedMemory) -> Finding:
         first, second = _found(self.earlier, self.first), _found(self.access, self.second)
@@ -61,11 +62,10 @@ class Conflict:
     def missing_wait(self) -> str:
         """Return what would have ordered the two."""
         first, second = self.first, self.second
-        one, two = variable(first), variable(second)
-        place, after = self.access.site.place, self.earlier.site.place
+        one, two = variable(first), _waiting(second)
+        place, after = _place(self.access.site), _place(self.earlier.site)
         if self.is_reuse:
-            freed_at = self.earlier.freed_at
-            freed = f"before the memory is freed at {freed_at and freed_at.place}"
+            freed = f"before the memory is freed at {_place(self.earlier.freed_at or Site())}"
             if first.group:
                 return f"work.wait() on the stream that the tensor was made on, {freed}"
             record = f"tensor.record_stream({one}) " if one else f"record_stream() of {first.name} "
@@ -85,7 +85,7 @@ class Conflict:
                 f"the stream that calls the {self.access.operation} has to wait for {first.name} "
                 f"before {place}{wait}"
             )
-        wait = f": {two}.wait_stream({one})" if one and two else ""
+        wait = f": {two}.wait_stream({one})" if one else ""
         return f"{needs}{first.name} before {place}{wait}"
 
     def last_wait(self) -> str:
@@ -104,14 +104,15 @@ class Conflict:
         ]
         if own is not None:
             text = (
-                f"{self.queues[own.queue].name} waited for {first.name} at {own.site.place}, for "
-                f"what came before {self.earlier.operation} ({self.earlier.site.place})"
+                f"{self.queues[own.queue].name} last waited for {first.name} at "
+                f"{_place(own.site)}, for what was enqueued before {self.earlier.operation} "
+                f"({_place(self.earlier.site)})"
             )
         else:
             text = f"{second.name} never waited for {first.name}"
         if others:
             queue, wait = others[-1]
-            text += f"; {queue.name} waited for it at {wait.site.place}"
+            text += f"; {queue.name} waited for it at {_place(wait.site)}"
         return text
 
 
@@ -125,6 +126,17 @@ def variable(queue: Queue) -> str:
         return ""
     assigned = _ASSIGNED.match(linecache.getline(line.file, line.number))
     return assigned[1] if assigned else ""
+
+
+def _waiting(queue: Queue) -> str:
+    """Return the stream that is to wait, which is the current one where it enqueues."""
+    return (queue.index != 1 and variable(queue)) or "torch.cuda.current_stream()"
+
+
+def _place(site: Site) -> str:
+    """Return the line that would be another one: of the library, if it is a library's call."""
+    line = site.innermost
+    return site.place if line is None else line.place
 
 
 def _found(access: Access, queue: Queue) -> FoundAccess:

@@ -169,7 +169,7 @@ class EmulatedDevice:
         self.findings = self._found.faults
         """What is wrong so far."""
         self.allowed = self._found.allowed
-        """What would be wrong on lines that are not allowed to do it."""
+        """What would be wrong, on lines that may do it."""
         self.syncs: list[Sync] = []
         """When the host waited for the device."""
         self.steps = 0
@@ -209,7 +209,7 @@ class EmulatedDevice:
         index = self.of_thread.index if index is None else index
         if index != self.index:
             site = call_site()
-            access = FoundAccess(f"a context on device {index}", "is made", "the host", site)
+            access = FoundAccess(f"device {index}", "makes a context on", "the host", site)
             text = f"makes a context on device {index} ({site}): this one is {self.index}"
             self.report(Finding("context", text, second=access))
 
@@ -309,7 +309,8 @@ class EmulatedDevice:
             if timing is not None:
                 queue.ends = timing.end(operation, queue, self.host.ends, queue.ends)
         self.operations += 1
-        self.history.enqueue(queue, operation.name, site)
+        if operation.reads or operation.writes:  # else it is a mark of the profiler, or the like
+            self.history.enqueue(queue, operation.name, site)
         reads = operation.reads
         if operation.staged:
             staged = {id(tensor) for tensor in operation.staged}

@@ -17,7 +17,8 @@ _ALLOW = re.compile(r"#\s*races:\s*allow\b[\s:,-]*(.*)")
 
 @dataclass(frozen=True)
 class FoundAccess:
-    """One of the operations that a finding is about. ``verb`` says what it does to the memory."""
+    """One of the operations that a finding is about. ``verb`` says what it does to the memory, or,
+    with a preposition, what the host does."""
 
     operation: str
     verb: str
@@ -25,6 +26,8 @@ class FoundAccess:
     site: Site
 
     def __str__(self) -> str:
+        if " " in self.verb:
+            return f"{self.stream} {self.verb} {self.operation}"
         return f"{self.operation} on {self.stream} {self.verb}"
 
 
@@ -66,9 +69,11 @@ class Finding:
 
     @property
     def key(self) -> Hashable:
-        """What two findings share that are the same fault."""
-        accesses = [each and (each.operation, each.site) for each in (self.first, self.second)]
-        return (self.kind, *accesses) if any(accesses) else (self.kind, self.text)
+        """What two findings share that are the same fault. Memory that was freed too early is one,
+        whatever gets it."""
+        second = None if self.kind == "reuse" and self.first else self.second
+        accesses = [each and (each.operation, each.site) for each in (self.first, second)]
+        return (self.kind, self.freed_at, *accesses) if any(accesses) else (self.kind, self.text)
 
 
 @dataclass(frozen=True)
@@ -150,7 +155,7 @@ def steady(syncs: Sequence[Sync], steps: int) -> list[Finding]:
         Finding(
             "sync",
             f"the host waits for the device in each step, in {waits[0]}",
-            second=FoundAccess(waits[0].operation, "waits", "the host", waits[0].site),
+            second=FoundAccess(waits[0].operation, "waits in", "the host", waits[0].site),
             count=len(waits),
         )
         for waits in seen.values()

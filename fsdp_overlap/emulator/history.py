@@ -17,14 +17,18 @@ AROUND = 10
 class Timeline:
     """What was enqueued around the two accesses of a finding, in the order of enqueueing."""
 
-    lanes: dict[int, str]
-    """The names of all queues, by index."""
+    queues: Sequence[Queue]
     first: int
     """The number of the entry of the earlier access; 0 if that is too long ago to be known."""
     second: int
     entries: list[Enqueued | Waited]
     to_come: int = AROUND
     """How many of the next entries are still to be added."""
+
+    @property
+    def lanes(self) -> dict[int, str]:
+        """The names of all queues, by index."""
+        return {queue.index: queue.name for queue in self.queues}
 
 
 class History:
@@ -63,7 +67,7 @@ class History:
         kept = range(later - AROUND, later + 1)
         around = range(earlier - AROUND, earlier + AROUND + 1) if earlier >= 0 else range(0)
         timeline = Timeline(
-            {queue.index: queue.name for queue in self._queues},
+            self._queues,
             entries[earlier].number if earlier >= 0 else 0,
             entries[later].number if later >= 0 else 0,
             [entry for at, entry in enumerate(entries) if at in kept or at in around],

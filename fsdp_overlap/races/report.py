@@ -1,0 +1,178 @@
+"""What was found in a program: as text for a terminal, as JSON, and as a page."""
+
+from __future__ import annotations
+
+import linecache
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdp_overlap.emulator import EmulatedDevice, Finding, FoundAccess
+from fsdp_overlap.emulator.history import Timeline
+from fsdp_overlap.emulator.queues import Waited
+from fsdp_overlap.emulator.sites import Line, Site
+from fsdp_overlap.races.rules import RULES, name_of_rule
+
+FORMAT = 1
+"""The version of the JSON form."""
+
+HEADINGS = {
+    "race": "2 operations on the same memory that nothing orders",
+    "reuse": "memory used again before operations of its last owner",
+    "freed": "an operation on memory that was freed",
+    "context": "a thread that uses another device",
+    "order": "ranks that use communicators in different orders",
+    "sync": "the host waits for the device in each step",
+}
+"""By the kind of finding."""
+
+_WIDEST = 64
+"""Of the column that names operations."""
+
+
+def describe(findings: Iterable[Finding]) -> str:
+    """Return the findings as text, each with the lines of the program and of its libraries."""
+    return "\n\n".join(map(_describe_one, findings))
+
+
+def heading(finding: Finding) -> str:
+    """Return what kind of fault it is, and how often it was seen."""
+    times = f" ({finding.count} times)" if finding.count > 1 else ""
+    return f"{finding.kind}: {HEADINGS[finding.kind]}{times}"
+
+
+def _describe_one(finding: Finding) -> str:
+    rows: list[tuple[str, Site | None]] = [
+        (str(access), access.site)
+        for access in (finding.first, finding.second)
+        if access is not None
+    ]
+    rows += [("freed", finding.freed_at), ("taken again", finding.taken_at)]
+    rows = [(what, site) for what, site in rows if site is not None]
+    width = min(_WIDEST, max((len(what) for what, _ in rows), default=0))
+    lines = [heading(finding)]
+    if not rows:
+        lines.append(f"  {finding.text}")
+    for what, site in rows:
+        assert site is not None
+        shown = _lines_of(site)
+        lines.append(f"  {what:{width}}  {shown[0]}")
+        lines += [" " * (width + 4) + line for line in shown[1:]]
+    notes = {"missing": finding.missing, "waits": finding.last_wait, "allowed": finding.allowed}
+    lines += [f"  {name}: {note}" for name, note in notes.items() if note]
+    return "\n".join(lines)
+
+
+def _lines_of(site: Site) -> list[str]:
+    shown = [
+        f"backward of {line}" if of == "forward" else str(line) for of, line in site.lines.items()
+    ]
+    return shown or [str(site)]
+
+
+def to_json(device: EmulatedDevice) -> dict[str, Any]:
+    """Return what was found on ``device`` as what JSON can hold."""
+    return {
+        "format": FORMAT,
+        "torch": torch.__version__,
+        "operations": device.operations,
+        "steps": device.steps,
+        "findings": [_finding_json(finding) for finding in device.findings],
+        "allowed": [_finding_json(finding) for finding in device.allowed],
+        "waits": [_finding_json(finding) for finding in device.steady_waits()],
+        "rules": {name: rule._asdict() for name, rule in RULES.items()},
+    }
+
+
+def _finding_json(finding: Finding) -> dict[str, Any]:
+    return {
+        "kind": finding.kind,
+        "rule": name_of_rule(finding),
+        "heading": HEADINGS[finding.kind],
+        "text": finding.text,
+        "count": finding.count,
+        "first": _access_json(finding.first),
+        "second": _access_json(finding.second),
+        "missing": finding.missing,
+        "last_wait": finding.last_wait,
+        "freed_at": _site_json(finding.freed_at),
+        "taken_at": _site_json(finding.taken_at),
+        "allowed": finding.allowed,
+        "timeline": _timeline_json(finding.timeline),
+    }
+
+
+def _access_json(access: FoundAccess | None) -> dict[str, Any] | None:
+    if access is None:
+        return None
+    return {
+        "operation": access.operation,
+        "access": access.verb,
+        "stream": access.stream,
+        "lines": _site_json(access.site),
+    }
+
+
+def _site_json(site: Site | None) -> list[dict[str, Any]] | None:
+    return None if site is None else [_line_json(of, line) for of, line in site.lines.items()]
+
+
+def _line_json(of: str, line: Line) -> dict[str, Any]:
+    return {
+        "of": of,
+        "place": line.place,
+        "path": line.file,
+        "line": line.number,
+        "function": line.function,
+        "source": linecache.getline(line.file, line.number).strip(),
+    }
+
+
+def _timeline_json(timeline: Timeline | None) -> dict[str, Any] | None:
+    if timeline is None:
+        return None
+    entries: list[dict[str, Any]] = []
+    for entry in timeline.entries:
+        made = {
+            "number": entry.number,
+            "stream": timeline.lanes[entry.queue],
+            "at": str(entry.site),
+        }
+        if isinstance(entry, Waited):
+            entries.append({**made, "waits_for": timeline.lanes.get(entry.source, "")})
+        else:
+            entries.append({**made, "operation": entry.operation})
+    return {"first": timeline.first, "second": timeline.second, "entries": entries}
+
+
+def write_page(device: EmulatedDevice, path: str | os.PathLike[str]) -> None:
+    """Write what was found on ``device`` as one HTML page that needs no network. Needs jinja2."""
+    from jinja2 import ChoiceLoader, Environment, PackageLoader  # only a report needs it
+
+    from fsdp_overlap.races.drawing import draw
+
+    folders = ("fsdp_overlap.races", "fsdp_overlap.profiling")
+    environment = Environment(
+        loader=ChoiceLoader([PackageLoader(folder, ".") for folder in folders]),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    found = to_json(device)
+    drawings = [
+        None if finding.timeline is None else draw(finding.timeline) for finding in device.findings
+    ]
+    page = environment.get_template("races.html").render(found=found, drawings=drawings)
+    Path(path).write_text(page, encoding="utf-8")
+
+
+def summary(device: EmulatedDevice) -> str:
+    """Return in one line what was found on ``device``."""
+    faults, waits = len(device.findings), len(device.steady_waits())
+    return (
+        f"{faults} {'fault' if faults == 1 else 'faults'}, {len(device.allowed)} allowed, "
+        f"{waits} {'wait' if waits == 1 else 'waits'} of the host in each step"
+    )
