@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,9 @@ from playwright.sync_api import Page, sync_playwright
 from fsdp_overlap.profiling.html import write_html
 from fsdp_overlap.profiling.json_report import write_json
 from fsdp_overlap.profiling.plot import COLORS, write_png
+from support.browser import find_browser
 from support.traces import Step, report_of
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 # A name that would be read as HTML, were it not escaped.
 REPORTS = {"mine": report_of(Step(), Step()), "<b>other</b>": report_of(Step(prefetch=0))}
 
@@ -36,16 +34,6 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def record(written: Path) -> dict[str, Any]:
     return json.loads((written / "overlap.json").read_text())["runs"]
-
-
-def find_browser() -> str:
-    """The path of a browser. Where there is none the test is skipped, but in CI it fails."""
-    if found := next((path for name in BROWSERS if (path := shutil.which(name))), None):
-        return found
-    reason = "no browser to look at the page with: install Debian's chromium, or Google Chrome"
-    if os.environ.get("CI"):
-        pytest.fail(f"{reason}; CI={os.environ['CI']}, where nothing may be skipped")
-    pytest.skip(reason)
 
 
 @pytest.fixture(scope="module")
