@@ -304,6 +304,38 @@ def test_backward_names_its_call_and_the_forward_of_the_node(run: Run) -> None:
     assert list(after.second.site.lines) == ["program"]
 
 
+def test_a_backward_within_another_goes_back_to_its_node(run: Run) -> None:
+    device = run("""\
+        w = torch.ones(8, device="emulated", requires_grad=True)
+        z = w * 2
+        def hook(gradient):
+            with torch.enable_grad():
+                (gradient.detach().requires_grad_() * 3).sum().backward()
+            with stream(side): gradient.add_(1)
+        z.register_hook(hook)
+        z.exp().sum().backward()
+    """)
+    finding = device.findings[0]
+    assert finding.second is not None
+    assert {of: str(line) for of, line in finding.second.site.lines.items()} == {
+        "program": "train.py:10 in hook",
+        "forward": "train.py:6 in <module>",
+    }
+
+
+def test_a_stream_without_a_variable_of_its_own_is_described(run: Run) -> None:
+    device = run("""\
+        sides = [Stream() for _ in range(2)]
+        with stream(sides[1]): x.add_(1)
+        x.sum()
+    """)
+    assert [finding.missing for finding in device.findings] == [
+        "stream 4 (train.py:5) has to wait for the default stream before train.py:6: "
+        "torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())",
+        "the default stream has to wait for stream 4 (train.py:5) before train.py:7",
+    ]
+
+
 def test_fsdp2_is_named_where_it_leaves_a_wait_out() -> None:
     with fake_ranks(2), running(EmulatedDevice()) as device, patch.object(Event, "wait", _nothing):
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to("emulated")

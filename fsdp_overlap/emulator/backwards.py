@@ -116,13 +116,14 @@ class Backwards:
     def _differentiate(self, caller: Queue, run: Callable[..., Any], *args: Any, **kw: Any) -> Any:
         device, running = self.device, dict(self._of_thread.running)
         before, start = device.current, device.host.ends
-        device.current = caller
+        device.current, forward = caller, enter_node_of(None)
         try:
             return run(*args, **kw)
         finally:
             device.backwards.append((start, device.host.ends))
             # Also after an error: the engine then calls no callback.
             device.current, self._of_thread.running = before, running
+            enter_node_of(forward)
 
     def _runs_here(self, root: Any) -> bool:
         """Return whether a node is the device's, as far as is known."""

@@ -12,7 +12,7 @@ from fsdp_overlap.emulator.queues import Queue, Waited
 from fsdp_overlap.emulator.sites import Site
 
 # A variable, or an attribute, that a stream is assigned to where it is made.
-_ASSIGNED = re.compile(r"^\s*([A-Za-z_][\w.]*)\s*(?::[^=]+)?=[^=]")
+_ASSIGNED = re.compile(r"^\s*([A-Za-z_][\w.]*)\s*(?::[^=]+)?=\s*[\w.]*Stream\(")
 
 
 class Conflict:

@@ -21,7 +21,7 @@ _TORCH = Path(torch.__file__).parent
 _STDLIB = Path(os.__file__).parent
 
 # What of this package runs programs, and is no part of them.
-_OWN = (str(_PACKAGE / "emulator"), str(_PACKAGE / "races"))
+_OWN = tuple(str(_PACKAGE / folder) for folder in ("cli", "emulator", "races"))
 
 # What of torch decides by itself what to enqueue and where. The rest of torch does what it is told.
 _LIBRARIES_OF_TORCH = tuple(
@@ -149,10 +149,11 @@ def attributed_to(caller: Site) -> Iterator[None]:
         _of_thread.caller, _of_thread.forward = before
 
 
-def enter_node_of(forward: Site | None) -> None:
+def enter_node_of(forward: Site | None) -> Site | None:
     """Let this thread do what a node does whose forward was called at ``forward``; ``None`` if
-    none is under way."""
-    _of_thread.forward = forward
+    none is under way. Return what it was before."""
+    before, _of_thread.forward = _of_thread.forward, forward
+    return before
 
 
 def _kind_of(file: str) -> int:
