@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,7 +28,7 @@ from fsdp_overlap.emulator import (
     running,
 )
 from fsdp_overlap.emulator.queues import RECENT
-from fsdp_overlap.races.report import HEADINGS, describe, summary, to_json, write_page
+from fsdp_overlap.races.report import HEADINGS, Report, describe, summary, to_json, write_page
 from fsdp_overlap.races.rules import RULES, name_of_rule
 from support.browser import find_browser
 from support.emulated import kinds
@@ -522,6 +523,19 @@ def test_what_is_kept_of_an_endless_program_is_bounded(run: Run) -> None:
         assert current_stream() != side
     assert device.findings[0].timeline is not None
     assert device.findings[0].timeline.first == 0
+
+
+def test_reports_of_ranks_are_merged(run: Run) -> None:
+    report = Report.of(run(PROGRAM))
+    other = pickle.loads(pickle.dumps(report))
+    assert other.findings == report.findings
+    counts = [finding.count for finding in report.findings]
+    merged = Report.merged([report, other])
+    assert [finding.count for finding in merged.findings] == [2 * count for count in counts]
+    assert [finding.count for finding in report.findings] == counts
+    assert (merged.operations, merged.steps) == (2 * report.operations, report.steps)
+    assert merged.findings[-1].timeline is not None
+    assert to_json(other) == to_json(report)
 
 
 def test_each_finding_has_a_rule_with_its_source() -> None:

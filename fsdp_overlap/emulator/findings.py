@@ -37,7 +37,7 @@ class Finding:
     ``"reuse"`` (the same, and the memory has another owner since the first), ``"freed"`` (use of
     memory that was freed), ``"context"`` (a thread takes another device for its own), ``"order"``
     (ranks whose communicators run in different orders) or, of what is no fault, ``"sync"`` (the
-    host waits in each step)."""
+    host waits in each step). Two are equal if they are the same fault, also of two ranks."""
 
     kind: str
     text: str
@@ -63,6 +63,12 @@ class Finding:
     def __str__(self) -> str:
         return f"{self.kind}: {self.text}" + (f"; missing: {self.missing}" if self.missing else "")
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Finding) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
     @property
     def sites(self) -> list[Site]:
         return [access.site for access in (self.first, self.second) if access is not None]
@@ -86,7 +92,8 @@ class Sync:
 
     @property
     def place(self) -> str:
-        return str(self.site)
+        """The innermost line."""
+        return str(self.site.innermost or self.site)
 
     def __str__(self) -> str:
         return f"{self.operation} at {self.place}"
@@ -108,12 +115,11 @@ class Findings:
 
     def repeats(self, key: Hashable) -> bool:
         """Return whether there is a finding like this one, and count it again if so."""
-        if not self.faults and not self.allowed:
-            self._by_key.clear()  # the program has cleared the list
         found = self._by_key.get(key)
-        if found is not None:
-            found.count += 1
-        return found is not None
+        if found is None or not (self.allowed if found.allowed else self.faults):
+            return False  # a new one, or the list was cleared since
+        found.count += 1
+        return True
 
     def add(self, finding: Finding) -> Finding:
         """Add ``finding``, unless it is there."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import linecache
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from fsdp_overlap.emulator import EmulatedDevice, Finding, FoundAccess
 from fsdp_overlap.emulator.history import Timeline
 from fsdp_overlap.emulator.queues import Waited
 from fsdp_overlap.emulator.sites import Line, Site
+from fsdp_overlap.races.drawing import draw
 from fsdp_overlap.races.rules import RULES, name_of_rule
 
 FORMAT = 1
@@ -31,6 +34,47 @@ HEADINGS = {
 
 _WIDEST = 64
 """Of the column that names operations."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found on a device, or on those of several ranks. Can be pickled."""
+
+    findings: list[Finding]
+    allowed: list[Finding]
+    waits: list[Finding]
+    """Those of the host that each step has."""
+    operations: int
+    steps: int
+
+    @classmethod
+    def of(cls, device: EmulatedDevice) -> Report:
+        waits, count = device.steady_waits(), device.operations
+        return cls(list(device.findings), list(device.allowed), waits, count, device.steps)
+
+    @classmethod
+    def merged(cls, reports: Sequence[Report]) -> Report:
+        """Return what was found on any of several ranks, and how often on all of them."""
+        return cls(
+            _merged(report.findings for report in reports),
+            _merged(report.allowed for report in reports),
+            _merged(report.waits for report in reports),
+            sum(report.operations for report in reports),
+            max((report.steps for report in reports), default=0),
+        )
+
+
+def _merged(lists: Iterable[Sequence[Finding]]) -> list[Finding]:
+    merged: dict[Finding, Finding] = {}
+    for finding in chain.from_iterable(lists):
+        earlier = merged.get(finding)
+        count = finding.count + (0 if earlier is None else earlier.count)
+        merged[finding] = replace(earlier or finding, count=count)
+    return list(merged.values())
+
+
+def _report(found: EmulatedDevice | Report) -> Report:
+    return found if isinstance(found, Report) else Report.of(found)
 
 
 def describe(findings: Iterable[Finding]) -> str:
@@ -73,16 +117,17 @@ def _lines_of(site: Site) -> list[str]:
     return shown or [str(site)]
 
 
-def to_json(device: EmulatedDevice) -> dict[str, Any]:
-    """Return what was found on ``device`` as what JSON can hold."""
+def to_json(found: EmulatedDevice | Report) -> dict[str, Any]:
+    """Return what was found as what JSON can hold."""
+    report = _report(found)
     return {
         "format": FORMAT,
         "torch": torch.__version__,
-        "operations": device.operations,
-        "steps": device.steps,
-        "findings": [_finding_json(finding) for finding in device.findings],
-        "allowed": [_finding_json(finding) for finding in device.allowed],
-        "waits": [_finding_json(finding) for finding in device.steady_waits()],
+        "operations": report.operations,
+        "steps": report.steps,
+        "findings": [_finding_json(finding) for finding in report.findings],
+        "allowed": [_finding_json(finding) for finding in report.allowed],
+        "waits": [_finding_json(finding) for finding in report.waits],
         "rules": {name: rule._asdict() for name, rule in RULES.items()},
     }
 
@@ -148,12 +193,11 @@ def _timeline_json(timeline: Timeline | None) -> dict[str, Any] | None:
     return {"first": timeline.first, "second": timeline.second, "entries": entries}
 
 
-def write_page(device: EmulatedDevice, path: str | os.PathLike[str]) -> None:
-    """Write what was found on ``device`` as one HTML page that needs no network. Needs jinja2."""
-    from jinja2 import ChoiceLoader, Environment, PackageLoader  # only a report needs it
+def write_page(found: EmulatedDevice | Report, path: str | os.PathLike[str]) -> None:
+    """Write what was found as one HTML page that needs no network. Needs jinja2."""
+    from jinja2 import ChoiceLoader, Environment, PackageLoader  # only a page needs it
 
-    from fsdp_overlap.races.drawing import draw
-
+    report = _report(found)
     folders = ("fsdp_overlap.races", "fsdp_overlap.profiling")
     environment = Environment(
         loader=ChoiceLoader([PackageLoader(folder, ".") for folder in folders]),
@@ -161,18 +205,18 @@ def write_page(device: EmulatedDevice, path: str | os.PathLike[str]) -> None:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    found = to_json(device)
-    drawings = [
-        None if finding.timeline is None else draw(finding.timeline) for finding in device.findings
-    ]
-    page = environment.get_template("races.html").render(found=found, drawings=drawings)
+    timelines = (finding.timeline for finding in report.findings)
+    page = environment.get_template("races.html").render(
+        found=to_json(report), drawings=[None if each is None else draw(each) for each in timelines]
+    )
     Path(path).write_text(page, encoding="utf-8")
 
 
-def summary(device: EmulatedDevice) -> str:
-    """Return in one line what was found on ``device``."""
-    faults, waits = len(device.findings), len(device.steady_waits())
+def summary(found: EmulatedDevice | Report) -> str:
+    """Return in one line what was found."""
+    report = _report(found)
+    faults, waits = len(report.findings), len(report.waits)
     return (
-        f"{faults} {'fault' if faults == 1 else 'faults'}, {len(device.allowed)} allowed, "
+        f"{faults} {'fault' if faults == 1 else 'faults'}, {len(report.allowed)} allowed, "
         f"{waits} {'wait' if waits == 1 else 'waits'} of the host in each step"
     )
