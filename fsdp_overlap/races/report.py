@@ -33,7 +33,7 @@ HEADINGS = {
 """By the kind of finding."""
 
 _WIDEST = 64
-"""Of the column that names operations."""
+"""The greatest width of the column that names operations."""
 
 
 @dataclass(frozen=True)
