@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 from fsdp_overlap.schedule.interface import (
     AutogradEngine,
@@ -339,9 +338,13 @@ class Backward:
             self._prefetcher.use_agreed(unit, call)
         elif call.needs_parameters:
             self._prefetcher.serve(unit, call)
-        remaining = self.remaining[call.forward_pass]
-        following = (other for other in reversed(remaining) if other.needs_parameters)
-        for other in islice(following, self._prefetcher.prefetch):
+        room = self._prefetcher.prefetch
+        for other in reversed(self.remaining[call.forward_pass]):  # no generator: asked often
+            if not room:
+                return
+            if not other.needs_parameters:
+                continue
+            room -= 1
             ahead = self._refs[other.unit]()
             if other.gathers and not other.is_issued and ahead is not None:
                 self._prefetcher.gather_ahead(

@@ -240,8 +240,10 @@ class Negotiation:
     def _gather_ahead(self, current: AgreedPass) -> None:
         ahead = current.gathers[current.position : current.position + self._prefetcher.prefetch]
         for gather in ahead:
+            if gather.is_issued or not gather.gathers:
+                continue
             unit = self._refs[gather.unit]()
-            if unit is None or gather.is_issued or not gather.gathers:
+            if unit is None:
                 continue
             if unit.is_gathered:
                 return  # it is read, and would be waited for at once
@@ -399,8 +401,10 @@ class Negotiation:
         unit = self._refs[gather.unit]()
         if unit is None or not (gather.records or gather.may_recompute):
             return 0
-        needs = gather.checkpoint or any(call.needs_parameters for call in gather.records)
-        return CALLS + NEEDS * bool(needs or gather.may_recompute) + HOLDS * self._is_held(unit)
+        needs = bool(gather.may_recompute or gather.checkpoint)
+        for call in gather.records:
+            needs |= call.needs_parameters
+        return CALLS + NEEDS * needs + HOLDS * unit.is_unsharded
 
 
 def _complete(current: AgreedPass, facts: Sequence[Sequence[tuple[int, int]]], tick: int) -> None:
