@@ -16,6 +16,7 @@ There are three kinds:
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -150,6 +151,17 @@ def determinism_checks() -> dict[str, Callable[[torch.Tensor], Any]]:
     that."""
     return checkpoint._allowed_determinism_checks_to_fns
 
+
+def current_sequence_number() -> int:
+    """Return the number of the node of autograd's graph that is running, or of the next one that
+    this thread makes. Nothing public tells which node of two is the older one."""
+    node = current_autograd_node()
+    return autograd._get_sequence_nr() if node is None else node._sequence_nr()
+
+
+checkpoint_code = inspect.unwrap(checkpoint.checkpoint).__code__
+"""Whose frames tell activation checkpoints apart. Nothing else tells which units are in one that
+is reentrant."""
 
 keep_version = grad_mode._unsafe_preserve_version_counter
 """Within it edits of a tensor are not counted, as those that gather it anew."""

@@ -58,8 +58,8 @@ class Block(nn.Module):
         return x + torch.tanh(self.linear(x))
 
 
-def run(part: nn.Module, x: torch.Tensor, wrap: str) -> torch.Tensor:
-    return checkpoint(part, x, use_reentrant=wrap == "reentrant") if wrap else part(x)
+def run(part: Callable[..., Any], x: torch.Tensor, wrap: str) -> torch.Tensor:
+    return checkpoint(part, x, use_reentrant=wrap.startswith("reentrant")) if wrap else part(x)
 
 
 class Tower(nn.Module):
@@ -96,10 +96,23 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor, order: Sequence[str]) -> torch.Tensor:
         x = x + x.new_zeros(()).requires_grad_()  # for reentrant checkpoints
+        if self.wrap.endswith("pairs"):
+            for pair in batched(order, 2):
+                x = run(partial(self.run_all, pair), x, self.wrap)
+            return self.head(x)
         for name in order:
             part = self.parts[name]
             x = part(x) if name == "tower" else run(part, x, self.wrap)
         return self.head(x)
+
+    def run_all(self, names: Sequence[str], x: torch.Tensor) -> torch.Tensor:
+        for name in names:
+            x = self.parts[name](x)
+        return x
+
+
+def batched(order: Sequence[str], size: int) -> list[Sequence[str]]:
+    return [order[at : at + size] for at in range(0, len(order), size)]
 
 
 CONDITIONAL = ("tower", "expert", "other")
@@ -707,10 +720,14 @@ def some_options(generator: random.Random) -> dict[str, Any]:
         kept.append(2)
     return {
         "ctx": ctx,
-        "wrap": choose(("", "reentrant", "not reentrant")),
+        "wrap": choose(("", *WRAPS)),
         "optimizer": choose((torch.optim.AdamW, AdamW)),
         "reshard_after_forward": choose(kept),
     }
+
+
+WRAPS = ("reentrant", "not reentrant", "reentrant pairs", "not reentrant pairs")
+"""The kinds of checkpoints: each around one part, or around two and what is within them."""
 
 
 def random_programs(count: int, seed: str) -> None:
@@ -763,6 +780,8 @@ EMULATED: dict[str, dict[str, Any]] = {
     "": {},
     "reentrant checkpoints": {"wrap": "reentrant"},
     "checkpoints": {"wrap": "not reentrant"},
+    "reentrant checkpoints of pairs": {"wrap": "reentrant pairs"},
+    "checkpoints of pairs": {"wrap": "not reentrant pairs"},
     "kept until backward": {"reshard_after_forward": False},
 }
 

@@ -49,7 +49,7 @@ def explore(count: int, options: Options, program: Sequence[Step]) -> Ranks:
 
 def checkpointed(run: Forward, kinds: Mapping[int, str]) -> Forward:
     """Return ``run`` with units that run again in backward, of the ``kinds`` by unit."""
-    if run.inner:  # what is around several units is refused
+    if run.inner and not kinds.get(run.unit):
         return run._replace(inner=tuple(checkpointed(each, kinds) for each in run.inner))
     return run._replace(checkpoint=kinds.get(run.unit, ""))
 
@@ -63,23 +63,41 @@ def explore_all(count: int) -> int:
     for runs in product([None, *(Forward(0, inner) for inner in orders())], repeat=count):
         for options in OPTIONS if count == 2 else [next(every_option)]:
             checkpoint, kind = next(turns)
-            kinds = dict.fromkeys(range(UNITS), checkpoint)
+            kinds = dict.fromkeys(range(checkpoint == "reentrant", UNITS), checkpoint)
             these = [run and checkpointed(run, kinds) for run in runs]
             explore(count, options, [each_its_own(*these, kind=kind), each_its_own(*these)])
             programs += 1
     return programs
 
 
+FURTHER = {"recomputed": ("recomputed with",), "reentrant": ("same", "within"), "twice": ("same",)}
+"""What a run may be in the checkpoint that began with the run before it, by that one's kind."""
+
+
+def joined(generator: random.Random, runs: Sequence[Forward]) -> list[Forward]:
+    """Return ``runs``, of which some share a checkpoint with the one before."""
+    found: list[Forward] = []
+    first = ""
+    for run in runs:
+        if first and generator.random() < 0.3:
+            found.append(Forward(run.unit, run.inner, generator.choice(FURTHER[first])))
+        else:
+            found.append(run)
+            first = run.checkpoint
+    return found
+
+
 def random_program(generator: random.Random, count: int) -> list[Step]:
     """Several actions, in which units run again in backward, and what runs differs."""
     choose = generator.choice
-    kinds = {unit: choose(("", "recomputed", "reentrant")) for unit in range(1, UNITS)}
+    kinds = {unit: choose(("", "recomputed", "reentrant", "twice")) for unit in range(1, UNITS)}
 
     def forward() -> Forward:
         parts = [LEAF, TOWER, Forward(2), Forward(3), Forward(5), Forward(2, (Forward(5),))]
         runs = [choose(parts) for _ in range(generator.randint(0, 3))]
         runs.insert(generator.randint(0, len(runs)), SHARED)
-        return checkpointed(Forward(0, tuple(runs)), kinds)
+        runs = [checkpointed(run, kinds) for run in runs]
+        return Forward(0, tuple(joined(generator, runs)))
 
     def some() -> Forward | None:
         return forward() if generator.random() < 0.85 else None
@@ -161,19 +179,25 @@ def not_served(self: Prefetcher, unit: Any, gather: Any) -> None:
 
 def to_the_call_alone(self: Backward, call: Any) -> None:
     self._enter(call.forward_pass)
-    self._step(call)
+    self._step(call, call.end)
 
 
 @pytest.mark.parametrize(
     ("owner", "method", "instead", "message"),
     [
         (Prefetcher, "serve", not_served, "ranks issue"),
-        (Prefetcher, "keep", nothing, "not there|not whole"),
+        (Prefetcher, "keep", nothing, "not there|not whole|ranks issue"),
         (Prefetcher, "_flush_for_room", nothing, "gathered beside"),
-        (Backward, "advance_to", to_the_call_alone, "ranks issue|gathered beside"),
+        (Backward, "advance_to", to_the_call_alone, "ranks issue|gathered beside|while it is used"),
         (Negotiation, "end_pass", nothing, "waits for a message"),
         (Negotiation, "_serve_rest", nothing, "."),
-        (AutogradEngine, "run_backward", nothing, "ranks issue|waits for a message"),
+        (
+            AutogradEngine,
+            "run_backward",
+            nothing,
+            "ranks issue|waits for|different sizes",
+        ),
+        (AutogradEngine, "checkpoint", nothing, "runs again in backward, and other ranks"),
     ],
 )
 def test_what_decides_wrongly_is_found(

@@ -32,6 +32,7 @@ from torch.utils import _foreach_utils, _pytree
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_overlap import torch_internals as internals
+from fsdp_overlap.engine import autograd
 
 PACKAGE = Path(internals.__file__).parent
 
@@ -127,6 +128,31 @@ def backwards_for_given_inputs_are_told_apart() -> None:
     output.register_hook(lambda _: seen.append(internals.is_checkpoint_valid()))
     torch.autograd.grad(output.sum(), leaf)
     assert seen == [False]
+
+
+@canary("current_sequence_number")
+def nodes_are_numbered() -> None:
+    """Where ranks agree on what runs, a unit that runs again is taken for a later forward."""
+    before = internals.current_sequence_number()
+    within: list[int] = []
+    in_a_hook(lambda _: within.append(internals.current_sequence_number()))
+    assert before <= within[0] < internals.current_sequence_number()
+
+
+@canary("checkpoint_code")
+def checkpoints_have_a_frame() -> None:
+    """Where ranks agree on what runs, checkpoints around several units raise."""
+    found = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        found.append(autograd.checkpoint())
+        return x.exp()
+
+    for use_reentrant in (False, True):
+        checkpoint(forward, torch.ones(1, requires_grad=True), use_reentrant=use_reentrant)
+    assert autograd.checkpoint() is None
+    assert found[0] is not None
+    assert found[1] is not found[0]
 
 
 @canary("queue_callback")

@@ -7,12 +7,14 @@ which says what those of its functions do that have no docstring here.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from operator import attrgetter
+from types import FrameType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -26,9 +28,11 @@ from fsdp_overlap.tensor.extension import inner_tensors
 from fsdp_overlap.torch_internals import (
     DisableTorchFunctionSubclass,
     are_saved_tensors_hooks_enabled,
+    checkpoint_code,
     current_autograd_node,
     current_graph_task_id,
     current_graph_task_keeps_graph,
+    current_sequence_number,
     intercept_pushed_hooks,
     is_checkpoint_valid,
     keep_from_compile,
@@ -56,6 +60,7 @@ def dynamo_disable(hook: HookT) -> HookT:
 
 is_grad_enabled = torch.is_grad_enabled
 keeps_graph = current_graph_task_keeps_graph
+sequence_number = current_sequence_number
 graph_task = current_graph_task_id
 """The number of the backward under way on this thread, -1 if there is none."""
 
@@ -89,6 +94,20 @@ def is_for_all_leaves() -> bool:
     return any(
         will_engine_execute_node(behind) for behind, _ in node.next_functions if behind is not None
     )
+
+
+def checkpoint() -> object:
+    """Return the frame of the outermost ``torch.utils.checkpoint.checkpoint()`` whose forward is
+    under way, ``None`` if there is none."""
+    if torch.is_grad_enabled() and top_saved_tensors_default_hooks(True) is None:
+        return None  # neither kind of checkpoint is
+    frame: FrameType | None = sys._getframe(1)
+    outermost: FrameType | None = None
+    while frame is not None:
+        if frame.f_code is checkpoint_code:
+            outermost = frame
+        frame = frame.f_back
+    return outermost
 
 
 def is_to_accumulate(parameter: torch.Tensor) -> bool:

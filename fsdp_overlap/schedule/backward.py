@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 from fsdp_overlap.schedule.interface import (
     AutogradEngine,
@@ -57,6 +56,8 @@ class Backward:
     """The latest pass of forwards that ran within this backward. It comes back to them."""
     recomputing: list[tuple[ScheduledUnit, int]] = field(default_factory=list)
     """Units whose forward runs within this backward now, with the tick of that start."""
+    _was_joined: bool = False
+    """Whether the last calls stepped to were of one activation checkpoint."""
     unfinished: set[UnitIndex] = field(default_factory=set)
     """Units of several modules that stay gathered, because some of their calls remain."""
     shown: set[UnitIndex] = field(default_factory=set)
@@ -82,13 +83,13 @@ class Backward:
         # The call almost always is the last one, and a long list takes long to search.
         if (not remaining or remaining[-1] is not call) and call not in remaining:
             if call.gathers is None or call not in self.open_calls:
-                self._step(call)
+                self._step(call, call.end)
+            else:
+                self._leave(call.end)
+                self._reducer.passed(call.end)
             return
-        while True:
-            reached = remaining.pop()
-            self._step(reached)
-            if reached is call:
-                break
+        while call not in self._step_back(remaining):
+            pass
         if not remaining and self._has_reached_all():
             self._reducer.nothing_follows()
 
@@ -115,11 +116,11 @@ class Backward:
         """Prepare for a forward of ``unit`` that begins within this backward. See Note
         [recomputing]."""
         self.recomputing.append((unit, tick))
-        if not self.is_open(unit.index):
-            if self._agrees:
+        if self._agrees:
+            if unit.has_parameters:
                 self._advance_to_agreed(unit)
-            else:
-                self._advance_to_checkpoint(unit)
+        elif not self.is_open(unit.index):
+            self._advance_to_checkpoint(unit)
         # A unit may be open without its parameters, because the user said that its backward does
         # not read them. The forward does.
         if unit.has_parameters and not (self.is_open(unit.index) and unit.is_gathered):
@@ -150,22 +151,37 @@ class Backward:
         return ForwardRecord(unit.index, start, end, recompute, unit.version)
 
     def _advance_to_agreed(self, unit: ScheduledUnit) -> None:
-        """Handle that ``unit`` runs again, where ranks agreed on the calls of forward: walk back to
-        its next call on this rank. If a checkpoint is around several units, those after the first
-        are passed then, and other ranks would not know of it.
+        """Handle that ``unit`` runs again, where ranks agreed on the calls of forward: unless this
+        is for a call whose backward is under way, walk back to its next call on this rank.
 
         Raises:
-            RuntimeError: backward has passed the unit's calls.
+            RuntimeError: backward has passed the unit's calls, as where another function than
+                torch's checkpoints several units at once, or a reentrant checkpoint is around the
+                root.
         """
+        if self._is_for_open_call(unit.index):
+            return
         for forward_pass in reversed(self._open_passes):
             for call in reversed(self.remaining.get(forward_pass, forward_pass.calls)):
                 if call.is_own and call.unit == unit.index:
                     self.advance_to(call)
                     return
         raise RuntimeError(
-            f"unit {unit.name!r} runs again in backward after what ran before it, as in an "
-            "activation checkpoint around several units. Where units are conditional, other ranks "
-            "cannot know of that: checkpoint each unit, or what is within it"
+            f"unit {unit.name!r} runs again in backward, and other ranks do not know of that. "
+            "Where units are conditional, checkpoint several of them by "
+            "torch.utils.checkpoint.checkpoint(), and the root with use_reentrant=False"
+        )
+
+    def _is_for_open_call(self, index: UnitIndex) -> bool:
+        """Return whether unit ``index`` runs again for an open call. Backward is done with those
+        whose nodes all come after the one that it is in now: nothing else tells the end of a
+        reentrant checkpoint. In a backward within this one nodes are new, and numbered by
+        thread."""
+        node = self._engine.sequence_number()
+        is_within = self._engine.graph_task() != self.graph_task
+        return any(
+            call.unit == index and (is_within or call.first_node <= node)
+            for call in self.open_calls
         )
 
     def _advance_to_checkpoint(self, unit: ScheduledUnit) -> None:
@@ -184,7 +200,7 @@ class Backward:
                 self._enter(forward_pass)
             run, remaining = runs[-1], self.remaining[forward_pass]
             while remaining and remaining[-1].end > run.end:
-                self._step(remaining.pop())
+                self._step_back(remaining)
             self._leave(run.end)
             self._recompute_order.begin_recompute(run, forward_pass, remaining)
             runs.pop()
@@ -263,13 +279,31 @@ class Backward:
     def _walk_to_end(self, forward_pass: ForwardPass) -> None:
         remaining = self.remaining[forward_pass]
         while remaining:
-            self._step(remaining.pop())
+            self._step_back(remaining)
 
-    def _step(self, call: ForwardRecord) -> None:
+    def _step_back(self, remaining: list[ForwardRecord]) -> Collection[ForwardRecord]:
+        """Step to the last of the calls that remain, and with it to all that some rank ran in one
+        activation checkpoint: it runs these again, the first one first, before it comes back to
+        them. Return these calls."""
+        call = remaining.pop()
+        if self._was_joined:  # what other ranks have reduced by now
+            self._reducer.passed(call.end)
+        self._was_joined = call.is_joined
+        self._step(call, call.end)
+        if not call.is_joined:
+            return (call,)
+        calls = [call]
+        while calls[-1].is_joined:
+            calls.append(remaining.pop())
+            self._step(calls[-1], call.end)
+        return calls
+
+    def _step(self, call: ForwardRecord, passed: int) -> None:
+        """Step to ``call``, past all that started after the tick ``passed``."""
         unit = self._refs[call.unit]()
         if unit is None:
             return
-        self._leave(call.end)
+        self._leave(passed)
         if call.is_own:
             self.open_calls.append(call)
         if not self.accumulates and not unit.syncs_gradients:
@@ -278,7 +312,7 @@ class Backward:
                 state.has_unreduced = True  # see Note [weights apart]
         if call.gathers is not None:
             self._step_agreed(call, unit)
-            self._reducer.passed(call.end)
+            self._reducer.passed(passed)
             return
         # Backward can read a full buffer that exists, even if the user said that it does not. Then
         # the graph that create_graph=True makes can read it too.
@@ -288,7 +322,7 @@ class Backward:
                 self._states[call.unit].skipped_modules = set()
                 self._prefetcher.in_graphs.setdefault(unit.index, self._first_use(call))
                 unit.hook_gradients()
-        self._reducer.passed(call.end)
+        self._reducer.passed(passed)
 
     def _step_agreed(self, call: ForwardRecord, unit: ScheduledUnit) -> None:
         """Enqueue what all ranks enqueue for ``call``, and ``prefetch`` all-gathers ahead. So
@@ -304,9 +338,13 @@ class Backward:
             self._prefetcher.use_agreed(unit, call)
         elif call.needs_parameters:
             self._prefetcher.serve(unit, call)
-        remaining = self.remaining[call.forward_pass]
-        following = (other for other in reversed(remaining) if other.needs_parameters)
-        for other in islice(following, self._prefetcher.prefetch):
+        room = self._prefetcher.prefetch
+        for other in reversed(self.remaining[call.forward_pass]):  # no generator: asked often
+            if not room:
+                return
+            if not other.needs_parameters:
+                continue
+            room -= 1
             ahead = self._refs[other.unit]()
             if other.gathers and not other.is_issued and ahead is not None:
                 self._prefetcher.gather_ahead(

@@ -277,6 +277,14 @@ class AutogradEngine(Protocol):
         """Return whether the graph of the backward under way may be walked again, as with
         ``retain_graph=True``."""
 
+    def checkpoint(self) -> object:
+        """Return what stands for the outermost activation checkpoint whose forward is under way,
+        ``None`` if there is none. It is another object for each."""
+
+    def sequence_number(self) -> int:
+        """Return the number of the node that backward is in, or outside of backward, of the next
+        one that forward makes. Each node has a larger one than those before it."""
+
     def graph_task(self) -> int:
         """Return the number of the backward under way on this thread, -1 where there is none."""
 

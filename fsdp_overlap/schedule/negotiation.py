@@ -15,7 +15,13 @@ from itertools import islice, pairwise
 from operator import or_
 from typing import NamedTuple
 
-from fsdp_overlap.schedule.interface import CommOps, ScheduledUnit, UnitIndex, UnitRefs
+from fsdp_overlap.schedule.interface import (
+    AutogradEngine,
+    CommOps,
+    ScheduledUnit,
+    UnitIndex,
+    UnitRefs,
+)
 from fsdp_overlap.schedule.order import AgreedGather, ForwardPass, ForwardRecord
 from fsdp_overlap.schedule.prefetch import Prefetcher
 
@@ -32,9 +38,10 @@ _ENDS = struct.Struct("<BI")
 FRESH, HAS_CALLS, HAS_GRAD, ACCUMULATES = 1, 2, 4, 8
 """Flags of a rank: no forward is under way, a backward may come back to its forwards, it makes a
 graph, and its backward accumulates into parameters."""
-CALLS, NEEDS, HOLDS = 1, 2, 4
+CALLS, NEEDS, HOLDS, JOINS = 1, 2, 4, 8
 """Flags of an all-gather: this rank's backward comes back to it, reads the parameters, and finds
-them gathered."""
+them gathered; it ran in the activation checkpoint of the one before to which backward comes
+back."""
 
 
 class AgreedBackward(NamedTuple):
@@ -87,14 +94,21 @@ class Negotiation:
         refs: UnitRefs,
         prepare: Callable[[ScheduledUnit | None], None],
         begin_pass: Callable[[bool], ForwardPass],
-        has_grad: Callable[[], bool],
+        engine: AutogradEngine,
     ) -> None:
         self._comm = comm
         self._prefetcher = prefetcher
         self._refs = refs
         self._prepare = prepare
         self._begin_pass = begin_pass
-        self._has_grad = has_grad
+        self._engine = engine
+        self._checkpoint: object = None
+        """The activation checkpoint in which this rank ran its last unit, in the pass under way."""
+        self._checkpoints = 0
+        """How many there were."""
+        self._first_node = self._last_node = 0
+        """The number of the next node when the unit before that checkpoint ran, and when this
+        rank's last one did."""
         self._next: dict[UnitIndex, UnitIndex] = {}
         """For each unit, what first followed it on a rank: a unit, ``BACKWARD`` or ``END``."""
         self._branches: set[UnitIndex] = set()
@@ -122,6 +136,7 @@ class Negotiation:
                 self._prepare(unit)
             self._agree(unit.index, is_fresh)
         gather.is_used = True
+        self._number(gather)
         self._prefetcher.use_agreed(unit, gather)
         self._gather_ahead(self._passes[-1])
         return gather
@@ -134,6 +149,7 @@ class Negotiation:
         Raises:
             RuntimeError: a rank runs a unit that is not conditional; names it.
         """
+        self._checkpoint = None
         if accumulates is not None:
             self._serve_until(BACKWARD, ACCUMULATES * accumulates)
         if self._passes:
@@ -145,6 +161,7 @@ class Negotiation:
 
     def end_pass(self) -> None:
         """Serve what other ranks run before their pass ends too. No backward may tell of that."""
+        self._checkpoint = None
         if self._passes:
             self._serve_until(END)
 
@@ -171,6 +188,17 @@ class Negotiation:
     def position(self) -> int:
         """How many all-gathers of the pass under way this rank has used or served."""
         return self._passes[-1].position if self._passes else 0
+
+    def _number(self, gather: AgreedGather) -> None:
+        """Note in which activation checkpoint ``gather`` is used, and before which nodes."""
+        before, self._checkpoint = self._checkpoint, self._engine.checkpoint()
+        if self._checkpoint is None or self._checkpoint is not before:
+            self._first_node = self._last_node
+        if self._checkpoint is not None:
+            self._checkpoints += self._checkpoint is not before
+            gather.checkpoint = self._checkpoints
+        gather.first_node = self._first_node
+        self._last_node = self._engine.sequence_number()
 
     # One list
 
@@ -212,8 +240,10 @@ class Negotiation:
     def _gather_ahead(self, current: AgreedPass) -> None:
         ahead = current.gathers[current.position : current.position + self._prefetcher.prefetch]
         for gather in ahead:
+            if gather.is_issued or not gather.gathers:
+                continue
             unit = self._refs[gather.unit]()
-            if unit is None or gather.is_issued or not gather.gathers:
+            if unit is None:
                 continue
             if unit.is_gathered:
                 return  # it is read, and would be waited for at once
@@ -226,7 +256,7 @@ class Negotiation:
         appended to the list."""
         current = self._passes[-1] if self._passes else None
         flags += FRESH * is_fresh + HAS_CALLS * (current is not None and current.has_calls)
-        flags += HAS_GRAD * (need > SHADOW and self._has_grad())
+        flags += HAS_GRAD * (need > SHADOW and self._engine.is_grad_enabled())
         recent = [] if current is None else current.gathers[current.reported :]
         used = bytes([gather.is_used for gather in recent])
         held = bytes([self._is_held(ref()) for ref in self._refs])
@@ -356,18 +386,25 @@ class Negotiation:
     def _facts_of_passes(self) -> bytes:
         """Return which all-gathers of the passes this rank's backward comes back to, and where
         their forwards ended."""
-        return b"".join(
-            _ENDS.pack(self._facts_of(gather), gather.end)
-            for current in self._passes
-            for gather in current.gathers
-        )
+        facts = []
+        for current in self._passes:
+            checkpoint = 0
+            for gather in current.gathers:
+                flags = self._flags_of(gather)
+                if flags:
+                    flags += JOINS * (gather.checkpoint == checkpoint > 0)
+                    checkpoint = gather.checkpoint
+                facts.append(_ENDS.pack(flags, gather.end))
+        return b"".join(facts)
 
-    def _facts_of(self, gather: AgreedGather) -> int:
+    def _flags_of(self, gather: AgreedGather) -> int:
         unit = self._refs[gather.unit]()
         if unit is None or not (gather.records or gather.may_recompute):
             return 0
-        needs = gather.may_recompute or any(call.needs_parameters for call in gather.records)
-        return CALLS + NEEDS * needs + HOLDS * self._is_held(unit)
+        needs = bool(gather.may_recompute or gather.checkpoint)
+        for call in gather.records:
+            needs |= call.needs_parameters
+        return CALLS + NEEDS * needs + HOLDS * unit.is_unsharded
 
 
 def _complete(current: AgreedPass, facts: Sequence[Sequence[tuple[int, int]]], tick: int) -> None:
@@ -377,25 +414,30 @@ def _complete(current: AgreedPass, facts: Sequence[Sequence[tuple[int, int]]], t
     forward_pass.spans.clear()
     forward_pass.without_call.clear()
     calls: list[ForwardRecord] = []
+    joined: list[tuple[ForwardRecord, ForwardRecord]] = []
+    last: dict[int, ForwardRecord] = {}
     held = set()
-    comes_back = [0] * len(facts[0])
     for at, (gather, by_rank) in enumerate(zip(current.gathers, facts, strict=True)):
         some, each, end = 0, HOLDS, 0
-        for rank, (flags, its_end) in enumerate(by_rank):
+        for flags, its_end in by_rank:
             if flags & CALLS:
-                comes_back[rank] = CALLS
                 some, each, end = some | flags, each & flags, max(end, its_end)
         if not some:
             continue
         start, end = tick + 2 * at + 2, tick + 2 * end + 1
         call = ForwardRecord(gather.unit, start, end, forward_pass, -1)
         call.needs_parameters = bool(some & NEEDS)
-        call.gathers = True
+        call.gathers, call.first_node = True, gather.first_node
         call.is_own = gather.may_recompute
         for own in gather.records:
             own.agreed, call.is_own, call.version = call, True, own.version
         if each:
             held.add(call)
+        for rank, (flags, _) in enumerate(by_rank):
+            if flags & JOINS:
+                joined.append((last[rank], call))
+            if flags & CALLS:
+                last[rank] = call
         forward_pass.record(gather.unit, start, end)
         calls.append(call)
     calls.sort(key=lambda call: (call.end, -call.start))
@@ -405,4 +447,8 @@ def _complete(current: AgreedPass, facts: Sequence[Sequence[tuple[int, int]]], t
             call.gathers = False
         seen.add(call.unit)
     forward_pass.calls = calls
-    forward_pass.is_for_all_ranks = not all(comes_back)
+    forward_pass.is_for_all_ranks = len(last) < len(facts[0])
+    place = {call: at for at, call in enumerate(calls)}
+    for at, other in (sorted((place[call], place[other])) for call, other in joined):
+        for call in calls[at + 1 : other + 1]:
+            call.is_joined = True

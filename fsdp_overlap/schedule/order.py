@@ -156,6 +156,11 @@ class ForwardRecord:
     """Whether that all-gather was issued ahead."""
     is_own: bool = True
     """Whether this rank ran the forward."""
+    first_node: int = 0
+    """As of :class:`AgreedGather`, where ranks agreed on it."""
+    is_joined: bool = False
+    """Whether some rank ran it in one activation checkpoint with the call that backward comes to
+    next."""
 
 
 @dataclass(eq=False, slots=True)
@@ -175,6 +180,11 @@ class AgreedGather:
     """The forwards of this rank."""
     may_recompute: bool = False
     """Whether this rank ran it without gradients, as reentrant checkpoints do."""
+    checkpoint: int = 0
+    """The number of the activation checkpoint in which this rank ran it, 0 if there was none."""
+    first_node: int = 0
+    """No node of that checkpoint, or of this forward, has a smaller number. Those of checkpoints
+    before it have."""
 
 
 # ---- Backwards in which units run again ----

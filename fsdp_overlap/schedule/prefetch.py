@@ -120,7 +120,8 @@ class Prefetcher:
             self.stats.prefetch_misses += 1
         else:
             self.stats.prefetch_hits += gather.is_issued
-        self.flush()
+        if self._delayed:
+            self.flush()
 
     def gather_ahead(
         self,

@@ -116,7 +116,7 @@ class Schedule:
                 self._refs,
                 self._prepare_pass,
                 self._begin_agreed_pass,
-                self._engine.is_grad_enabled,
+                self._engine,
             )
 
     @property

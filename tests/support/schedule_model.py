@@ -48,7 +48,8 @@ class Forward(NamedTuple):
     checkpoint: str = ""
     """How its forward runs again in backward: "reentrant", "recomputed", in the "same" reentrant
     checkpoint as the run before it, in one of its own "within" that, in one of its own in a
-    new one ("twice"), or not at all. "without gradients" it is never gone back to."""
+    new one ("twice"), "recomputed with" the run before it, or not at all. "without gradients" it is
+    never gone back to."""
 
 
 class Action(NamedTuple):
@@ -168,6 +169,12 @@ class AutogradEngine:
         self.tasks: list[int] = []
         self.grad = True
         self.at_end: list[Callable[[], None]] = []
+        self.around: list[Forward] | None = None
+        """What ran in the outermost checkpoint under way."""
+        self.nodes = 0
+        """How many nodes forward has made."""
+        self.node = 0
+        """That which backward is in."""
         self._count = 0
 
     def begin(self) -> None:
@@ -185,6 +192,12 @@ class AutogradEngine:
 
     def keeps_graph(self) -> bool:
         return False
+
+    def sequence_number(self) -> int:
+        return self.node if self.tasks else self.nodes
+
+    def checkpoint(self) -> object:
+        return self.around
 
     def graph_task(self) -> int:
         return self.tasks[-1] if self.tasks else -1
@@ -217,6 +230,9 @@ class Done:
     """``None`` of a reentrant checkpoint, which runs it again."""
     same: tuple[Forward, ...] = ()
     """What runs again after it, in the same checkpoint."""
+    node: int = 0
+    recomputed: list[Forward] = field(default_factory=list)
+    """What runs again before backward comes to it, if that has not run again yet."""
 
 
 class ReductionWork:
@@ -233,6 +249,8 @@ class Rank:
         self.syncs = True
         self.runs_again = False
         """Whether reentrant checkpoints are among what runs."""
+        self.last_around: list[Forward] = []
+        """What ran in the last checkpoint."""
         self.served = 0
         """How many units may be gathered for other ranks."""
         self.clock = 0
@@ -367,9 +385,20 @@ class Rank:
 
     def _forward(self, run: Forward) -> list[Done]:
         unit, start = self.units[run.unit], self.clock
-        grad = self.engine.grad
+        grad, around = self.engine.grad, self.engine.around
         if run.checkpoint in WITHOUT_GRADIENTS:
             self.engine.grad = False
+        if run.checkpoint not in ("", "without gradients") and around is None:
+            if run.checkpoint in ("reentrant", "recomputed", "twice"):
+                self.last_around = []
+            self.engine.around = self.last_around
+        again: list[Forward] = []
+        if run.checkpoint.startswith("recomputed"):
+            again = self.last_around if around is None else []
+            again.append(run)
+        node = self.engine.nodes
+        if run.checkpoint in ("reentrant", "twice") and grad:
+            self.engine.nodes += 1
         self._event(unit)
         self.schedule.before_forward(unit)
         unit.to_unsharded()
@@ -385,11 +414,14 @@ class Rank:
         call = self.schedule.after_forward(unit, id(unit))
         if not self.engine.grad:  # its output has no graph, which hooks look for
             call = None
-        self.engine.grad = grad
+        self.engine.grad, self.engine.around = grad, around
         if call is not None:
             self.schedule.add_call(call)
         if call is not None or (run.checkpoint in ("reentrant", "twice") and grad):
-            done.append(Done(run, start, self.clock, call))
+            if call is not None:
+                node = self.engine.nodes
+                self.engine.nodes += 1
+            done.append(Done(run, start, self.clock, call, node=node, recomputed=again))
         return done
 
     def _backward(self, reached: list[Done]) -> None:
@@ -408,6 +440,7 @@ class Rank:
             while under_way and under_way[-1].start >= each.end:
                 self._leave(under_way.pop(), last)
             unit = self.units[each.run.unit]
+            self.engine.node = each.node
             if each.call is None:
                 self._run_again(each.run, *each.same)
                 continue
@@ -418,10 +451,10 @@ class Rank:
             under_way.append(each)
             if last[each.run.unit] is each:
                 self._arrive(unit, LARGE)
-            if each.run.checkpoint == "recomputed":
-                self.engine.grad = True
-                self._recompute(each.run)
-                self.engine.grad = False
+            self.engine.grad = True
+            while each.recomputed:
+                self._recompute(each.recomputed.pop(0))
+            self.engine.grad = False
         while under_way:
             self._leave(under_way.pop(), last)
 
@@ -490,7 +523,7 @@ class Rank:
         """At most ``prefetch`` full buffers exist beside those in use and those that are kept. In
         backward the calls count too that this rank skips and others reach, at its end the outermost
         one, and a reentrant checkpoint's unit until backward is done with its first forward."""
-        if not self.options.reshards:
+        if not self.options.reshards or self._has_joined_calls():
             return
         beside = [
             unit
@@ -505,6 +538,11 @@ class Rank:
         if len(beside) > self.options.prefetch + more:
             names = ", ".join(unit.name for unit in beside)
             raise Wrong(f"{names} are gathered beside those in use")
+
+    def _has_joined_calls(self) -> bool:
+        """Return whether backward comes to several units at once, as in a checkpoint around them,
+        where ranks agreed on what runs."""
+        return any(call.is_joined for each in self.schedule._open_passes for call in each.calls)
 
     def _check_rest(self, done: Sequence[Done]) -> None:
         """After a backward."""
