@@ -64,9 +64,13 @@ class Backwards:
 
     def __init__(self, device: EmulatedDevice) -> None:
         self.device = device
-        self._thread = DeviceThread("emulated autograd", device.take_thread)
+        self._thread = DeviceThread("emulated autograd", self._begin)
         self.end = self._thread.end
         self._of_thread = _ThreadBackwards()
+
+    def _begin(self) -> None:
+        self.device.take_thread()
+        self.device.of_thread.is_autograds = True
 
     def follow(self, output: Any) -> None:
         """Let the nodes that ``output`` added to the graph run on the current stream."""
