@@ -76,7 +76,10 @@ class Backwards:
         """Let the nodes that ``output`` added to the graph run on the current stream."""
         stream = self.device.current
         for tensor in tensors_in(output):
-            last: Any = tensor.grad_fn
+            try:
+                last: Any = tensor.grad_fn
+            except RuntimeError:  # of a view that may be edited, and is not differentiable then
+                continue
             if type(tensor) not in PLAIN or last is None or _KEY in last.metadata:
                 continue
             with DisableTorchFunction():

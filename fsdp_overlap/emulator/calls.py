@@ -37,6 +37,8 @@ class Calls(TorchFunctionMode):
         self.dispatch = dispatch
         self.backwards = backwards
         self._here = torch.device(device.device_type, device.index)
+        # A number alone is for C++ one of a device that a library adds to torch.
+        self._types = (device.device_type, NAME)
         tensor: Any = torch.Tensor  # torch's stubs declare the properties as bool
         self._getters: dict[Any, Callable[..., Any]] = {
             tensor.device.__get__: self._device_of,
@@ -88,7 +90,7 @@ class Calls(TorchFunctionMode):
         default = default_device_context.CURRENT_DEVICE
         if (
             default is not None
-            and default.type == self._here.type
+            and default.type in self._types
             and kwargs.get("device") is None
             and func in default_device_context._device_constructors()
         ):
@@ -125,7 +127,7 @@ class Calls(TorchFunctionMode):
         """Run a call that says where its output is to lie."""
         target = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
         is_ours = False
-        if target is not None and target.type == self.device.device_type:
+        if target is not None and target.type in self._types:
             is_ours = True
             self.device.use(target.index)
         pinned = bool(kwargs.pop("pin_memory", False))
@@ -159,8 +161,8 @@ class Calls(TorchFunctionMode):
         target, dtype, non_blocking, memory_format = parse_to(*args, **kwargs)
         held = tensor if type(tensor) in PLAIN else inner_of(tensor)
         is_here = held is not None and self.device.is_here(held)
-        goes_here = is_here if target is None else target.type == self._here.type
-        if target is not None and target.type not in (self._here.type, "cpu"):
+        goes_here = is_here if target is None else target.type in self._types
+        if target is not None and target.type not in (*self._types, "cpu"):
             return func(tensor, *args, **kwargs, copy=copy)
         if goes_here and target is not None:
             self.device.use(target.index)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from datetime import timedelta
 from functools import wraps
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 
 from fsdp_overlap.emulator.nccl_like import NcclLikeGroup, Options
@@ -129,21 +131,29 @@ def real_nccl() -> Iterator[None]:
 def nccl_in_name_only(rank: int, world_size: int) -> Iterator[None]:
     """Make this process one of ``world_size`` ranks, of which the others do not exist."""
     begin = dist.init_process_group
+    of_begin = signature(begin)
 
     @wraps(begin)
-    def begin_alone(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
-        kwargs = {name: kwargs[name] for name in kwargs if name not in _RENDEZVOUS}
-        begin(backend, store=dist.HashStore(), rank=rank, world_size=world_size, **kwargs)
+    def begin_alone(*args: Any, **kwargs: Any) -> None:
+        given = of_begin.bind(*args, **kwargs).arguments
+        told = given.get("rank", -1), given.get("world_size", -1)
+        given["rank"], given["world_size"] = (rank, world_size) if -1 in told else told
+        given |= {"init_method": None, "store": dist.HashStore()}
+        begin(**given)
+
+    def spawn(
+        function: Callable[..., object], args: Sequence[Any] = (), *_: object, **__: object
+    ) -> None:
+        """Be one of the processes that a program starts by itself."""
+        function(rank, *args)
 
     with (
         _making(ProcessGroupNCCL=_FakeNccl, ProcessGroupGloo=_FakeGloo),
         patch.object(dist, "init_process_group", begin_alone),
         patch.object(c10d, "init_process_group", begin_alone),
+        patch.object(torch.multiprocessing, "spawn", spawn),
     ):
         yield
-
-
-_RENDEZVOUS = ("init_method", "rank", "store", "world_size")
 
 
 @contextmanager

@@ -239,6 +239,9 @@ class WorkFuture(torch.futures.Future[Any]):
     def wait(self) -> Any:
         value = super().wait()
         self._wait_for_work()
+        if is_available():
+            for tensor in tensors_in(value):  # as torch's: who waits uses them
+                active().release_after(tensor, active().current)
         return value
 
     def then(self, callback: Callable[[Any], Any]) -> Any:
@@ -261,7 +264,7 @@ def _future(wait: Callable[[], Any], value: Any) -> WorkFuture:
     future._wait_for_work = wait
     future.set_result(value)
     if current_graph_task_id() >= 0:
-        queue_callback(partial(_call, wait))
+        queue_callback(partial(_call, future.wait))
     return future
 
 

@@ -1,12 +1,8 @@
 """Runs a program that is written for GPUs, as it is, on the emulated device, and shows what it
-leaves unordered.
-
-    python -m fsdp_overlap.races.runner --ranks 8 train.py --lr 0.01
-"""
+leaves unordered."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import pickle
 import runpy
@@ -178,7 +174,7 @@ def _run_all(program: Program, ranks: int) -> Result:
         port = free.getsockname()[1]
     options = [] if program.steps is None else ["--steps", str(program.steps)]
     target = ["-m", program.target] if program.is_module else [program.target]
-    command = [sys.executable, "-m", "fsdp_overlap.races.runner", "--real", *options, *target]
+    command = [sys.executable, "-m", "fsdp_overlap.races", "--real", *options, *target]
     results: list[Result] = []
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder, str(rank)) for rank in range(ranks)]
@@ -242,22 +238,3 @@ def report(status: int, result: Result) -> int:
     if result.error:
         print(f"error: {result.error}", file=sys.stderr)
     return status
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a program. Return its exit status."""
-    parser = argparse.ArgumentParser("python -m fsdp_overlap.races.runner", description=__doc__)
-    parser.add_argument("--ranks", type=int)
-    parser.add_argument("--rank", type=int, default=0)
-    parser.add_argument("--real", action="store_true")
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("-m", dest="module", action="store_true")
-    parser.add_argument("program", nargs=argparse.REMAINDER)
-    given = parser.parse_args(arguments)
-    target, *args = given.program or parser.error("name a program")
-    program = Program(target, args, given.module, given.steps)
-    return report(*run(program, given.ranks, given.rank, given.real))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
