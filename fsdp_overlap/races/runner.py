@@ -15,6 +15,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import thread as pools
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,7 @@ class Program:
         Raises:
             BaseException: what the program raises.
         """
+        before = threading.enumerate()
         path = os.getcwd() if self.is_module else str(Path(self.target).resolve().parent)
         argv = [self.target, *self.args]
         with (
@@ -66,9 +68,16 @@ class Program:
                 runpy.run_module(self.target, run_name="__main__", alter_sys=True)
             else:
                 runpy.run_path(self.target, run_name="__main__")
-            for thread in threading.enumerate():  # as Python does when a program ends
-                if thread is not threading.current_thread() and not thread.daemon:
-                    thread.join()
+            _join_threads(before)
+
+
+def _join_threads(before: Sequence[threading.Thread]) -> None:
+    """Wait for the threads of a program, as Python does when it ends. Threads of pools wait for
+    more work."""
+    for thread in threading.enumerate():
+        is_of_pool = thread in pools._threads_queues  # type: ignore[attr-defined]
+        if thread not in before and not thread.daemon and not is_of_pool:
+            thread.join()
 
 
 @dataclass

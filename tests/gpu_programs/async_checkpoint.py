@@ -1,5 +1,5 @@
-"""Copies weights to pinned memory on a side stream, and writes them from a thread. With "wrong", the
-thread does not wait for the copies. "dcp" lets torch.distributed.checkpoint do it."""
+"""Copies weights to pinned memory on a side stream, and writes them from a thread. With "wrong",
+the thread does not wait for the copies. "dcp" lets torch.distributed.checkpoint do it."""
 
 import sys
 import tempfile
