@@ -240,6 +240,51 @@ def simulate(
     predict(**context.params | {"profile": profile, "out": out})  # there paths are strings
 
 
+@app.command(context_settings={"allow_interspersed_args": False})
+def races(
+    program: Annotated[
+        list[str],
+        typer.Argument(metavar="SCRIPT [ARGS]...", help="A program for GPUs, and its arguments."),
+    ],
+    ranks: Annotated[
+        int | None,
+        typer.Option(help="Be one of so many ranks, of which the others do not exist."),
+    ] = None,
+    rank: Annotated[int, typer.Option(help="Which of them.")] = 0,
+    real: Annotated[
+        bool, typer.Option("--real", help="Run all ranks, each in a process of its own.")
+    ] = False,
+    steps: Annotated[
+        int | None, typer.Option(help="Stop after so many steps of an optimizer.")
+    ] = None,
+    allow: Annotated[
+        list[str] | None, typer.Option(help="file.py:12: what is found on this line is no fault.")
+    ] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Also write what was found to this file.")
+    ] = None,
+    page: Annotated[
+        Path | None, typer.Option(help="Also draw it on a page, with the streams around it.")
+    ] = None,
+    module: Annotated[bool, typer.Option("-m", help="The program is a module.")] = False,
+) -> None:
+    """Run a program that is written for GPUs, on a machine without one, and show what its streams
+    leave unordered. Exit code 1 if something is, 2 if the program could not run."""
+    if rank < 0 or rank >= (ranks or 1):
+        raise BadInput(f"--rank {rank}: must be 0 or more, and below --ranks {ranks or 1}")
+    if steps is not None and steps < 1:
+        raise BadInput(f"--steps {steps}: must be at least 1")
+    # Gives torch one more kind of device.
+    from fsdp_overlap.races.runner import Program, report, run
+
+    target, *args = program
+    if not module and not Path(target).is_file():
+        raise BadInput(f"{target}: there is no such file")
+    result = run(Program(target, args, module, steps, allow or ()), ranks, rank, real)
+    code = report(*result, json_path, page)
+    raise typer.Exit(code)
+
+
 @app.command()
 def doctor(
     timeout: Annotated[

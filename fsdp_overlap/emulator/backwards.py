@@ -67,15 +67,22 @@ class Backwards:
 
     def __init__(self, device: EmulatedDevice) -> None:
         self.device = device
-        self._thread = DeviceThread("emulated autograd", device.take_thread)
+        self._thread = DeviceThread("emulated autograd", self._begin)
         self.end = self._thread.end
         self._of_thread = _ThreadBackwards()
+
+    def _begin(self) -> None:
+        self.device.take_thread()
+        self.device.of_thread.is_autograds = True
 
     def follow(self, output: Any) -> None:
         """Let the nodes that ``output`` added to the graph run on the current stream."""
         stream = self.device.current
         for tensor in tensors_in(output):
-            last: Any = tensor.grad_fn
+            try:
+                last: Any = tensor.grad_fn
+            except RuntimeError:  # of a view that may be edited, and is not differentiable then
+                continue
             if type(tensor) not in PLAIN or last is None or _KEY in last.metadata:
                 continue
             with DisableTorchFunction():

@@ -104,6 +104,8 @@ class ThreadState(threading.local):
 
     def __init__(self, stream: Queue) -> None:
         self.index = 0
+        self.is_autograds = False
+        """Whether autograd runs nodes of the device on it."""
         self.stream = stream
         self.pool: MemPool | None = None
 
@@ -132,6 +134,8 @@ class EmulatedDevice:
             name.
         allow: lines, as ``"file.py:12"``, of which what is found is no fault. A comment
             ``# races: allow`` says the same of its line.
+        device_type: what tensors, streams and meshes call it: ``"cuda"`` within
+            :func:`~fsdp_overlap.emulator.cuda.as_cuda`.
     """
 
     def __init__(
@@ -143,7 +147,9 @@ class EmulatedDevice:
         index: int = 0,
         expandable_segments: bool = False,
         allow: Sequence[str] = (),
+        device_type: str = "emulated",
     ) -> None:
+        self.device_type = device_type
         self.timing = timing
         self.allocating = allocating
         self.issuing = issuing
@@ -176,6 +182,9 @@ class EmulatedDevice:
         """How many steps of training are over."""
         self.issued: list[IssuedCollective] = []
         """The collectives, in the order in which the host enqueued them."""
+        self.opaque: dict[str, str] = {}
+        """What runs and is not seen within, such as Triton kernels, and where it was called first.
+        Each is taken to read and write all tensors that it is given."""
         self.operations = 0
         self.backwards: list[tuple[float, float]] = []
         """When the host began and ended each backward."""

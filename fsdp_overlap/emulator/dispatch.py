@@ -21,6 +21,7 @@ from fsdp_overlap.torch_internals import (
     DisableTorchFunction,
     FakeTensor,
     TorchDispatchMode,
+    current_graph_task_id,
     tree_map_only,
 )
 
@@ -114,6 +115,9 @@ class Dispatch(TorchDispatchMode):
         self.makes_on_device: bool | None = None
         """Whether new memory lies on the device; None if the call under way does not say."""
         self.makes_pinned = False
+        self.given: tuple[Any, Any] | None = None
+        """The arguments of the call of Python that is under way. Where one consists of operations
+        that make tensors of none, these lie where its arguments do."""
         self.functional = functional
 
     def __torch_dispatch__(
@@ -156,6 +160,8 @@ class Dispatch(TorchDispatchMode):
         """Run an operation on ``values``, those of all arguments, in their order."""
         device = self.device
         on_device = self._is_on_device(about, [*reads, *writes])
+        if not (reads or writes) and self.makes_on_device is None:
+            on_device = self._makes_beside()
         device.check_is_there(about.name, [*reads, *writes])
         makes = on_device if self.makes_on_device is None else self.makes_on_device
         if device.values:
@@ -215,10 +221,19 @@ class Dispatch(TorchDispatchMode):
         is_mixed = any(not side and t.dim() for side, t in zip(sides, tensors, strict=True))
         if is_mixed and not about.may_cross:
             raise RuntimeError(
-                f"{about.name} got tensors on the host and on the emulated device "
+                f"{about.name} got tensors on the host and on the {self.device.device_type} device "
                 f"({call_site()}): move them to one of the two"
             )
         return True
+
+    def _makes_beside(self) -> bool:
+        """Return whether C++ makes a tensor of no others on the device, because what it was called
+        with, or differentiates, lies there."""
+        if self.given is None:
+            return current_graph_task_id() >= 0 and self.device.of_thread.is_autograds
+        args, kwargs = self.given
+        given = tensors_in([*args, *kwargs.values()])
+        return any(type(t) in PLAIN and self.device.is_here(t) and t.dim() for t in given)
 
     def _crossing(
         self, about: OpTraits, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]

@@ -1,6 +1,17 @@
-"""Finds races in a program that uses CUDA, by running it on the emulated device."""
+"""Finds what a program written for GPUs leaves unordered, on a machine without one."""
 
 from fsdp_overlap.races.report import Report, describe, summary, to_json, write_page
 from fsdp_overlap.races.rules import RULES, Rule
+from fsdp_overlap.races.testing import assert_no_races, find_races
 
-__all__ = ["RULES", "Report", "Rule", "describe", "summary", "to_json", "write_page"]
+__all__ = [
+    "RULES",
+    "Report",
+    "Rule",
+    "assert_no_races",
+    "describe",
+    "find_races",
+    "summary",
+    "to_json",
+    "write_page",
+]
