@@ -75,7 +75,7 @@ def _join_threads(before: Sequence[threading.Thread]) -> None:
     """Wait for the threads of a program, as Python does when it ends. Threads of pools wait for
     more work."""
     for thread in threading.enumerate():
-        is_of_pool = thread in pools._threads_queues  # type: ignore[attr-defined]
+        is_of_pool = thread in pools._threads_queues
         if thread not in before and not thread.daemon and not is_of_pool:
             thread.join()
 
