@@ -31,6 +31,7 @@ from fsdp_overlap.torch_internals import (
     DisableTorchFunction,
     c10d,
     disable_current_modes,
+    telling_accelerator,
 )
 
 DEVICE_TYPE = "cuda"
@@ -61,6 +62,7 @@ def as_cuda(device: EmulatedDevice, devices: int = 1) -> Iterator[EmulatedDevice
         for owner, names in _patches(devices):
             for name, value in names.items():
                 stack.enter_context(patch.object(owner, name, value, create=True))
+        stack.enter_context(telling_accelerator(torch.device(DEVICE_TYPE)))
         stack.callback(torch.set_default_device, None)
         yield device
 
@@ -81,14 +83,6 @@ def _patches(devices: int) -> Iterator[tuple[Any, dict[str, Any]]]:
     del shared["is_available"], shared["device_count"]  # they ask the module of the device
     shared |= {"device_index": torch_module.device, "get_memory_info": functions["mem_get_info"]}
     yield accelerator, shared
-    here = torch.device(DEVICE_TYPE)
-    yield (
-        torch._C,
-        {
-            "_get_accelerator": lambda *_: here,
-            "_accelerator_getAccelerator": lambda: here,
-        },
-    )
     yield (
         torch,
         {
