@@ -224,6 +224,17 @@ group_tensors = torch._C._group_tensors_by_device_and_dtype
 """Groups the tensors of optimizers by device and dtype, as C++ knows them."""
 
 
+has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+"""Whether an operator has a kernel of its own for a device or a way to run."""
+
+
+def run_kernel_of_cuda(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run the kernel that a library has given ``operator`` for CUDA, on tensors that may lie
+    elsewhere."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    return operator.redispatch(keys, *args, **kwargs)
+
+
 @contextmanager
 def replacing_group_tensors(group: Callable[..., dict[Any, Any]]) -> Iterator[None]:
     """Have optimizers call ``group`` instead of :data:`group_tensors`."""

@@ -1023,6 +1023,20 @@ def optimizers_group_tensors() -> None:
     assert (device.type, dtype, len(lists), indices) == ("cpu", torch.float32, 1, [0])
 
 
+@canary("has_kernel", "run_kernel_of_cuda")
+def kernels_for_cuda_can_be_run() -> None:
+    """Operators that a library has for CUDA alone cannot be called on the emulated device."""
+
+    @torch.library.custom_op("fsdp_overlap_canary::twice", mutates_args=(), device_types="cuda")
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    operator = torch.ops.fsdp_overlap_canary.twice.default
+    assert internals.has_kernel(operator.name(), "CUDA")
+    assert not internals.has_kernel(operator.name(), "CPU")
+    assert internals.run_kernel_of_cuda(operator, torch.ones(2)).tolist() == [2, 2]
+
+
 @canary("telling_accelerator")
 def the_accelerator_is_asked_for_in_python() -> None:
     """Programs for GPUs find another device."""
