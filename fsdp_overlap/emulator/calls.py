@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from fsdp_overlap.emulator.backwards import Backwards
 from fsdp_overlap.emulator.device import EmulatedDevice, Operation
-from fsdp_overlap.emulator.dispatch import PLAIN, Dispatch, has_values, inner_of
+from fsdp_overlap.emulator.dispatch import NAME, PLAIN, Dispatch, has_values, inner_of
 from fsdp_overlap.emulator.findings import call_site
 from fsdp_overlap.torch_internals import (
     default_device,
@@ -24,8 +24,6 @@ from fsdp_overlap.torch_internals import (
     parse_to,
     takes_default_device,
 )
-
-NAME = "emulated"
 
 
 class Calls(TorchFunctionMode):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -26,6 +27,9 @@ from fsdp_overlap.torch_internals import (
     run_kernel_of_cuda,
     tree_map_only,
 )
+
+NAME = "emulated"
+"""What torch calls devices of this kind. A number alone is one of them, too."""
 
 PLAIN = (torch.Tensor, nn.Parameter)
 
@@ -66,7 +70,23 @@ _WRITES_NOTHING = {"barrier", "monitored_barrier_"}
 # Where libraries put kernels that run on the host.
 _HOST = ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
 
-_OF_TORCH = {"aten", "c10d", "_c10d_functional", "fsdp", "prim", "prims", "quantized", "symm_mem"}
+_OF_TORCH = {
+    "_c10d_functional",
+    "_c10d_functional_autograd",
+    "_dtensor",
+    "aten",
+    "c10d",
+    "dtensor",
+    "fsdp",
+    "prim",
+    "prims",
+    "profiler",
+    "quantized",
+    "rngprims",
+    "streams",
+    "symm_mem",
+}
+"""The namespaces of torch's own operators."""
 
 _SYNCS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
@@ -141,6 +161,12 @@ class Dispatch(TorchDispatchMode):
             return func(*args, **kwargs)  # such tensors have no memory: torch asks for a shape
         if any(each not in PLAIN for each in types):
             return NotImplemented  # the operations that the class runs come here one by one
+        target = kwargs.get("device")
+        if target is not None and target.type in (self.device.device_type, NAME):
+            # Torch has left the mode that sees calls, as within a DTensor's operations.
+            below = torch.device("cpu" if self.device.values else "meta")
+            with self._making_there():
+                return self.__torch_dispatch__(func, types, args, {**kwargs, "device": below})
         about = OpTraits.of(func)
         if about.may_copy or (torch.is_inference_mode_enabled() and func._can_decompose()):
             # Inference mode skips autograd, which else takes such operations apart, and so does
@@ -161,6 +187,14 @@ class Dispatch(TorchDispatchMode):
             for value, is_written in zip(values, about.written, strict=True):
                 (writes if is_written else reads).extend(tensors_in(value))
             return self._run(about, OperatorCall(func, args, kwargs), values, reads, writes)
+
+    @contextmanager
+    def _making_there(self) -> Iterator[None]:
+        before, self.makes_on_device = self.makes_on_device, True
+        try:
+            yield
+        finally:
+            self.makes_on_device = before
 
     def _run(
         self,
