@@ -178,6 +178,9 @@ disabled_torch_function = torch._C._disabled_torch_function_impl
 parse_to = torch._C._nn._parse_to
 """What the arguments of ``tensor.to()`` mean."""
 
+OpOverload = type(torch.ops.aten.add.Tensor)
+"""The class of operators, which torch calls where a program calls functions."""
+
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 """Shows a mode every operation. It is documented, and only its module is private."""
 

@@ -328,13 +328,14 @@ class Operations(internals.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@canary("TorchDispatchMode", "OpOverload._schema", "OpOverload._can_decompose")
+@canary("OpOverload", "TorchDispatchMode", "OpOverload._schema", "OpOverload._can_decompose")
 def operations_are_seen() -> None:
     """check_parameters() and the emulated device see no operations, or not what they write."""
     with Operations() as operations:
         torch.ones(1).add_(1)
     assert [func.overloadpacket.__name__ for func, _ in operations.seen] == ["ones", "add_"]
     func, _ = operations.seen[1]
+    assert isinstance(func, internals.OpOverload)
     writes = [a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments]
     assert (func._schema.name, writes) == ("aten::add_", [True, False, False])
     assert [a.name for a in func._schema.arguments] == ["self", "other", "alpha"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -216,7 +217,7 @@ class Dispatch(TorchDispatchMode):
         if device.values and about.is_of_gpu:
             output = run_kernel_of_cuda(call.func, *call.args, **call.kwargs)
         elif device.values:
-            output = call.func(*call.args, **call.kwargs)
+            output = run_with_values(about, call)
         else:
             output = run_without_values(about, call, [*reads, *writes], makes)
         outputs = tensors_in(output)
@@ -283,8 +284,10 @@ class Dispatch(TorchDispatchMode):
         if self.given is None:
             return current_graph_task_id() >= 0 and self.device.of_thread.is_autograds
         args, kwargs = self.given
-        given = tensors_in([*args, *kwargs.values()])
-        return any(type(t) in PLAIN and self.device.is_here(t) and t.dim() for t in given)
+        held = (
+            t if type(t) in PLAIN else inner_of(t) for t in tensors_in([*args, *kwargs.values()])
+        )
+        return any(tensor is not None and self.device.is_here(tensor) for tensor in held)
 
     def _crossing(
         self, about: OpTraits, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
@@ -337,6 +340,36 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 def has_values(tensor: torch.Tensor) -> bool:
     with DisableTorchFunction():
         return not tensor.is_meta
+
+
+_NO_KERNEL = re.compile(r"not implemented for '(Half|Long|Int)'")
+_WIDE = {
+    "Half": (torch.float16, torch.float32),
+    "Long": (torch.int64, torch.float64),
+    "Int": (torch.int32, torch.float64),
+}
+"""By C++'s name: a dtype for which the host has not all kernels of a GPU, and one for which it has.
+"""
+
+
+def run_with_values(about: OpTraits, call: OperatorCall) -> Any:
+    """Return what a call returns. Where the host has no kernel for a dtype, and a GPU has, compute
+    in a wider one."""
+    try:
+        return call.func(*call.args, **call.kwargs)
+    except NotImplementedError as error:
+        missing = _NO_KERNEL.search(str(error))
+        if missing is None or any(about.written):
+            raise
+    narrow, wide = _WIDE[missing[1]]
+
+    def cast(source: torch.dtype, target: torch.dtype, values: Any) -> Any:
+        return tree_map_only(
+            torch.Tensor, lambda each: each.to(target) if each.dtype is source else each, values
+        )
+
+    args, kwargs = cast(narrow, wide, (list(call.args), dict(call.kwargs)))
+    return cast(wide, narrow, call.func(*args, **kwargs))
 
 
 def run_without_values(
