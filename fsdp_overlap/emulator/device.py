@@ -18,6 +18,7 @@ from fsdp_overlap.emulator.allocator import Allocator, MemoryBlock, MemPool
 from fsdp_overlap.emulator.findings import Finding, Sync, call_site
 from fsdp_overlap.emulator.memory import Access, TrackedMemory
 from fsdp_overlap.emulator.queues import Moment, Queue
+from fsdp_overlap.torch_internals import without_transform
 
 # As in torch's c10/cuda/CUDAStream.
 STREAMS = 32
@@ -385,7 +386,10 @@ class EmulatedDevice:
     def memory_of(self, tensor: torch.Tensor) -> TrackedMemory:
         """Return the memory of ``tensor``'s storage. A storage from before the model began is the
         host's."""
-        storage = tensor.untyped_storage()
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError:  # it is within a transform of torch.func
+            return self.memory_of(without_transform(tensor))
         found = self._memories.get(storage._cdata)
         return found or self.place(tensor, on_device=False)
 

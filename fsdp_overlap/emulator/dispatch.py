@@ -22,6 +22,7 @@ from fsdp_overlap.torch_internals import (
     AsyncCollectiveTensor,
     DisableTorchFunction,
     FakeTensor,
+    HigherOrderOperator,
     TorchDispatchMode,
     current_graph_task_id,
     has_kernel,
@@ -143,6 +144,8 @@ class OpTraits:
 class Dispatch(TorchDispatchMode):
     """Tells the device what each operation reads, writes and allocates."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, device: EmulatedDevice, functional: Functional) -> None:
         super().__init__()
         self.device = device
@@ -162,6 +165,8 @@ class Dispatch(TorchDispatchMode):
             return func(*args, **kwargs)  # such tensors have no memory: torch asks for a shape
         if any(each not in PLAIN for each in types):
             return NotImplemented  # the operations that the class runs come here one by one
+        if isinstance(func, HigherOrderOperator):
+            return self._run_whole(func, args, kwargs)
         target = kwargs.get("device")
         if target is not None and target.type in (self.device.device_type, NAME):
             # Torch has left the mode that sees calls, as within a DTensor's operations.
@@ -188,6 +193,20 @@ class Dispatch(TorchDispatchMode):
             for value, is_written in zip(values, about.written, strict=True):
                 (writes if is_written else reads).extend(tensors_in(value))
             return self._run(about, OperatorCall(func, args, kwargs), values, reads, writes)
+
+    def _run_whole(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operator that calls functions, such as flex attention, as one operation."""
+        device = self.device
+        device.opaque.setdefault(f"the operator {func}", call_site())
+        output = func(*args, **kwargs)
+        with DisableTorchFunction():
+            reads = tensors_in([*args, *kwargs.values()])
+            new = [tensor for tensor in tensors_in(output) if not device.knows(tensor)]
+            on_device = any(map(device.is_here, reads))
+            for tensor in new:
+                device.place(tensor, on_device)
+            device.run(Operation(str(func), reads, new), on_host=not on_device)
+        return output
 
     @contextmanager
     def _making_there(self) -> Iterator[None]:
