@@ -210,6 +210,26 @@ def versions_can_be_set() -> None:
     loss.backward()
 
 
+@canary("ProfilerBase")
+def profilers_are_told_what_to_record() -> None:
+    """The emulated device does not keep profilers from asking for a GPU."""
+    assert issubclass(torch.profiler.profile, internals.ProfilerBase)
+    assert "activities" in inspect.signature(internals.ProfilerBase.__init__).parameters
+
+
+@canary("without_transform")
+def tensors_within_a_transform_have_one_outside() -> None:
+    """Programs that use torch.func do not run on the emulated device."""
+    tensor, found = torch.ones(2, 3), []
+
+    def see(part: torch.Tensor) -> torch.Tensor:
+        found.append(internals.without_transform(part))
+        return part
+
+    torch.func.vmap(see)(tensor)
+    assert found[0].shape == tensor.shape
+
+
 @canary("are_functorch_transforms_active")
 def transforms_are_known() -> None:
     """torch.func around a unit gives wrong gradients instead of an error."""
@@ -354,13 +374,16 @@ class Operations(internals.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@canary("TorchDispatchMode", "OpOverload._schema", "OpOverload._can_decompose")
+@canary("HigherOrderOperator", "OpOverload", "TorchDispatchMode")
+@canary("OpOverload._schema", "OpOverload._can_decompose")
 def operations_are_seen() -> None:
     """check_parameters() and the emulated device see no operations, or not what they write."""
     with Operations() as operations:
         torch.ones(1).add_(1)
     assert [func.overloadpacket.__name__ for func, _ in operations.seen] == ["ones", "add_"]
     func, _ = operations.seen[1]
+    assert isinstance(func, internals.OpOverload)
+    assert isinstance(torch.ops.higher_order.cond, internals.HigherOrderOperator)
     writes = [a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments]
     assert (func._schema.name, writes) == ("aten::add_", [True, False, False])
     assert [a.name for a in func._schema.arguments] == ["self", "other", "alpha"]
@@ -1047,6 +1070,20 @@ def optimizers_group_tensors() -> None:
     assert seen
     [((device, dtype), (lists, indices))] = internals.group_tensors([[parameter]], True).items()
     assert (device.type, dtype, len(lists), indices) == ("cpu", torch.float32, 1, [0])
+
+
+@canary("has_kernel", "run_kernel_of_cuda")
+def kernels_for_cuda_can_be_run() -> None:
+    """Operators that a library has for CUDA alone cannot be called on the emulated device."""
+
+    @torch.library.custom_op("fsdp_overlap_canary::twice", mutates_args=(), device_types="cuda")
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    operator = torch.ops.fsdp_overlap_canary.twice.default
+    assert internals.has_kernel(operator.name(), "CUDA")
+    assert not internals.has_kernel(operator.name(), "CPU")
+    assert internals.run_kernel_of_cuda(operator, torch.ones(2)).tolist() == [2, 2]
 
 
 @canary("telling_accelerator")

@@ -13,9 +13,10 @@ from torch.overrides import TorchFunctionMode
 
 from fsdp_overlap.emulator.backwards import Backwards
 from fsdp_overlap.emulator.device import EmulatedDevice, Operation
-from fsdp_overlap.emulator.dispatch import PLAIN, Dispatch, has_values, inner_of
+from fsdp_overlap.emulator.dispatch import NAME, PLAIN, Dispatch, has_values, inner_of, tensors_in
 from fsdp_overlap.emulator.findings import call_site
 from fsdp_overlap.torch_internals import (
+    OpOverload,
     default_device,
     disable_current_modes,
     disabled_torch_function,
@@ -24,8 +25,6 @@ from fsdp_overlap.torch_internals import (
     parse_to,
     takes_default_device,
 )
-
-NAME = "emulated"
 
 
 class Calls(TorchFunctionMode):
@@ -96,7 +95,9 @@ class Calls(TorchFunctionMode):
             and func in takes_default_device()
         ):
             kwargs["device"] = default  # torch would add it where this mode is off
-        if kwargs.get("device") is not None or kwargs.get("pin_memory"):
+        # What C++ calls by way of a class of tensors names the device that C++ knows.
+        is_of_program = not isinstance(func, OpOverload) or not tensors_in(args)
+        if is_of_program and (kwargs.get("device") is not None or kwargs.get("pin_memory")):
             return self._make(func, args, kwargs)
         before, self.dispatch.given = self.dispatch.given, (args, kwargs)
         try:

@@ -26,9 +26,17 @@ from torch import nn
 from fsdp_overlap.emulator import graphs, torch_module
 from fsdp_overlap.emulator.device import EmulatedDevice, Operation
 from fsdp_overlap.emulator.findings import call_site
-from fsdp_overlap.emulator.torch_module import active, current_device, making_on_device, running
+from fsdp_overlap.emulator.torch_module import (
+    active,
+    current_device,
+    making_on_device,
+    running,
+    sees_this_thread,
+)
+from fsdp_overlap.emulator.triton_kernels import noting_triton
 from fsdp_overlap.torch_internals import (
     DisableTorchFunction,
+    ProfilerBase,
     c10d,
     disable_current_modes,
     telling_accelerator,
@@ -56,9 +64,10 @@ def as_cuda(device: EmulatedDevice, devices: int = 1) -> Iterator[EmulatedDevice
     """
     if device.device_type != DEVICE_TYPE:
         raise ValueError(f"EmulatedDevice(device_type='cuda') is needed, not {device.device_type}")
-    for name in _ASK_WHEN_IMPORTED:
-        import_module(name)
-    with running(device), ExitStack() as stack:
+    with noting_triton(device, sees_this_thread), ExitStack() as stack:
+        for module in _ASK_WHEN_IMPORTED:
+            import_module(module)
+        stack.enter_context(running(device))
         for owner, names in _patches(devices):
             for name, value in names.items():
                 stack.enter_context(patch.object(owner, name, value, create=True))
@@ -97,6 +106,8 @@ def _patches(devices: int) -> Iterator[tuple[Any, dict[str, Any]]]:
             "get_autocast_gpu_dtype": partial(_get_autocast_dtype, DEVICE_TYPE),
         },
     )
+    yield ProfilerBase, {"__init__": _profile_host}
+    yield nn.DataParallel, {"__init__": refuse("torch.nn.DataParallel")}
     yield torch.autocast, {"__init__": _begin_autocast}
     yield torch.version, {"cuda": "12.8"}
     yield torch.backends.cuda, {"is_built": lambda: True}
@@ -165,8 +176,8 @@ def _functions(devices: int) -> dict[str, Any]:
         name: getattr(graphs, name)
         for name in ("CUDAGraph", "graph", "graph_pool_handle", "is_current_stream_capturing")
     }
-    for name in ("active", "running", "register", "making_on_device", "Modes", "Queue", "Moment"):
-        of_device.pop(name, None)
+    for name in ("active", "running", "register", "making_on_device", "sees_this_thread", "Modes"):
+        of_device.pop(name)
     return of_device | {
         "StreamContext": torch_module.stream,
         "device_count": lambda: devices,
@@ -403,13 +414,19 @@ def _compile(model: Any = None, **options: Any) -> Any:
     """Return ``model``, which runs eagerly."""
     if model is None:
         return partial(_compile, **options)
-    note_opaque("torch.compile (runs eagerly)")
+    active().note_opaque("torch.compile (runs eagerly)")
     return model
 
 
-def note_opaque(what: str) -> None:
-    """Note that something runs that is not seen within."""
-    active().opaque.setdefault(what, str(call_site()))
+# Profiles
+
+_profile = ProfilerBase.__init__
+
+
+def _profile_host(self: Any, *, activities: Any = None, **options: Any) -> None:
+    """Record what the host does. What the device does takes no time."""
+    cpu = torch.profiler.ProfilerActivity.CPU
+    _profile(self, activities=None if activities is None else [cpu], **options)
 
 
 # Storages

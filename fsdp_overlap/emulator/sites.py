@@ -157,11 +157,14 @@ def enter_node_of(forward: Site | None) -> Site | None:
 
 
 def _kind_of(file: str) -> int:
+    packages = _packages_of(file)
     if file.startswith(("<", *_OWN)):
+        return _SKIPPED
+    if packages is not None and file.startswith(str(packages / "triton") + os.sep):
         return _SKIPPED
     if file.startswith(str(_TORCH) + os.sep):
         return _LIBRARY if file.startswith(_LIBRARIES_OF_TORCH) else _SKIPPED
-    if file.startswith(str(_PACKAGE) + os.sep) or _packages_of(file) is not None:
+    if file.startswith(str(_PACKAGE) + os.sep) or packages is not None:
         return _LIBRARY
     return _SKIPPED if file.startswith(str(_STDLIB) + os.sep) else _PROGRAM
 

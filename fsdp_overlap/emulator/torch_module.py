@@ -79,11 +79,20 @@ def running(device: EmulatedDevice) -> Iterator[EmulatedDevice]:
             FakeTensorMode.cache_clear()  # it has the device's number
 
 
+def _dispatch_of_thread() -> Dispatch | None:
+    modes = get_current_dispatch_mode_stack()
+    return next((mode for mode in reversed(modes) if isinstance(mode, Dispatch)), None)
+
+
+def sees_this_thread() -> bool:
+    """Return whether a device sees what this thread does now."""
+    return _dispatch_of_thread() is not None
+
+
 @contextmanager
 def making_on_device() -> Iterator[None]:
     """Put on the device what C++ makes within, on its own account."""
-    modes = get_current_dispatch_mode_stack()
-    dispatch = next((mode for mode in reversed(modes) if isinstance(mode, Dispatch)), None)
+    dispatch = _dispatch_of_thread()
     if dispatch is None:
         yield
         return
@@ -131,7 +140,15 @@ class Modes:
 
     def differentiate(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``run``, which lets the engine run a backward."""
-        return self.seeing(self.backwards.differentiate, run, *args, **kwargs)
+        dispatch = self._dispatch()
+        if dispatch is None:
+            return self.seeing(self.backwards.differentiate, run, *args, **kwargs)
+        # What the engine makes does not lie where the arguments of backward() do.
+        before, dispatch.given = dispatch.given, None
+        try:
+            return self.seeing(self.backwards.differentiate, run, *args, **kwargs)
+        finally:
+            dispatch.given = before
 
 
 @contextmanager
