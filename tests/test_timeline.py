@@ -135,14 +135,19 @@ def test_a_gather_issued_under_autograd_is_of_the_backward_pass() -> None:
         *gather("b", 100),
         event("gloo:broadcast", 104, 114, GLOO_A),
         event("gloo:broadcast", 108, 114, GLOO_B),
-        event("fsdp_overlap::reduce_scatter(b)", 210, 220),  # the callback after the last function
+        event("fsdp_overlap::root_post_backward_callback()", 205, 290),  # after the last function
+        event("fsdp_overlap::reduce_scatter(b)", 210, 220),
         event("c10d::alltoall_base_", 212, 214),
         event("gloo:all_to_all", 215, 240, GLOO_A),
+        *gather("c (served)", 250),
+        event("gloo:broadcast", 254, 264, GLOO_A),
+        event("gloo:broadcast", 258, 264, GLOO_B),
     )
     assert [(c.kind, c.name, c.pass_) for c in report.collectives] == [
         ("all_gather", "a", "forward"),
         ("all_gather", "b", "backward"),
         ("reduce_scatter", "b", "backward"),
+        ("all_gather", "c (served)", "backward"),
     ]
 
 

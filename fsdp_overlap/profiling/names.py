@@ -15,6 +15,8 @@ CONFIRMATION = "confirmation of "
 """Begins the name of a confirmation; the unit that it is for follows."""
 OWN_ENGINE = "fsdp_overlap"
 PREFIXES = ("fsdp_overlap::", "FSDP::")
+END_OF_BACKWARD = "root_post_backward_callback"
+"""Encloses, as FSDP2 names it, what an engine does when autograd has run a backward."""
 OPTIMIZER_STEP = "Optimizer.step#"
 PROFILER_STEP = "ProfilerStep#"
 # FSDP2's marks do not name the root.
@@ -62,7 +64,7 @@ def read_mark(name: str) -> EngineMark | None:
     unit = ROOT if unit is None else unit
     if role := _ROLES.get(operation):
         return EngineMark(engine, role, unit)
-    if engine == "FSDP" and operation not in _KINDS:
+    if operation == END_OF_BACKWARD or (engine == "FSDP" and operation not in _KINDS):
         return None
     kind = _KINDS.get(operation, "other")
     size = None if nbytes is None else int(nbytes)

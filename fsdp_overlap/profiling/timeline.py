@@ -23,6 +23,7 @@ from fsdp_overlap.profiling.events import Progress, TraceEvent, read_trace
 from fsdp_overlap.profiling.intervals import Interval, clip, covers, union
 from fsdp_overlap.profiling.names import (
     CONFIRMATION,
+    END_OF_BACKWARD,
     OPTIMIZER_STEP,
     OWN_ENGINE,
     PREFIXES,
@@ -36,6 +37,10 @@ from fsdp_overlap.profiling.overlap import Collective, ComputeTimeline, RankRepo
 from fsdp_overlap.profiling.ranges import EngineRanges, Phases, Ranges, Waits
 
 _CATEGORIES = {"cpu_op", "cuda_runtime", "cuda_driver", "kernel"}
+_OF_BACKWARD = (
+    "autograd::engine::evaluate_function",
+    *(prefix + END_OF_BACKWARD for prefix in PREFIXES),
+)
 _ANNOTATIONS = (*PREFIXES, OPTIMIZER_STEP, PROFILER_STEP, "gloo:")
 
 
@@ -215,10 +220,10 @@ class _Grouping:
 
 
 def _backward(events: list[TraceEvent]) -> dict[Any, list[Interval]]:
-    """Return when autograd evaluated a function, by thread; a backward inside a backward nests
-    there."""
+    """Return when autograd evaluated a function, or called an engine at its end, by thread; a
+    backward inside a backward nests there."""
     spans: dict[Any, list[Interval]] = defaultdict(list)
     for e in events:
-        if e.category == "cpu_op" and e.name.startswith("autograd::engine::evaluate_function"):
+        if e.name.startswith(_OF_BACKWARD):
             spans[e.thread].append((e.start, e.end))
     return defaultdict(list, {thread: union(s) for thread, s in spans.items()})

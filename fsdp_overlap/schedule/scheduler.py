@@ -455,6 +455,13 @@ class Schedule:
         backward = self._backward
         if backward is None:
             return
+        if self._comm.is_profiled():
+            with self._comm.span("root_post_backward_callback", ""):
+                self._finish(backward)
+        else:
+            self._finish(backward)
+
+    def _finish(self, backward: Backward) -> None:
         try:
             reached = set(backward.remaining)
             backward.finish()
