@@ -1138,6 +1138,7 @@ def test_every_name_has_a_canary() -> None:
 # Attributes that neither torch nor a class of ours has.
 OTHERS = {
     "_fields",  # of named tuples
+    "_asdict",  # of named tuples
     "_fsdp_owner",  # hung by us on parameters
     "_no_split_modules",  # of models of transformers
     "_is_stateful",  # of models of transformers
