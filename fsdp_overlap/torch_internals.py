@@ -24,6 +24,7 @@ from datetime import timedelta
 from functools import partial, wraps
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -224,9 +225,43 @@ SUPPORTED_NODES = _pytree.SUPPORTED_NODES
 tree_map_only = _pytree.tree_map_only
 """Changes all tensors in a tree. torch exports it nowhere else."""
 
-default_device_context: Any = _device
-"""The module of ``torch.set_default_device()``: ``CURRENT_DEVICE``, which is asked without the
-detour of ``torch.get_default_device()``, and ``_device_constructors()``, which it is for."""
+default_device = _device
+"""The module whose ``CURRENT_DEVICE`` is that of ``torch.set_default_device()``, if there is one.
+``torch.get_default_device()`` makes a tensor to tell it."""
+
+takes_default_device = _device._device_constructors
+"""The functions that make tensors on the device of ``torch.set_default_device()``."""
+
+group_tensors = torch._C._group_tensors_by_device_and_dtype
+"""Groups the tensors of optimizers by device and dtype, as C++ knows them."""
+
+
+has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+"""Whether an operator has a kernel of its own for a device or a way to run."""
+
+
+def run_kernel_of_cuda(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run the kernel that a library has given ``operator`` for CUDA, on tensors that may lie
+    elsewhere."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    return operator.redispatch(keys, *args, **kwargs)
+
+
+@contextmanager
+def replacing_group_tensors(group: Callable[..., dict[Any, Any]]) -> Iterator[None]:
+    """Have optimizers call ``group`` instead of :data:`group_tensors`."""
+    with patch.object(torch._C, "_group_tensors_by_device_and_dtype", group):
+        yield
+
+
+@contextmanager
+def telling_accelerator(device: torch.device) -> Iterator[None]:
+    """Have torch's Python tell that its accelerator is ``device``."""
+    with (
+        patch.object(torch._C, "_get_accelerator", lambda *_: device),
+        patch.object(torch._C, "_accelerator_getAccelerator", lambda: device),
+    ):
+        yield
 
 
 # Modules
@@ -362,6 +397,9 @@ default_store = c10d._get_default_store
 
 name_of_group = c10d._get_process_group_name
 """The name that torch knows a group by, also one whose class is written in Python."""
+
+names_of_groups = c10d._world.pg_names
+"""The names of all groups. Of one whose class is written in Python, C++ has none."""
 
 group_named = c10d._resolve_process_group
 """The group that has a name."""

@@ -182,7 +182,7 @@ def test_tests_do_not_import_each_other_and_all_else_is_in_support() -> None:
         imported = {name.split(".")[0] for name in imported_names(path)}
         assert not [name for name in imported if name.startswith("test_")], path
         is_test = path.name.startswith("test_") or path.name == "conftest.py"
-        assert is_test == (path.parent != TESTS / "support"), path
+        assert is_test == (TESTS / "support" not in path.parents), path
 
 
 # ---- that these tests can fail ----

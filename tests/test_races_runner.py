@@ -20,7 +20,7 @@ from fsdp_overlap.races import assert_no_races, find_races
 from fsdp_overlap.races.runner import CLEAN, FAILED, FOUND, Program, report, run
 from support.pages import TESTS
 
-PROGRAMS = TESTS / "gpu_programs"
+PROGRAMS = TESTS / "support" / "gpu_programs"
 
 
 def kinds(name: str, *args: str, ranks: int | None = None) -> set[str]:

@@ -1020,6 +1020,64 @@ def states_have_what_pipelines_ask() -> None:
 # A device type of Python
 
 
+@canary("default_device", "takes_default_device")
+def makers_of_tensors_have_a_default_device() -> None:
+    """Tensors of the emulated device would lie elsewhere."""
+    assert internals.default_device.CURRENT_DEVICE is None
+    torch.set_default_device("meta")
+    assert torch.device("meta") == internals.default_device.CURRENT_DEVICE
+    torch.set_default_device(None)
+    assert {torch.zeros, torch.tensor} <= internals.takes_default_device()
+    assert torch.zeros_like not in internals.takes_default_device()
+
+
+@canary("group_tensors", "replacing_group_tensors")
+def optimizers_group_tensors() -> None:
+    """Optimizers take tensors on the emulated device for the host's."""
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.ones(2)
+    seen: list[Any] = []
+
+    def group(lists: list[list[Any]], with_indices: bool = False) -> Any:
+        seen.append(lists)
+        return internals.group_tensors(lists, with_indices)
+
+    with internals.replacing_group_tensors(group):
+        torch.optim.SGD([parameter], foreach=True).step()
+    assert seen
+    [((device, dtype), (lists, indices))] = internals.group_tensors([[parameter]], True).items()
+    assert (device.type, dtype, len(lists), indices) == ("cpu", torch.float32, 1, [0])
+
+
+@canary("has_kernel", "run_kernel_of_cuda")
+def kernels_for_cuda_can_be_run() -> None:
+    """Operators that a library has for CUDA alone cannot be called on the emulated device."""
+
+    @torch.library.custom_op("fsdp_overlap_canary::twice", mutates_args=(), device_types="cuda")
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    operator = torch.ops.fsdp_overlap_canary.twice.default
+    assert internals.has_kernel(operator.name(), "CUDA")
+    assert not internals.has_kernel(operator.name(), "CPU")
+    assert internals.run_kernel_of_cuda(operator, torch.ones(2)).tolist() == [2, 2]
+
+
+@canary("telling_accelerator")
+def the_accelerator_is_asked_for_in_python() -> None:
+    """Programs for GPUs find another device."""
+    with internals.telling_accelerator(torch.device("cuda")):
+        assert torch.accelerator.current_accelerator() == torch.device("cuda")
+        assert torch.get_device_module() is torch.cuda
+
+
+@canary("names_of_groups")
+def groups_have_names() -> None:
+    """Groups that behave as NCCL's have no name."""
+    with one_rank():
+        assert internals.names_of_groups[dist.group.WORLD] == "0"
+
+
 @canary("register_device")
 def a_device_can_be_of_python() -> None:
     """The emulated device does not exist."""

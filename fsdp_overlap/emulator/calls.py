@@ -16,12 +16,13 @@ from fsdp_overlap.emulator.device import EmulatedDevice, Operation
 from fsdp_overlap.emulator.dispatch import PLAIN, Dispatch, has_values, inner_of
 from fsdp_overlap.emulator.findings import call_site
 from fsdp_overlap.torch_internals import (
-    default_device_context,
+    default_device,
     disable_current_modes,
     disabled_torch_function,
     flash_attention,
     is_torch_function_enabled,
     parse_to,
+    takes_default_device,
 )
 
 NAME = "emulated"
@@ -87,12 +88,12 @@ class Calls(TorchFunctionMode):
                 return self._to(func, *args, **kwargs)
             if func == torch.Tensor.__deepcopy__:
                 self._copy_held(*args)
-        default = default_device_context.CURRENT_DEVICE
+        default = default_device.CURRENT_DEVICE
         if (
             default is not None
             and default.type in self._types
             and kwargs.get("device") is None
-            and func in default_device_context._device_constructors()
+            and func in takes_default_device()
         ):
             kwargs["device"] = default  # torch would add it where this mode is off
         if kwargs.get("device") is not None or kwargs.get("pin_memory"):

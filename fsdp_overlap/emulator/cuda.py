@@ -26,11 +26,19 @@ from torch import nn
 from fsdp_overlap.emulator import graphs, torch_module
 from fsdp_overlap.emulator.device import EmulatedDevice, Operation
 from fsdp_overlap.emulator.findings import call_site
-from fsdp_overlap.emulator.torch_module import active, current_device, making_on_device, running
+from fsdp_overlap.emulator.torch_module import (
+    active,
+    current_device,
+    making_on_device,
+    running,
+    sees_this_thread,
+)
+from fsdp_overlap.emulator.triton_kernels import noting_triton
 from fsdp_overlap.torch_internals import (
     DisableTorchFunction,
     c10d,
     disable_current_modes,
+    telling_accelerator,
 )
 
 DEVICE_TYPE = "cuda"
@@ -55,12 +63,14 @@ def as_cuda(device: EmulatedDevice, devices: int = 1) -> Iterator[EmulatedDevice
     """
     if device.device_type != DEVICE_TYPE:
         raise ValueError(f"EmulatedDevice(device_type='cuda') is needed, not {device.device_type}")
-    for name in _ASK_WHEN_IMPORTED:
-        import_module(name)
-    with running(device), ExitStack() as stack:
+    with noting_triton(device, sees_this_thread), ExitStack() as stack:
+        for module in _ASK_WHEN_IMPORTED:
+            import_module(module)
+        stack.enter_context(running(device))
         for owner, names in _patches(devices):
             for name, value in names.items():
                 stack.enter_context(patch.object(owner, name, value, create=True))
+        stack.enter_context(telling_accelerator(torch.device(DEVICE_TYPE)))
         stack.callback(torch.set_default_device, None)
         yield device
 
@@ -81,14 +91,6 @@ def _patches(devices: int) -> Iterator[tuple[Any, dict[str, Any]]]:
     del shared["is_available"], shared["device_count"]  # they ask the module of the device
     shared |= {"device_index": torch_module.device, "get_memory_info": functions["mem_get_info"]}
     yield accelerator, shared
-    here = torch.device(DEVICE_TYPE)
-    yield (
-        torch._C,
-        {
-            "_get_accelerator": lambda *_: here,
-            "_accelerator_getAccelerator": lambda: here,
-        },
-    )
     yield (
         torch,
         {
@@ -171,8 +173,8 @@ def _functions(devices: int) -> dict[str, Any]:
         name: getattr(graphs, name)
         for name in ("CUDAGraph", "graph", "graph_pool_handle", "is_current_stream_capturing")
     }
-    for name in ("active", "running", "register", "making_on_device", "Modes", "Queue", "Moment"):
-        of_device.pop(name, None)
+    for name in ("active", "running", "register", "making_on_device", "sees_this_thread", "Modes"):
+        of_device.pop(name)
     return of_device | {
         "StreamContext": torch_module.stream,
         "device_count": lambda: devices,

@@ -22,6 +22,8 @@ from fsdp_overlap.torch_internals import (
     FakeTensor,
     TorchDispatchMode,
     current_graph_task_id,
+    has_kernel,
+    run_kernel_of_cuda,
     tree_map_only,
 )
 
@@ -61,6 +63,11 @@ _CROSSING = {
 # say so. These write nothing.
 _WRITES_NOTHING = {"barrier", "monitored_barrier_"}
 
+# Where libraries put kernels that run on the host.
+_HOST = ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
+
+_OF_TORCH = {"aten", "c10d", "_c10d_functional", "fsdp", "prim", "prims", "quantized", "symm_mem"}
+
 _SYNCS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -80,6 +87,10 @@ class OpTraits:
     """For each argument, whether the operation writes it."""
     may_copy: bool
     """Whether it gives a view or a copy, as operations do that it is made of."""
+    is_of_gpu: bool
+    """Whether a library has it for CUDA alone."""
+    is_opaque: bool
+    """Whether it is a library's, of which nothing is seen within."""
     non_blocking: int
     """The index of the argument that says that the host does not wait; -1 if there is none."""
 
@@ -102,6 +113,8 @@ class OpTraits:
             any(tag in func.tags for tag in _SYNCS),
             tuple(written),
             func.is_view and func._can_decompose(),
+            has_kernel(func.name(), "CUDA") and not any(has_kernel(func.name(), k) for k in _HOST),
+            func.namespace not in _OF_TORCH,
             next((i for i, a in enumerate(arguments) if a.name == "non_blocking"), -1),
         )
 
@@ -164,7 +177,11 @@ class Dispatch(TorchDispatchMode):
             on_device = self._makes_beside()
         device.check_is_there(about.name, [*reads, *writes])
         makes = on_device if self.makes_on_device is None else self.makes_on_device
-        if device.values:
+        if about.is_opaque:
+            device.opaque.setdefault(f"the operator {call.func}", call_site())
+        if device.values and about.is_of_gpu:
+            output = run_kernel_of_cuda(call.func, *call.args, **call.kwargs)
+        elif device.values:
             output = call.func(*call.args, **call.kwargs)
         else:
             output = run_without_values(about, call, [*reads, *writes], makes)

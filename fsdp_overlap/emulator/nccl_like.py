@@ -41,7 +41,11 @@ from fsdp_overlap.emulator import graphs
 from fsdp_overlap.emulator import torch_module as streams
 from fsdp_overlap.emulator.device import EnqueuedCollective
 from fsdp_overlap.emulator.ranks import future_of
-from fsdp_overlap.torch_internals import DisableTorchFunction, disable_current_modes
+from fsdp_overlap.torch_internals import (
+    DisableTorchFunction,
+    disable_current_modes,
+    names_of_groups,
+)
 
 # As NCCL's name is spoken. Written, it would stand for a GPU.
 BACKEND = "nickel"
@@ -191,7 +195,7 @@ class NcclLikeGroup(_ProcessGroup):
     def group_name(self) -> str:
         # torch gives the name to the C++ part, which has no backend to ask for it; and it forgets
         # the group before it asks for the last time.
-        self._name = dist.distributed_c10d._world.pg_names.get(self, self._name)
+        self._name = names_of_groups.get(self, self._name)
         return self._name
 
     @property
@@ -525,7 +529,10 @@ class NcclLikeGroup(_ProcessGroup):
         opts: Any,
         parts: Sequence[Part] = (),
     ) -> dist.Work:
-        wanted = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+        wanted: Any = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+        factor: Any = None
+        if wanted == dist.ReduceOp.PREMUL_SUM:
+            wanted, factor = dist.ReduceOp.SUM, wanted.__getstate__()[1]
         operation = next((known for known in _REDUCE if wanted == known), None)
         if operation is None:
             raise ValueError(f"{kind}: NCCL has only {[known.name for known in _REDUCE]}")
@@ -541,6 +548,8 @@ class NcclLikeGroup(_ProcessGroup):
                     raise ValueError(f"{kind}: ranks sent {[v.numel() for v in values]} elements")
                 if is_mean and dtype.is_floating_point:  # as NCCL: before
                     values = [each / len(values) for each in values]
+                if factor is not None:
+                    values = [each * factor for each in values]
                 total = reduce(_REDUCE[operation], values)
                 if is_mean and not dtype.is_floating_point:
                     total = total // len(values)

@@ -29,7 +29,9 @@ from fsdp_overlap.torch_internals import (
     disable_current_modes,
     get_current_dispatch_mode_stack,
     get_current_function_mode_stack,
+    group_tensors,
     register_device,
+    replacing_group_tensors,
     running_backwards_by,
 )
 
@@ -77,11 +79,20 @@ def running(device: EmulatedDevice) -> Iterator[EmulatedDevice]:
             FakeTensorMode.cache_clear()  # it has the device's number
 
 
+def _dispatch_of_thread() -> Dispatch | None:
+    modes = get_current_dispatch_mode_stack()
+    return next((mode for mode in reversed(modes) if isinstance(mode, Dispatch)), None)
+
+
+def sees_this_thread() -> bool:
+    """Return whether a device sees what this thread does now."""
+    return _dispatch_of_thread() is not None
+
+
 @contextmanager
 def making_on_device() -> Iterator[None]:
     """Put on the device what C++ makes within, on its own account."""
-    modes = get_current_dispatch_mode_stack()
-    dispatch = next((mode for mode in reversed(modes) if isinstance(mode, Dispatch)), None)
+    dispatch = _dispatch_of_thread()
     if dispatch is None:
         yield
         return
@@ -165,7 +176,7 @@ def _telling(modes: Modes) -> Iterator[None]:
             "propagate_op_sharding_non_cached",
             disable_current_modes()(propagator.propagate_op_sharding_non_cached),
         ),
-        patch.object(torch._C, "_group_tensors_by_device_and_dtype", partial(_group, device)),
+        replacing_group_tensors(partial(_group, device)),
         # Else some of these would lie where C++ believes, and some where they do.
         patch.object(AsyncCollectiveTensor, "__new__", wrap_for_torch),
         # Else C++ answers, which does not know the emulated streams.
@@ -178,17 +189,15 @@ def _telling(modes: Modes) -> Iterator[None]:
         yield
 
 
-_group_below: Callable[..., dict[Any, Any]] = torch._C._group_tensors_by_device_and_dtype
-
-
 def _group(
     device: EmulatedDevice, lists: list[list[Any]], with_indices: bool = False
 ) -> dict[Any, Any]:
     """Group the tensors of ``lists`` as torch does, and by the sides that they lie on."""
     groups: dict[Any, Any] = {}
     here = torch.device(device.device_type, device.index)
-    for (where, dtype), (tensors, indices) in _group_below(lists, True).items():
-        for index, first in zip(indices, tensors[0], strict=True):
+    for (where, dtype), (tensors, indices) in group_tensors(lists, True).items():
+        for index, tensor in zip(indices, tensors[0], strict=True):
+            first: Any = tensor
             held = inner_of(first) if type(first) not in PLAIN else first
             side = here if held is not None and device.is_here(held) else where
             parts, mine = groups.setdefault((side, dtype), ([[] for _ in lists], []))
