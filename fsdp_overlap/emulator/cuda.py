@@ -38,6 +38,7 @@ from fsdp_overlap.torch_internals import (
     DisableTorchFunction,
     c10d,
     disable_current_modes,
+    shaping_dtensors_on_host,
     telling_accelerator,
 )
 
@@ -71,6 +72,7 @@ def as_cuda(device: EmulatedDevice, devices: int = 1) -> Iterator[EmulatedDevice
             for name, value in names.items():
                 stack.enter_context(patch.object(owner, name, value, create=True))
         stack.enter_context(telling_accelerator(torch.device(DEVICE_TYPE)))
+        stack.enter_context(shaping_dtensors_on_host())
         stack.callback(torch.set_default_device, None)
         yield device
 

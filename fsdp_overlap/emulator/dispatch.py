@@ -66,7 +66,17 @@ _WRITES_NOTHING = {"barrier", "monitored_barrier_"}
 # Where libraries put kernels that run on the host.
 _HOST = ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
 
-_OF_TORCH = {"aten", "c10d", "_c10d_functional", "fsdp", "prim", "prims", "quantized", "symm_mem"}
+_OF_TORCH = {
+    "aten",
+    "c10d",
+    "_c10d_functional",
+    "fsdp",
+    "prim",
+    "prims",
+    "profiler",
+    "quantized",
+    "symm_mem",
+}
 
 _SYNCS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
