@@ -99,6 +99,7 @@ def _patches(devices: int) -> Iterator[tuple[Any, dict[str, Any]]]:
             "Stream": torch_module.Stream,
             "Event": torch_module.Event,
             "Generator": Generator,
+            "device": _Device,
             "compile": _compile,
             "is_autocast_enabled": _is_autocast_enabled,
             "get_autocast_dtype": _get_autocast_dtype,
@@ -363,6 +364,26 @@ class Generator(_HostGenerator, metaclass=_OfGenerators):
     @property
     def device(self) -> torch.device:
         return self._told
+
+
+_device: Any = torch.device
+
+
+class _OfDevices(type):
+    def __instancecheck__(self, instance: object) -> bool:
+        return isinstance(instance, _device)
+
+
+class _Device(metaclass=_OfDevices):
+    """Makes a ``torch.device``. A number alone is for C++ one of the device that a library has
+    added to torch, and here one of a GPU."""
+
+    __module__, __qualname__ = "torch", "device"  # as which pickles name it
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], int):
+            args = (DEVICE_TYPE, *args)
+        return _device(*args, **kwargs)
 
 
 # Mixed precision. Below, tensors are the host's, and so is the autocast that casts them.

@@ -88,7 +88,8 @@ class _FakeNccl(FakeProcessGroup):
 
 
 class _FakeGloo(_FakeNccl):
-    """The same, for the host's tensors."""
+    """The same, for the host's tensors. Of a group for "cpu:gloo,cuda:nccl" torch keeps this
+    alone, as it does where the first backend is a whole group."""
 
     backend = "gloo"
 
@@ -96,6 +97,10 @@ class _FakeGloo(_FakeNccl):
         self, store: dist.Store, rank: int, size: int, timeout: timedelta | None = None
     ) -> None:
         super().__init__(store, rank, size, SimpleNamespace())
+        self._nccl = _FakeNccl(store, rank, size)
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self if device.type == "cpu" else self._nccl
 
 
 class _RealNccl(NcclLikeGroup):
