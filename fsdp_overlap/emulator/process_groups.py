@@ -146,6 +146,11 @@ def nccl_in_name_only(rank: int, world_size: int) -> Iterator[None]:
         given |= {"init_method": None, "store": dist.HashStore()}
         begin(**given)
 
+    def meet(*_: object, **__: object) -> Iterator[tuple[dist.Store, int, int]]:
+        """Find the others, where a module that has imported ``init_process_group`` before has
+        called it."""
+        yield dist.HashStore(), rank, world_size
+
     def spawn(
         function: Callable[..., object], args: Sequence[Any] = (), *_: object, **__: object
     ) -> None:
@@ -156,6 +161,7 @@ def nccl_in_name_only(rank: int, world_size: int) -> Iterator[None]:
         _making(ProcessGroupNCCL=_FakeNccl, ProcessGroupGloo=_FakeGloo),
         patch.object(dist, "init_process_group", begin_alone),
         patch.object(c10d, "init_process_group", begin_alone),
+        patch.object(c10d, "rendezvous", meet),
         patch.object(torch.multiprocessing, "spawn", spawn),
     ):
         yield

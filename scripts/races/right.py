@@ -249,7 +249,7 @@ def run(program: Right, folder: Path, steps: int, seconds: float) -> Outcome:
         python = make_environment(program.environment, folder)
     places = {
         "programs": str(HERE / "programs"),
-        "gpu_programs": str(ROOT / "tests" / "gpu_programs"),
+        "gpu_programs": str(ROOT / "tests" / "support" / "gpu_programs"),
         "docs": str(ROOT / "docs" / "examples"),
         "examples": str(clone_examples(folder)) if program.needs_examples else "",
     }
