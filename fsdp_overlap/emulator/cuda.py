@@ -13,7 +13,7 @@ import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -22,6 +22,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
 
 from fsdp_overlap.emulator import graphs, torch_module
 from fsdp_overlap.emulator.device import EmulatedDevice, Operation
@@ -67,6 +69,7 @@ def as_cuda(device: EmulatedDevice, devices: int = 1) -> Iterator[EmulatedDevice
     with noting_triton(device, sees_this_thread), ExitStack() as stack:
         for module in _ASK_WHEN_IMPORTED:
             import_module(module)
+        _shard_attention()
         stack.enter_context(running(device))
         for owner, names in _patches(devices):
             for name, value in names.items():
@@ -79,6 +82,24 @@ def as_cuda(device: EmulatedDevice, devices: int = 1) -> Iterator[EmulatedDevice
 
 # Modules of torch that would find a build for GPUs, and want what it has in C++.
 _ASK_WHEN_IMPORTED = ("torch._dynamo", "torch._inductor.utils")
+
+
+@cache
+def _shard_attention() -> None:
+    """Tell DTensor how the host's kernel of attention may be sharded: as those of GPUs, over rows
+    and heads."""
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    for operator, outputs, inputs in ((attention, 2, 3), (backward, 3, 6)):
+
+        def shardings(
+            *args: object, outputs: int = outputs, inputs: int = inputs, **_: object
+        ) -> Any:
+            others: list[Any] = [None] * (len(args) - inputs)
+            ways = (Replicate(), Shard(0), Shard(1))
+            return [([way] * outputs, [way] * inputs + others) for way in ways]
+
+        register_sharding(operator.default)(shardings)
 
 
 def _patches(devices: int) -> Iterator[tuple[Any, dict[str, Any]]]:

@@ -1,5 +1,6 @@
-"""Megatron-FSDP from the registry. The argument is its strategy: "optim_grads_params", "optim_grads",
-"optim" or "no_shard"; "hsdp" replicates, "double" uses double buffers."""
+"""Megatron-FSDP from the registry. The argument is its strategy: "optim_grads", "optim" or
+"no_shard", by default "optim_grads_params". "hsdp" replicates. "double" uses double buffers of
+gradients, which 0.6.1 overwrites too early: a race is found."""
 
 import os
 import sys

@@ -92,15 +92,24 @@ if "mixed" in GIVEN:
 if "offload" in GIVEN:
     options["offload_policy"] = CPUOffloadPolicy()
 if "quantized" in GIVEN:
-    options["comm_policy"] = QuantizedCommPolicy()
+    options["comm_policy"] = QuantizedCommPolicy(torch.float8_e4m3fn, torch.float8_e5m2)
 for block in model[1:-1]:
     fully_shard(block, ctx, **options)
 sharded = fully_shard(model, ctx, **options)
 for stage in (1, 2):
     if f"zero{stage}" in GIVEN:
         sharded.set_zero_stage(stage)
-optimizer: Any = (Muon if "muon" in GIVEN else AdamW)(model.parameters(), lr=1e-3)
-for step in range(4):
+parameters = list(model.parameters())
+optimizer: Any
+if "muon" in GIVEN:
+    groups: list[dict[str, Any]] = [
+        {"params": [each for each in parameters if each.dim() == 2]},
+        {"params": [each for each in parameters if each.dim() != 2], "algorithm": "adamw"},
+    ]
+    optimizer = Muon(groups, lr=1e-3)
+else:
+    optimizer = AdamW(parameters, lr=1e-3)
+for _ in range(4):
     for part in range(2 if "accumulate" in GIVEN else 1):
         sharded.set_is_last_backward(part == 1 or "accumulate" not in GIVEN)
         tokens = torch.randint(WORDS, (2, 16)).pin_memory().to(local, non_blocking=True)

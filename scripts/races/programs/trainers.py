@@ -1,6 +1,6 @@
-"""The same small Qwen of transformers, trained by the trainers of others: "accelerate" (with "fsdp2"
-or DDP), "trainer" (transformers' Trainer, with "fsdp2" or DDP), "fabric" (Lightning's Fabric, with
-"fsdp2", "fsdp" or DDP). "clip" clips gradients, "bf16" computes in bfloat16."""
+"""A small Qwen of transformers, trained by the trainers of others: "accelerate" or transformers'
+"trainer" (with "fsdp2", or DDP), or "fabric" of Lightning (with "fsdp2", "fsdp", or DDP). "clip"
+clips gradients, "bf16" computes in bfloat16, "checkpoint" recomputes activations."""
 
 import os
 import sys
