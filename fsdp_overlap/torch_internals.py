@@ -287,6 +287,14 @@ def shaping_dtensors_on_host() -> Iterator[None]:
 
 
 @contextmanager
+def telling_raw_stream(current: Callable[[int], int]) -> Iterator[None]:
+    """Have libraries with kernels of their own, such as bitsandbytes, ask ``current`` for CUDA's
+    handle of the current stream."""
+    with patch.object(torch._C, "_cuda_getCurrentRawStream", current, create=True):
+        yield
+
+
+@contextmanager
 def telling_accelerator(device: torch.device) -> Iterator[None]:
     """Have torch's Python tell that its accelerator is ``device``."""
     with (

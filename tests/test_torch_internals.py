@@ -1067,6 +1067,13 @@ def dtensors_move_random_states() -> None:
     assert seen == ["_get_device_state", "_set_device_state", "__init__"]
 
 
+@canary("telling_raw_stream")
+def libraries_ask_for_raw_streams() -> None:
+    """Programs that import bitsandbytes fail on the emulated GPU."""
+    with internals.telling_raw_stream(lambda index: 7 + index):
+        assert torch._C._cuda_getCurrentRawStream(1) == 8
+
+
 @canary("shaping_dtensors_on_host")
 def dtensors_are_shaped_on_host() -> None:
     """DTensors on the emulated GPU cannot be initialized in place."""

@@ -42,6 +42,7 @@ from fsdp_overlap.torch_internals import (
     disable_current_modes,
     shaping_dtensors_on_host,
     telling_accelerator,
+    telling_raw_stream,
 )
 
 DEVICE_TYPE = "cuda"
@@ -75,6 +76,7 @@ def as_cuda(device: EmulatedDevice, devices: int = 1) -> Iterator[EmulatedDevice
             for name, value in names.items():
                 stack.enter_context(patch.object(owner, name, value, create=True))
         stack.enter_context(telling_accelerator(torch.device(DEVICE_TYPE)))
+        stack.enter_context(telling_raw_stream(_raw_stream))
         stack.enter_context(shaping_dtensors_on_host())
         stack.callback(torch.set_default_device, None)
         yield device
@@ -312,6 +314,10 @@ def _exchange_device(device: int) -> int:
     return before
 
 
+def _raw_stream(device: int) -> int:
+    return torch_module.current_stream(device).cuda_stream
+
+
 def _mem_get_info(device: object = None) -> tuple[int, int]:
     return MEMORY - active().allocator.reserved, MEMORY
 
@@ -391,7 +397,7 @@ _device: Any = torch.device
 
 
 class _OfDevices(type):
-    def __instancecheck__(self, instance: object) -> bool:
+    def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, _device)
 
 

@@ -157,8 +157,6 @@ PROGRAMS = [
     _documented("ours, a whole training", "training", "--folder {data} --epochs 1"),
     _documented("ours, in half precision", "training", "--folder {data} --epochs 1 --half"),
     _documented("ours, transformers", "transformers_training", "--folder {data}"),
-    _documented("ours, several modalities", "multimodal"),
-    _documented("ours, an uneven loader", "uneven_loader"),
     _documented("ours, PEFT", "peft_training", "--folder {data} --steps 5"),
     _documented("ours, QLoRA", "qlora_training", "--folder {data}"),
     _documented("ours, accelerate", "accelerate_training", "--folder {data} --epochs 1"),
