@@ -19,7 +19,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial, wraps
 from types import ModuleType
@@ -40,7 +40,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_api
-from torch.distributed.tensor import DTensor, _dtensor_spec, placement_types
+from torch.distributed.tensor import DTensor, _dtensor_spec, _op_schema, _random, placement_types
 from torch.nn.modules import conv
 from torch.optim import optimizer
 from torch.utils import _device, _foreach_utils, _python_dispatch, _pytree, checkpoint
@@ -262,6 +262,46 @@ def run_kernel_of_cuda(operator: Any, *args: Any, **kwargs: Any) -> Any:
 def replacing_group_tensors(group: Callable[..., dict[Any, Any]]) -> Iterator[None]:
     """Have optimizers call ``group`` instead of :data:`group_tensors`."""
     with patch.object(torch._C, "_group_tensors_by_device_and_dtype", group):
+        yield
+
+
+@contextmanager
+def moving_random_states_by(call: Callable[..., Any]) -> Iterator[None]:
+    """Have ``call`` call what moves the state of a device's generator, before and after a random
+    operation on DTensors. torch does so from within the operation, where no mode is on."""
+
+    def calling(method: Callable[..., Any]) -> Callable[..., Any]:
+        return wraps(method)(lambda *args: call(method, *args))
+
+    owners = {
+        _random._PhiloxState: ("__init__",),
+        _random.OffsetBasedRNGTracker: ("_get_device_state", "_set_device_state"),
+    }
+    with ExitStack() as stack:
+        for owner, names in owners.items():
+            for name in names:
+                stack.enter_context(patch.object(owner, name, calling(getattr(owner, name))))
+        yield
+
+
+@contextmanager
+def shaping_dtensors_on_host() -> Iterator[None]:
+    """Have DTensor try out on the host's fake tensors what shape a result has. Those of the mesh's
+    device need a build of torch for it."""
+
+    def rebuild(arg: Any) -> Any:
+        size, stride, dtype = arg.tensor_meta
+        return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
+
+    with patch.object(_op_schema, "_rebuild_tensor_from_dtensor_meta", rebuild):
+        yield
+
+
+@contextmanager
+def telling_raw_stream(current: Callable[[int], int]) -> Iterator[None]:
+    """Have libraries with kernels of their own, such as bitsandbytes, ask ``current`` for CUDA's
+    handle of the current stream."""
+    with patch.object(torch._C, "_cuda_getCurrentRawStream", current, create=True):
         yield
 
 

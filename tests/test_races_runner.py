@@ -4,6 +4,7 @@ nothing is reported, and of those with a fault it is."""
 from __future__ import annotations
 
 import io
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdp_overlap.emulator import EmulatedDevice
 from fsdp_overlap.emulator.cuda import NotEmulated, as_cuda
@@ -207,6 +210,44 @@ def test_what_is_not_emulated_raises_and_the_rest_is_as_before() -> None:
 def test_other_devices_cannot_be_called_cuda() -> None:
     with pytest.raises(ValueError, match="device_type='cuda'"), as_cuda(EmulatedDevice()):
         pass
+
+
+def test_a_number_alone_is_a_gpu() -> None:
+    real = torch.device
+    with as_cuda(EmulatedDevice(device_type="cuda"), 2):
+        assert torch.device(1) == real("cuda", 1)
+        assert torch.device("cpu") == real("cpu")
+        assert isinstance(torch.device("cuda"), torch.device)
+        assert not isinstance("cuda", torch.device)
+        assert pickle.loads(pickle.dumps(torch.device(0))) == real("cuda", 0)
+        with torch.device("meta"):
+            assert torch.ones(2).is_meta
+    assert torch.device is real
+
+
+def dtensors() -> None:
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    weight = nn.Parameter(distribute_tensor(torch.zeros(8, 8, device="cuda"), mesh, [Shard(0)]))
+    nn.init.normal_(weight)  # moves the state of the generator, from where no mode is on
+    nn.init.kaiming_uniform_(weight)
+    assert weight.to_local().abs().max() > 0
+    heads = distribute_tensor(torch.randn(1, 4, 3, 2, device="cuda"), mesh, [Shard(1)])
+    heads.requires_grad_()
+    attended = nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+    assert attended.placements == (Shard(1),)
+    attended.to_local().sum().backward()
+    assert heads.grad is not None
+    backend = dist.group.WORLD._get_backend(torch.device("cuda"))
+    assert isinstance(backend.options, dist.ProcessGroupNCCL.Options)
+
+
+def test_dtensors_are_initialized_in_place_and_attend() -> None:
+    assert_no_races(dtensors, ranks=4)
+
+
+def test_a_mesh_finds_the_other_ranks() -> None:
+    assert_no_races(lambda: init_device_mesh("cuda", (4,)), ranks=4)
 
 
 # ---- for tests ----

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -1070,6 +1071,40 @@ def optimizers_group_tensors() -> None:
     assert seen
     [((device, dtype), (lists, indices))] = internals.group_tensors([[parameter]], True).items()
     assert (device.type, dtype, len(lists), indices) == ("cpu", torch.float32, 1, [0])
+
+
+@canary("moving_random_states_by")
+def dtensors_move_random_states() -> None:
+    """Random operations on DTensors fail on the emulated device."""
+    seen: list[str] = []
+
+    def call(method: Callable[..., Any], *args: Any) -> Any:
+        seen.append(method.__name__)
+        return method(*args)
+
+    states = SimpleNamespace(_device=torch.device("cpu"), _device_handle=torch.random)
+    with internals.moving_random_states_by(call):
+        tracker = internals._random.OffsetBasedRNGTracker
+        tracker._set_device_state(states, tracker._get_device_state(states))
+        internals._random._PhiloxState(torch.zeros(16, dtype=torch.uint8))
+    assert seen == ["_get_device_state", "_set_device_state", "__init__"]
+
+
+@canary("telling_raw_stream")
+def libraries_ask_for_raw_streams() -> None:
+    """Programs that import bitsandbytes fail on the emulated GPU."""
+    with internals.telling_raw_stream(lambda index: 7 + index):
+        assert torch._C._cuda_getCurrentRawStream(1) == 8
+
+
+@canary("shaping_dtensors_on_host")
+def dtensors_are_shaped_on_host() -> None:
+    """DTensors on the emulated GPU cannot be initialized in place."""
+    with one_rank():
+        tensor = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)))
+        with internals.shaping_dtensors_on_host(), internals.FakeTensorMode():
+            fake = internals._op_schema._rebuild_tensor_from_dtensor_meta(tensor._spec)
+    assert (fake.device.type, fake.shape) == ("cpu", tensor.shape)
 
 
 @canary("has_kernel", "run_kernel_of_cuda")

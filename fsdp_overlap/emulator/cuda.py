@@ -13,7 +13,7 @@ import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -22,6 +22,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
 
 from fsdp_overlap.emulator import graphs, torch_module
 from fsdp_overlap.emulator.device import EmulatedDevice, Operation
@@ -39,7 +41,9 @@ from fsdp_overlap.torch_internals import (
     ProfilerBase,
     c10d,
     disable_current_modes,
+    shaping_dtensors_on_host,
     telling_accelerator,
+    telling_raw_stream,
 )
 
 DEVICE_TYPE = "cuda"
@@ -67,17 +71,38 @@ def as_cuda(device: EmulatedDevice, devices: int = 1) -> Iterator[EmulatedDevice
     with noting_triton(device, sees_this_thread), ExitStack() as stack:
         for module in _ASK_WHEN_IMPORTED:
             import_module(module)
+        _shard_attention()
         stack.enter_context(running(device))
         for owner, names in _patches(devices):
             for name, value in names.items():
                 stack.enter_context(patch.object(owner, name, value, create=True))
         stack.enter_context(telling_accelerator(torch.device(DEVICE_TYPE)))
+        stack.enter_context(telling_raw_stream(_raw_stream))
+        stack.enter_context(shaping_dtensors_on_host())
         stack.callback(torch.set_default_device, None)
         yield device
 
 
 # Modules of torch that would find a build for GPUs, and want what it has in C++.
 _ASK_WHEN_IMPORTED = ("torch._dynamo", "torch._inductor.utils")
+
+
+@cache
+def _shard_attention() -> None:
+    """Tell DTensor how the host's kernel of attention may be sharded: as those of GPUs, over rows
+    and heads."""
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    for operator, outputs, inputs in ((attention, 2, 3), (backward, 3, 6)):
+
+        def shardings(
+            *args: object, outputs: int = outputs, inputs: int = inputs, **_: object
+        ) -> Any:
+            others: list[Any] = [None] * (len(args) - inputs)
+            ways = (Replicate(), Shard(0), Shard(1))
+            return [([way] * outputs, [way] * inputs + others) for way in ways]
+
+        register_sharding(operator.default)(shardings)
 
 
 def _patches(devices: int) -> Iterator[tuple[Any, dict[str, Any]]]:
@@ -98,6 +123,7 @@ def _patches(devices: int) -> Iterator[tuple[Any, dict[str, Any]]]:
             "Stream": torch_module.Stream,
             "Event": torch_module.Event,
             "Generator": Generator,
+            "device": _Device,
             "compile": _compile,
             "is_autocast_enabled": _is_autocast_enabled,
             "get_autocast_dtype": _get_autocast_dtype,
@@ -291,6 +317,10 @@ def _exchange_device(device: int) -> int:
     return before
 
 
+def _raw_stream(device: int) -> int:
+    return torch_module.current_stream(device).cuda_stream
+
+
 def _mem_get_info(device: object = None) -> tuple[int, int]:
     return MEMORY - active().allocator.reserved, MEMORY
 
@@ -364,6 +394,26 @@ class Generator(_HostGenerator, metaclass=_OfGenerators):
     @property
     def device(self) -> torch.device:
         return self._told
+
+
+_device: Any = torch.device
+
+
+class _OfDevices(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, _device)
+
+
+class _Device(metaclass=_OfDevices):
+    """Makes a ``torch.device``. A number alone is for C++ one of the device that a library has
+    added to torch, and here one of a GPU."""
+
+    __module__, __qualname__ = "torch", "device"  # as which pickles name it
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], int):
+            args = (DEVICE_TYPE, *args)
+        return _device(*args, **kwargs)
 
 
 # Mixed precision. Below, tensors are the host's, and so is the autocast that casts them.

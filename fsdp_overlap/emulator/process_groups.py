@@ -88,7 +88,8 @@ class _FakeNccl(FakeProcessGroup):
 
 
 class _FakeGloo(_FakeNccl):
-    """The same, for the host's tensors."""
+    """The same, for the host's tensors. Of a group for "cpu:gloo,cuda:nccl" torch keeps this
+    alone, as it does where the first backend is a whole group."""
 
     backend = "gloo"
 
@@ -96,6 +97,10 @@ class _FakeGloo(_FakeNccl):
         self, store: dist.Store, rank: int, size: int, timeout: timedelta | None = None
     ) -> None:
         super().__init__(store, rank, size, SimpleNamespace())
+        self._nccl = _FakeNccl(store, rank, size)
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self if device.type == "cpu" else self._nccl
 
 
 class _RealNccl(NcclLikeGroup):
@@ -141,6 +146,11 @@ def nccl_in_name_only(rank: int, world_size: int) -> Iterator[None]:
         given |= {"init_method": None, "store": dist.HashStore()}
         begin(**given)
 
+    def meet(*_: object, **__: object) -> Iterator[tuple[dist.Store, int, int]]:
+        """Find the others, where a module that has imported ``init_process_group`` before has
+        called it."""
+        yield dist.HashStore(), rank, world_size
+
     def spawn(
         function: Callable[..., object], args: Sequence[Any] = (), *_: object, **__: object
     ) -> None:
@@ -151,6 +161,7 @@ def nccl_in_name_only(rank: int, world_size: int) -> Iterator[None]:
         _making(ProcessGroupNCCL=_FakeNccl, ProcessGroupGloo=_FakeGloo),
         patch.object(dist, "init_process_group", begin_alone),
         patch.object(c10d, "init_process_group", begin_alone),
+        patch.object(c10d, "rendezvous", meet),
         patch.object(torch.multiprocessing, "spawn", spawn),
     ):
         yield

@@ -30,6 +30,7 @@ from fsdp_overlap.torch_internals import (
     get_current_dispatch_mode_stack,
     get_current_function_mode_stack,
     group_tensors,
+    moving_random_states_by,
     register_device,
     replacing_group_tensors,
     running_backwards_by,
@@ -185,6 +186,7 @@ def _telling(modes: Modes) -> Iterator[None]:
             disable_current_modes()(propagator.propagate_op_sharding_non_cached),
         ),
         replacing_group_tensors(partial(_group, device)),
+        moving_random_states_by(modes.seeing),
         # Else some of these would lie where C++ believes, and some where they do.
         patch.object(AsyncCollectiveTensor, "__new__", wrap_for_torch),
         # Else C++ answers, which does not know the emulated streams.

@@ -165,7 +165,7 @@ def _explain(error: Exception) -> str:
     if isinstance(error, NotEmulated):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)
-    began = [i for i, frame in enumerate(frames) if frame.filename == runpy.__file__]
+    began = [i for i, frame in enumerate(frames) if "runpy" in frame.filename]
     frames = traceback.StackSummary(frames[max(began, default=-1) + 1 :])
     if not isinstance(error, SyntaxError):
         sys.stderr.write("Traceback (most recent call last):\n" + "".join(frames.format()))
