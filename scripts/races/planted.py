@@ -5,8 +5,9 @@ The statements are found in the library's source: calls of methods that wait, an
 `planted.toml` names because they only keep memory from being used again. A statement is left out
 as the library is imported: nothing installed is changed. Training programs
 (`train_fsdp2.py` and others) that reach it run as one of four ranks, until one of them has a
-finding. As it is, the library must have none. `planted.toml` has the reason for each statement
-that is not found. The script ends with 1 where one has none, or where a reason is not needed.
+finding that it has not with the library as it is. As it is, the library must have none but those
+that `planted.toml` knows of. `planted.toml` has the reason for each statement that is not found.
+The script ends with 1 where one has none, or where a reason is not needed.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ class Library:
     """A pattern of the library's own functions that only wait."""
     keeps: list[list[str]] = field(default_factory=list)
     """What keeps memory: file, function, text."""
+    known: dict[str, str] = field(default_factory=dict)
+    """Variants that have findings with the library as it is, and why."""
     reasons: list[list[str]] = field(default_factory=list)
     """Why a statement is not found: file, function, text, reason."""
 
@@ -133,8 +136,9 @@ class Planter(ast.NodeTransformer):
 
 def _without(node: ast.stmt) -> ast.stmt:
     """Return what is left of a statement without its call: a result is what was waited for."""
-    value = getattr(node, "value", None)
-    if isinstance(node, ast.Expr) or not isinstance(value, ast.Call):
+    if isinstance(node, ast.Expr) or not isinstance(value := node.value, ast.Call):  # type: ignore
+        return ast.copy_location(ast.Pass(), node)
+    if not isinstance(value.func, ast.Attribute):  # what keeps memory
         return ast.copy_location(ast.Pass(), node)
     changed = copy.copy(node)
     changed.value = value.func.value  # type: ignore
@@ -176,14 +180,14 @@ class Outcome:
 
     variant: str
     reached: list[Statement]
-    kinds: list[str]
-    text: str
+    findings: dict[str, str]
+    """As text, by what they share with the same one of another run."""
     error: str
 
 
 def work(library: Library, left_out: Statement | None, variants: list[str]) -> Iterator[Outcome]:
-    """Run ``variants`` of the program, until one of them has a finding if a statement is left
-    out."""
+    """Run ``variants`` of the program, until one has a finding that only what was left out can
+    explain."""
     reached: set[Statement] = set()
     plant(library, left_out, reached.add)
     from fsdp_overlap.races import describe
@@ -192,11 +196,9 @@ def work(library: Library, left_out: Statement | None, variants: list[str]) -> I
     for variant in variants:
         reached.clear()
         _, result = run(Program(str(HERE / library.program), variant.split()), RANKS)
-        findings = result.found.findings
-        kinds = [finding.kind for finding in findings]
-        text = describe(findings[:20])
-        yield Outcome(variant, sorted(reached), sorted(set(kinds)), text, result.error)
-        if left_out and findings:
+        findings = {repr(each.key): describe([each]) for each in result.found.findings}
+        yield Outcome(variant, sorted(reached), findings, result.error)
+        if left_out and findings and variant not in library.known:
             break
 
 
@@ -205,23 +207,36 @@ def work(library: Library, left_out: Statement | None, variants: list[str]) -> I
 
 @dataclass
 class Row:
-    """What became of a statement."""
+    """What became of a statement: the first variant that has a finding, and the findings."""
 
     statement: Statement
-    outcomes: list[Outcome]
+    is_reached: bool
+    variant: str
+    findings: list[str]
+    errors: list[str]
     reason: str = ""
 
-    @property
-    def finding(self) -> Outcome | None:
-        return next((each for each in self.outcomes if each.kinds), None)
+    @classmethod
+    def of(cls, statement: Statement, plain: list[Outcome], planted: list[Outcome]) -> Row:
+        before = {each.variant: each.findings for each in plain}
+        errors = [f"{each.variant}: {each.error}" for each in planted if each.error]
+        for each in planted:
+            new = [text for key, text in each.findings.items() if key not in before[each.variant]]
+            if new:
+                return cls(statement, True, each.variant, new, errors)
+        return cls(statement, bool(planted), "", [], errors)
 
-    @property
-    def errors(self) -> list[str]:
-        return [f"{each.variant}: {each.error}" for each in self.outcomes if each.error]
+    def __str__(self) -> str:
+        file, line, function, text = self.statement
+        kinds = sorted({each.partition(":")[0] for each in self.findings})
+        found = f"`{self.variant}`: {', '.join(kinds)}" if kinds else f"no: {self.reason}"
+        return f"| `{file}:{line}` | `{function}` | `{text}` | {found} |"
 
 
 def start(name: str, left_out: Statement | None, variants: list[str]) -> list[Outcome]:
     """Run :func:`work` in a process."""
+    if not variants:
+        return []
     command = [sys.executable, __file__, name, "--work", json.dumps([left_out, variants])]
     done = subprocess.run(command, capture_output=True, text=True)
     marked = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
@@ -240,9 +255,13 @@ def judge(library: Library, rows: list[Row]) -> list[str]:
     """Give each statement that is not found its reason. Return what is wrong with the reasons."""
     reasons = {(file, function, text): why for file, function, text, why in library.reasons}
     for row in rows:
-        if row.finding is None:
+        if not row.findings:
             row.reason = reasons.pop(row.statement.key, "")
-    wrong = [f"not found, for no reason: {row.statement}" for row in rows if not (row.finding or row.reason)]
+    wrong = [
+        f"not found, for no reason: {row.statement} {row.errors[:1]}"
+        for row in rows
+        if not (row.findings or row.reason)
+    ]
     return wrong + [f"a reason that is not needed: {key}" for key in reasons]
 
 
@@ -250,7 +269,7 @@ def main() -> int:
     told = tomllib.loads((HERE / "planted.toml").read_text(encoding="utf-8"))
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("library", choices=told)
-    parser.add_argument("--only", default="", help="statements with this in their place or text")
+    parser.add_argument("--only", default="", help="only statements that this pattern is found in")
     parser.add_argument("--variants", nargs="+", help="instead of those of planted.toml")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--json", type=Path, help="where to write all that was found")
@@ -272,17 +291,18 @@ def main() -> int:
         plain.sort(key=lambda each: variants.index(each.variant))
         for each in plain:
             print(f"as it is, {each.variant}: {len(each.reached)} reached", file=sys.stderr)
-            if each.kinds or each.error:
-                wrong.append(f"as it is, {each.variant} has: {each.error}\n{each.text}")
+            is_known = each.variant in library.known
+            if each.error or bool(each.findings) != is_known:
+                found = "\n".join(each.findings.values())
+                wrong.append(f"as it is, {each.variant} has: {each.error}\n{found}")
 
         def leave_out(statement: Statement) -> Row:
             reaching = [each.variant for each in plain if statement in each.reached]
-            row = Row(statement, start(given.library, statement, reaching) if reaching else [])
-            print(statement, row.finding and row.finding.kinds, row.errors, file=sys.stderr)
+            row = Row.of(statement, plain, start(given.library, statement, reaching))
+            print(row, row.errors[:1], file=sys.stderr)
             return row
 
-        chosen = [each for each in statements(library) if given.only in f"{each.file}:{each.line} {each.text}"]
-        rows = list(pool.map(leave_out, chosen))
+        rows = list(pool.map(leave_out, [s for s in statements(library) if re.search(given.only, str(s))]))
     wrong += judge(library, rows)
     if given.json is not None:
         told = {"plain": [asdict(each) for each in plain], "rows": [asdict(row) for row in rows]}
@@ -293,16 +313,10 @@ def main() -> int:
 
 
 def table(rows: list[Row]) -> str:
-    lines = ["| place | function | left out | found |", "| --- | --- | --- | --- |"]
-    for row in rows:
-        file, line, function, text = row.statement
-        found = row.finding
-        what = f"`{found.variant}`: {', '.join(found.kinds)}" if found else f"no: {row.reason}"
-        lines.append(f"| `{file}:{line}` | `{function}` | `{text}` | {what} |")
-    reached = [row for row in rows if row.outcomes]
-    found_rows = [row for row in rows if row.finding]
-    count = f"{len(rows)} statements, {len(reached)} reached, {len(found_rows)} found"
-    return "\n".join([*lines, "", count])
+    head = "| place | function | left out | found |\n| --- | --- | --- | --- |"
+    reached, found = sum(row.is_reached for row in rows), sum(bool(row.findings) for row in rows)
+    count = f"{len(rows)} statements, {reached} reached, {found} found"
+    return "\n".join([head, *map(str, rows), "", count])
 
 
 if __name__ == "__main__":
