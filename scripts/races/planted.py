@@ -92,7 +92,7 @@ class Library:
         if not self.site.exists():
             pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
             subprocess.run([*pip, str(self.site), *self.wheels], check=True)
-        sys.path.insert(0, str(self.site))
+        sys.path.insert(1, str(self.site))  # a program has the first place for its folder
 
 
 class Planter(ast.NodeTransformer):
