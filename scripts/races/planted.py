@@ -229,7 +229,8 @@ class Row:
     def __str__(self) -> str:
         file, line, function, text = self.statement
         kinds = sorted({each.partition(":")[0] for each in self.findings})
-        found = f"`{self.variant}`: {', '.join(kinds)}" if kinds else f"no: {self.reason}"
+        missed = "no" if self.is_reached else "not reached"
+        found = f"`{self.variant}`: {', '.join(kinds)}" if kinds else f"{missed}: {self.reason}"
         return f"| `{file}:{line}` | `{function}` | `{text}` | {found} |"
 
 

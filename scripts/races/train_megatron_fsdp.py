@@ -75,7 +75,6 @@ def shard(model: Model, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
         overlap_param_gather="exposed" not in chosen,
         sync_model_each_microbatch="accumulate" not in chosen,
         fsdp_double_buffer="double" in chosen,
-        nccl_ub="registered" in chosen,
         preproc_state_dict_for_dcp_ckpt=False,
         **options,
     )
@@ -86,9 +85,13 @@ def train() -> None:
     if "mixed" in chosen:
         model.bfloat16()
     sharded, optimizer = shard(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    if "queue" in chosen:
+        sharded.suggested_RS_queue_capacity = 3000  # of reductions under way, in elements
     dtype = torch.bfloat16 if "mixed" in chosen else torch.float32
     batches = 2 if "accumulate" in chosen else 1
     for _ in range(3):
+        if "sync" in chosen:
+            sharded.start_param_sync(force_sync=True)
         for index in range(batches):
             if "accumulate" in chosen:
                 sharded.set_model_auto_sync(index == batches - 1)
