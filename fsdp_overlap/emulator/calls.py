@@ -47,11 +47,14 @@ class Calls(TorchFunctionMode):
             tensor.is_cuda.__get__: self._is_cuda,
             tensor.get_device: self._index_of,
         }
-        self._instead: dict[Any, Callable[..., Any]] = {
-            **self._getters,
+        self._moves: dict[Any, Callable[..., Any]] = {
             tensor.to: self._to,
             tensor.cpu: self._to_host,
             tensor.cuda: self._to_cuda,
+        }
+        self._instead: dict[Any, Callable[..., Any]] = {
+            **self._getters,
+            **self._moves,
             tensor.type: self._type,
             tensor.new_tensor: self._new_tensor,
             tensor.__deepcopy__: self._copy_deeply,
@@ -83,8 +86,8 @@ class Calls(TorchFunctionMode):
                 return instead(func, *args, **kwargs)
             if func in self._getters and (inner := inner_of(args[0])) is not None:
                 return instead(func, inner)
-            if func == torch.Tensor.to and inner_of(args[0]) is not None:
-                return self._to(func, *args, **kwargs)
+            if func in self._moves and inner_of(args[0]) is not None:
+                return instead(func, *args, **kwargs)
             if func == torch.Tensor.__deepcopy__:
                 self._copy_held(*args)
         default = default_device.CURRENT_DEVICE
