@@ -230,6 +230,12 @@ for all devices what shapes it found."""
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
 """Attention as a GPU computes it, which is not chosen for an emulated device without values."""
 
+attention_on_host = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,
+)
+"""Attention as the host computes it, and its backward, of which DTensor knows no sharding."""
+
 SUPPORTED_NODES = _pytree.SUPPORTED_NODES
 """The classes that are nodes of trees, and how to take them apart. Users register more."""
 

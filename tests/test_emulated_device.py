@@ -64,7 +64,9 @@ def test_two_streams_that_nothing_orders_race(device: EmulatedDevice) -> None:
         tensor.add_(1)
     [finding] = device.findings
     assert finding.kind == "race"
-    assert "add_ on stream 2 (test_emulated_device.py:60) writes memory (tests/" in finding.text
+    made = test_two_streams_that_nothing_orders_race.__code__.co_firstlineno + 1
+    stream_2 = f"stream 2 (test_emulated_device.py:{made})"
+    assert f"add_ on {stream_2} writes memory (tests/" in finding.text
     assert "nothing orders it after zeros on the default stream, which writes it" in finding.text
 
 

@@ -483,6 +483,16 @@ def attention_of_gpus_has_shapes() -> None:
     assert query.grad is not None
 
 
+@canary("attention_on_host")
+def the_host_has_attention_of_its_own() -> None:
+    """Programs with context or tensor parallelism cannot run on the emulated GPU."""
+    query = torch.rand(1, 4, 8, 16, requires_grad=True)
+    forward, backward = internals.attention_on_host
+    output, logsumexp = forward(query, query, query, 0.0, True)
+    gradients = backward(output, query, query, query, output, logsumexp, 0.0, True)
+    assert [gradient.shape for gradient in gradients] == [query.shape] * 3
+
+
 @canary("SUPPORTED_NODES", "tree_map_only")
 def nodes_of_trees_are_known() -> None:
     """Tensors in registered classes are not found: their units are not gathered for backward."""
