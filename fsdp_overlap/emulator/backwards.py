@@ -48,6 +48,8 @@ class _Backward:
         self.used: set[Queue] = set()
         self.within: _Node | None = None
         """The node that was entered last."""
+        self.is_here = False
+        """Whether the gradients that it got lie on the device."""
         self.ready: dict[_Node, dict[int, _Ready]] = {}
         """The gradients of nodes that have not run, by their inputs."""
 
@@ -110,6 +112,11 @@ class Backwards:
         call = partial(self._differentiate, self.device.current, run, roots, *args, **kwargs)
         return self._thread.run(call) if any(map(self._runs_here, roots)) else call()
 
+    def runs_here(self) -> bool:
+        """Return whether this thread runs a node that got gradients on the device."""
+        backward = self._of_thread.running.get(current_graph_task_id())
+        return backward is not None and backward.is_here
+
     def _differentiate(self, caller: Queue, run: Callable[..., Any], *args: Any, **kw: Any) -> Any:
         device, running = self.device, dict(self._of_thread.running)
         before, start = device.current, device.host.ends
@@ -144,10 +151,13 @@ class Backwards:
             running[task] = _Backward(device.current, device.mark(device.current))
             queue_callback(partial(self._end_backward, task))
         backward = running[task]
+        with DisableTorchFunction():
+            is_here = any(map(device.is_here, _plain(gradients)))
         if backward.within is node:
+            backward.is_here |= is_here
             return
         last, device.current = device.current, node.stream
-        backward.within = node
+        backward.within, backward.is_here = node, is_here
         backward.used.add(node.stream)
         ready: list[_Ready] = list(backward.ready.pop(node, {}).values())
         if not ready:  # the backward begins here, or the node before is none that is known
@@ -156,9 +166,8 @@ class Backwards:
             self._wait(node.stream, each)
         if any(stream is not node.stream for stream, _ in ready):
             with DisableTorchFunction():
-                for gradient in gradients:
-                    if gradient is not None and type(gradient) in PLAIN:
-                        device.release_after(gradient, node.stream)
+                for gradient in _plain(gradients):
+                    device.release_after(gradient, node.stream)
 
     def _leave(self, node: _Node, made: Sequence[torch.Tensor | None], _: object) -> None:
         """Leave ``node`` when it has ``made`` the gradients of those behind it."""
@@ -191,3 +200,7 @@ class Backwards:
         for stream in backward.used:
             self._wait(backward.caller, (stream, None))
         device.current = backward.caller
+
+
+def _plain(gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    return [each for each in gradients if each is not None and type(each) in PLAIN]

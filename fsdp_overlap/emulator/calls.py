@@ -81,7 +81,12 @@ class Calls(TorchFunctionMode):
                 self._copy_held(*args)
         if kwargs.get("device") is not None or kwargs.get("pin_memory"):
             return self._make(func, args, kwargs)
-        output = func(*args, **kwargs)
+        dispatch = self.dispatch
+        before, dispatch.is_called = dispatch.is_called, True
+        try:
+            output = func(*args, **kwargs)
+        finally:
+            dispatch.is_called = before
         if torch.is_grad_enabled():
             self.backwards.follow(output)
         return output

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -108,13 +109,27 @@ class OpTraits:
 class Dispatch(TorchDispatchMode):
     """Tells the device what each operation reads, writes and allocates."""
 
-    def __init__(self, device: EmulatedDevice, functional: Functional) -> None:
+    def __init__(
+        self, device: EmulatedDevice, functional: Functional, backward_runs_here: Callable[[], bool]
+    ) -> None:
         super().__init__()
         self.device = device
+        self.backward_runs_here = backward_runs_here
+        self.is_called = False
+        """Whether a call of Python is under way, so that C++ makes nothing by itself."""
         self.makes_on_device: bool | None = None
         """Whether new memory lies on the device; None if the call under way does not say."""
         self.makes_pinned = False
         self.functional = functional
+
+    @contextmanager
+    def called_by_engine(self) -> Iterator[None]:
+        """Run nodes of autograd's graph, whose operations no call of Python asks for."""
+        before, self.is_called = self.is_called, False
+        try:
+            yield
+        finally:
+            self.is_called = before
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -157,7 +172,11 @@ class Dispatch(TorchDispatchMode):
         device = self.device
         on_device = self._is_on_device(about, [*reads, *writes])
         device.check_is_there(about.name, [*reads, *writes])
-        makes = on_device if self.makes_on_device is None else self.makes_on_device
+        makes = self.makes_on_device
+        if makes is None:
+            # A node that C++ runs makes zeros for a gradient that it did not get.
+            is_by_node = not (reads or writes or self.is_called) and self.backward_runs_here()
+            makes = on_device or is_by_node
         if device.values:
             output = call.func(*call.args, **call.kwargs)
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 from unittest.mock import patch
@@ -88,7 +88,7 @@ class Modes:
     @contextmanager
     def on_in_thread(self) -> Iterator[None]:
         """Have the device see what this thread does."""
-        dispatch = Dispatch(self.device, self._functional)
+        dispatch = Dispatch(self.device, self._functional, self.backwards.runs_here)
         with dispatch, Calls(self.device, dispatch, self.backwards):
             yield
 
@@ -114,7 +114,13 @@ class Modes:
 
     def differentiate(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``run``, which lets the engine run a backward."""
-        return self.seeing(self.backwards.differentiate, run, *args, **kwargs)
+
+        def run_in_engine(*args: Any, **kwargs: Any) -> Any:
+            dispatch = self._dispatch()
+            with nullcontext() if dispatch is None else dispatch.called_by_engine():
+                return run(*args, **kwargs)
+
+        return self.seeing(self.backwards.differentiate, run_in_engine, *args, **kwargs)
 
 
 @contextmanager
