@@ -1,13 +1,16 @@
 """What autograd itself does on the emulated device: it makes zeros for gradients that it did not
-get."""
+get, and calls hooks for tensors that it saves."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
-from fsdp_overlap.emulator import EmulatedDevice, running
-from support.emulated import HERE
+from fsdp_overlap.emulator import EmulatedDevice, Event, Stream, current_stream, running, stream
+from support.emulated import HERE, kinds
 
 
 @pytest.mark.parametrize("values", [True, False])
@@ -50,3 +53,48 @@ def test_what_a_hook_makes_on_the_host_lies_there() -> None:
         doubled.register_hook(hook)
         doubled.sum().backward()
         assert made[0].device.type == "cpu"
+
+
+class Offload:
+    """Keeps saved tensors on the host, by copies on a stream of their own."""
+
+    def __init__(self, waits: bool) -> None:
+        self.waits = waits
+        self.side = Stream()
+
+    def pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
+        assert tensor.device == torch.device(HERE)
+        self.side.wait_stream(current_stream())
+        with stream(self.side):
+            copy = tensor.to("cpu", non_blocking=True)
+        tensor.record_stream(self.side)  # type: ignore[arg-type]
+        return copy, self.side.record_event()
+
+    def unpack(self, packed: tuple[torch.Tensor, Event]) -> Any:
+        copy, done = packed
+        assert copy.device.type == "cpu"
+        if self.waits:
+            current_stream().wait_event(done)
+        return copy.to(HERE, non_blocking=True)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_hooks_do_to_saved_tensors_is_seen(waits: bool) -> None:
+    with running(EmulatedDevice()) as device:
+        offload = Offload(waits)
+        tensor = torch.ones(4, device=HERE, requires_grad=True)
+        with saved_tensors_hooks(offload.pack, offload.unpack):
+            output = (tensor * tensor).exp()
+        output.sum().backward()
+    assert set(kinds(device)) == (set() if waits else {"race"})
+
+
+def test_torchs_own_offloading_has_no_race() -> None:
+    with running(EmulatedDevice()) as device:
+        tensor = torch.ones(4, device=HERE, requires_grad=True)
+        with torch.autograd.graph.save_on_cpu(pin_memory=True):
+            output = (tensor * tensor).exp()
+        output.sum().backward()
+        assert tensor.grad is not None
+        assert tensor.grad.device == torch.device(HERE)
+    assert not device.findings

@@ -11,6 +11,7 @@ from typing import Any, cast
 from unittest.mock import patch
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.emulator.allocator import MemPool
@@ -29,6 +30,7 @@ from fsdp_overlap.torch_internals import (
     disable_current_modes,
     get_current_dispatch_mode_stack,
     get_current_function_mode_stack,
+    push_pending_hooks,
     register_device,
     running_backwards_by,
 )
@@ -137,6 +139,11 @@ def _telling(modes: Modes) -> Iterator[None]:
     def record_stream(tensor: torch.Tensor, stream: Stream) -> None:
         device.release_after(tensor, stream.queue)
 
+    def push_hooks(hooks: saved_tensors_hooks) -> None:
+        push_pending_hooks(
+            partial(modes.seeing, hooks.pack_hook), partial(modes.seeing, hooks.unpack_hook)
+        )
+
     seen = {name: partial(modes.seeing, check) for name, check in checks.items()}
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
     wrap = AsyncCollectiveTensor.__new__
@@ -149,6 +156,8 @@ def _telling(modes: Modes) -> Iterator[None]:
         patch.object(torch.UntypedStorage, "resize_", resize_and_tell),
         patch.object(torch.Tensor, "record_stream", record_stream),
         running_backwards_by(modes.differentiate),
+        # Hooks of saved tensors run while torch handles the call that saves them.
+        patch.object(saved_tensors_hooks, "__enter__", push_hooks),
         patch.dict(checks, seen),
         # DTensors try out on tensors without memory how results will lie.
         patch.object(
