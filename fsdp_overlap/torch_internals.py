@@ -41,7 +41,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_api
 from torch.distributed.tensor import DTensor, _dtensor_spec, placement_types
 from torch.nn.modules import conv
 from torch.optim import optimizer
-from torch.utils import _foreach_utils, _python_dispatch, _pytree, checkpoint
+from torch.utils import _device, _foreach_utils, _python_dispatch, _pytree, checkpoint
 
 ATTRIBUTES = {
     # Tensors and their storages
@@ -217,6 +217,11 @@ SUPPORTED_NODES = _pytree.SUPPORTED_NODES
 
 tree_map_only = _pytree.tree_map_only
 """Changes all tensors in a tree. torch exports it nowhere else."""
+
+default_device_context: Any = _device
+"""The module of ``torch.set_default_device()``: ``CURRENT_DEVICE``, which is asked without the
+detour of ``torch.get_default_device()``, and ``_device_constructors()``, which it is for."""
+
 
 # Modules
 

@@ -32,6 +32,7 @@ from fsdp_overlap.emulator import (
     running,
     stream,
 )
+from fsdp_overlap.emulator.nccl_like import BACKEND
 from fsdp_overlap.engine.comm_context import CommContext
 from fsdp_overlap.engine.cuda_graphs import CapturedSteps, ReplayedSteps
 from fsdp_overlap.engine.mesh import MeshInfo
@@ -41,7 +42,6 @@ from support.captured import OPTIMIZERS, replay_steps
 from support.defects import Defect
 from support.emulated import Program
 from support.emulated_twins import Trained
-from support.nccl_like import BACKEND
 from support.pages import TESTS
 from support.ranks import run_ranks
 from support.twins import COPIES, loss_of

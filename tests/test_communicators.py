@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from fsdp_overlap.comm import process_groups
 from fsdp_overlap.emulator import EmulatedDevice, running
+from fsdp_overlap.emulator.nccl_like import BACKEND, NcclLikeGroup, Options
 from support.emulated_twins import Trained
-from support.nccl_like import BACKEND, NcclLikeGroup, Options
 from support.ranks import expect_rank_errors, run_ranks
 from support.twins import COPIES, Twins
 

@@ -21,12 +21,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp_overlap import FsdpContext, QuantizedCommPolicy, fully_shard
 from fsdp_overlap.comm import process_groups
 from fsdp_overlap.emulator import EmulatedDevice, active, running
+from fsdp_overlap.emulator.nccl_like import BACKEND
 from fsdp_overlap.layout import BlockAtomic, PerTensor, TensorAtomic
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
 from support.emulated import Program
 from support.extensions import Rounded, with_matrices_of
 from support.hostile_streams import RANKS, HostileCommStream
-from support.nccl_like import BACKEND, chosen_as_for_nccl
+from support.nccl_like import chosen_as_for_nccl
 from support.ranks import expect_rank_errors, run_ranks
 from support.simulated import WORLD, simulate
 from support.zoo import Model

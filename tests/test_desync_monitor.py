@@ -27,8 +27,8 @@ from fsdp_overlap.desync import monitor
 from fsdp_overlap.desync.error_monitor import ErrorMonitor
 from fsdp_overlap.desync.monitor import RankPosition, describe_hang
 from fsdp_overlap.emulator import EmulatedDevice, running
+from fsdp_overlap.emulator.nccl_like import BACKEND, NcclLikeGroup
 from support.late_nccl import Late, late_collectives
-from support.nccl_like import BACKEND, NcclLikeGroup
 from support.ranks import RankError, run_ranks
 
 TIMEOUT = 1.0

@@ -27,11 +27,11 @@ from fsdp_overlap.emulator import (
     fake_ranks,
     running,
 )
+from fsdp_overlap.emulator.nccl_like import BACKEND
 from fsdp_overlap.layout import TensorAtomic
 from fsdp_overlap.optim import Muon, clip_grad_norm_
 from support.emulated import Program
 from support.emulated_twins import Trained
-from support.nccl_like import BACKEND
 from support.ranks import run_ranks
 from support.twins import COPIES, loss_of
 from support.zoo import Model, shard_layers

@@ -29,9 +29,9 @@ from fsdp_overlap.emulator import (
     stream,
 )
 from fsdp_overlap.emulator.allocator import MemPool
+from fsdp_overlap.emulator.nccl_like import BACKEND, NcclLikeGroup, unseen
 from fsdp_overlap.emulator.threads import DeviceThread
 from support.emulated import HERE, Seconds, kinds
-from support.nccl_like import BACKEND, NcclLikeGroup, unseen
 from support.ranks import run_ranks
 
 

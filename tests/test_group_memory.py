@@ -14,8 +14,8 @@ from torch import nn
 from fsdp_overlap import FsdpContext, fully_shard
 from fsdp_overlap.comm.group_memory import GroupMemory
 from fsdp_overlap.emulator import EmulatedDevice, active, running
+from fsdp_overlap.emulator.nccl_like import BACKEND, NcclLikeGroup
 from support.emulated_twins import Trained
-from support.nccl_like import BACKEND, NcclLikeGroup
 from support.ranks import run_ranks
 from support.twins import COPIES, Twins, loss_of
 

@@ -18,11 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_overlap import FsdpContext, MeshGroups, fully_shard
 from fsdp_overlap.comm import process_groups
+from fsdp_overlap.emulator.nccl_like import BACKEND as NICKEL
+from fsdp_overlap.emulator.nccl_like import NcclLikeGroup
 from support import experts
 from support.lagging import BACKEND as LAGGING
 from support.lagging import LaggingGroup, Options
-from support.nccl_like import BACKEND as NICKEL
-from support.nccl_like import NcclLikeGroup
 from support.ranks import run_ranks
 from support.twins import NAMES, Twins
 

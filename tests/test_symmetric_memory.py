@@ -17,10 +17,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from fsdp_overlap import FsdpContext, fully_shard
 from fsdp_overlap.emulator import EmulatedDevice, running
+from fsdp_overlap.emulator.nccl_like import BACKEND
 from fsdp_overlap.layout import TensorAtomic
 from fsdp_overlap.torch_internals import symmetric_memory
 from support.emulated_twins import Trained
-from support.nccl_like import BACKEND
 from support.ranks import expect_rank_errors, run_ranks
 from support.symmetric import Symmetric
 from support.twins import COPIES, Twins, loss_of

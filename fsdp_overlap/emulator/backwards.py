@@ -66,9 +66,13 @@ class Backwards:
 
     def __init__(self, device: EmulatedDevice) -> None:
         self.device = device
-        self._thread = DeviceThread("emulated autograd", device.take_thread)
+        self._thread = DeviceThread("emulated autograd", self._begin)
         self.end = self._thread.end
         self._of_thread = _ThreadBackwards()
+
+    def _begin(self) -> None:
+        self.device.take_thread()
+        self.device.of_thread.is_autograds = True
 
     def follow(self, output: Any) -> None:
         """Let the nodes that ``output`` added to the graph run on the current stream."""
@@ -114,8 +118,10 @@ class Backwards:
 
     def runs_here(self) -> bool:
         """Return whether this thread runs a node that got gradients on the device."""
-        backward = self._of_thread.running.get(current_graph_task_id())
-        return backward is not None and backward.is_here
+        task = current_graph_task_id()
+        if task in self._of_thread.running:
+            return self._of_thread.running[task].is_here
+        return task >= 0 and self.device.of_thread.is_autograds
 
     def _differentiate(self, caller: Queue, run: Callable[..., Any], *args: Any, **kw: Any) -> Any:
         device, running = self.device, dict(self._of_thread.running)

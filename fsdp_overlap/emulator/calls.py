@@ -16,6 +16,7 @@ from fsdp_overlap.emulator.device import EmulatedDevice, Operation
 from fsdp_overlap.emulator.dispatch import PLAIN, Dispatch, has_values, inner_of
 from fsdp_overlap.emulator.findings import call_site
 from fsdp_overlap.torch_internals import (
+    default_device_context,
     disable_current_modes,
     disabled_torch_function,
     flash_attention,
@@ -35,22 +36,27 @@ class Calls(TorchFunctionMode):
         self.device = device
         self.dispatch = dispatch
         self.backwards = backwards
-        self._here = torch.device(NAME, device.index)
+        self._here = torch.device(device.device_type, device.index)
         tensor: Any = torch.Tensor  # torch's stubs declare the properties as bool
         self._getters: dict[Any, Callable[..., Any]] = {
             tensor.device.__get__: self._device_of,
             tensor.is_cpu.__get__: self._is_on_host,
             tensor.is_meta.__get__: self._is_meta,
+            tensor.is_cuda.__get__: self._is_cuda,
             tensor.get_device: self._index_of,
         }
         self._instead: dict[Any, Callable[..., Any]] = {
             **self._getters,
             tensor.to: self._to,
             tensor.cpu: self._to_host,
+            tensor.cuda: self._to_cuda,
+            tensor.type: self._type,
+            tensor.new_tensor: self._new_tensor,
             tensor.__deepcopy__: self._copy_deeply,
             tensor.pin_memory: self._pin,
             tensor.is_pinned: self._is_pinned,
             tensor.tolist: self._read,
+            tensor.__repr__: self._show,
             tensor.numpy: self._read,
         }
         if not device.values:
@@ -79,14 +85,21 @@ class Calls(TorchFunctionMode):
                 return self._to(func, *args, **kwargs)
             if func == torch.Tensor.__deepcopy__:
                 self._copy_held(*args)
+        default = default_device_context.CURRENT_DEVICE
+        if (
+            default is not None
+            and default.type == self._here.type
+            and kwargs.get("device") is None
+            and func in default_device_context._device_constructors()
+        ):
+            kwargs["device"] = default  # torch would add it where this mode is off
         if kwargs.get("device") is not None or kwargs.get("pin_memory"):
             return self._make(func, args, kwargs)
-        dispatch = self.dispatch
-        before, dispatch.is_called = dispatch.is_called, True
+        before, self.dispatch.given = self.dispatch.given, (args, kwargs)
         try:
             output = func(*args, **kwargs)
         finally:
-            dispatch.is_called = before
+            self.dispatch.given = before
         if torch.is_grad_enabled():
             self.backwards.follow(output)
         return output
@@ -102,6 +115,9 @@ class Calls(TorchFunctionMode):
     def _is_meta(self, func: Any, tensor: torch.Tensor) -> bool:
         return func(tensor) and not self.device.is_here(tensor)
 
+    def _is_cuda(self, func: Any, tensor: torch.Tensor) -> bool:
+        return self.device.device_type == "cuda" and self.device.is_here(tensor)
+
     def _index_of(self, func: Any, tensor: torch.Tensor) -> int:
         return self.device.index if self.device.is_here(tensor) else func(tensor)
 
@@ -109,7 +125,7 @@ class Calls(TorchFunctionMode):
         """Run a call that says where its output is to lie."""
         target = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
         is_ours = False
-        if target is not None and target.type == NAME:
+        if target is not None and target.type == self.device.device_type:
             is_ours = True
             self.device.use(target.index)
         pinned = bool(kwargs.pop("pin_memory", False))
@@ -143,8 +159,8 @@ class Calls(TorchFunctionMode):
         target, dtype, non_blocking, memory_format = parse_to(*args, **kwargs)
         held = tensor if type(tensor) in PLAIN else inner_of(tensor)
         is_here = held is not None and self.device.is_here(held)
-        goes_here = is_here if target is None else target.type == NAME
-        if target is not None and target.type not in (NAME, "cpu"):
+        goes_here = is_here if target is None else target.type == self._here.type
+        if target is not None and target.type not in (self._here.type, "cpu"):
             return func(tensor, *args, **kwargs, copy=copy)
         if goes_here and target is not None:
             self.device.use(target.index)
@@ -160,6 +176,30 @@ class Calls(TorchFunctionMode):
 
     def _to_host(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return self._to(torch.Tensor.to, tensor, "cpu")
+
+    def _to_cuda(
+        self,
+        func: Any,
+        tensor: torch.Tensor,
+        device: Any = None,
+        non_blocking: bool = False,
+        memory_format: torch.memory_format | None = None,
+    ) -> Any:
+        if isinstance(device, int):
+            device = torch.device("cuda", device)
+        options = {} if memory_format is None else {"memory_format": memory_format}
+        target = torch.device("cuda" if device is None else device)
+        return self._to(torch.Tensor.to, tensor, target, non_blocking=non_blocking, **options)
+
+    def _type(self, func: Any, tensor: torch.Tensor, dtype: Any = None, *args: Any) -> Any:
+        if dtype is None and self._is_cuda(func, tensor):
+            return func(tensor).replace("torch.", "torch.cuda.", 1)
+        return func(tensor, dtype, *args)
+
+    def _new_tensor(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("device") is None:
+            kwargs["device"] = self._here if self.device.is_here(tensor) else "cpu"
+        return self._make(func, (tensor, *args), kwargs)
 
     def _copy_deeply(self, func: Any, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
         """Place the copy: torch copies the storage by operations that do not tell where it
@@ -195,15 +235,19 @@ class Calls(TorchFunctionMode):
         device = self.device
         if self.device.is_here(tensor):
             if func == torch.Tensor.numpy:
-                raise TypeError(
-                    f"numpy() of a tensor on the emulated device ({call_site()}): use cpu()"
-                )
+                raise TypeError(f"numpy() of a tensor on {self._here} ({call_site()}): use cpu()")
             device.wait_on_host(device.mark(device.current), func.__name__)
         device.run(Operation(func.__name__, [tensor], []), on_host=True)
         if has_values(tensor):
             return func(tensor, *args, **kwargs)
         with disable_current_modes():
             return func(torch.zeros(tensor.shape, dtype=tensor.dtype), *args, **kwargs)
+
+    def _show(self, func: Any, tensor: torch.Tensor, **options: Any) -> str:
+        text: str = self._read(func, tensor, **options)  # by operations that no mode sees
+        if not self.device.is_here(tensor):
+            return text
+        return f"{text[:-1]}, device='{self._here}')"
 
     def _read_one(self, func: Any, tensor: torch.Tensor, *args: Any) -> Any:
         # Of a tensor with values an operation tells.

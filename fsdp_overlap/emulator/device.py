@@ -101,6 +101,8 @@ class ThreadState(threading.local):
 
     def __init__(self, stream: Queue) -> None:
         self.index = 0
+        self.is_autograds = False
+        """Whether autograd runs nodes of the device on it."""
         self.stream = stream
         self.pool: MemPool | None = None
 
@@ -127,6 +129,8 @@ class EmulatedDevice:
             process's: a thread that makes a context there is a finding.
         expandable_segments: whether the allocator's segments grow, as with torch's setting of this
             name.
+        device_type: what tensors, streams and meshes call it: ``"cuda"`` within
+            :func:`~fsdp_overlap.emulator.cuda.as_cuda`.
     """
 
     def __init__(
@@ -137,7 +141,9 @@ class EmulatedDevice:
         values: bool = True,
         index: int = 0,
         expandable_segments: bool = False,
+        device_type: str = "emulated",
     ) -> None:
+        self.device_type = device_type
         self.timing = timing
         self.allocating = allocating
         self.issuing = issuing
@@ -164,6 +170,9 @@ class EmulatedDevice:
         """When the host waited for the device."""
         self.issued: list[IssuedCollective] = []
         """The collectives, in the order in which the host enqueued them."""
+        self.opaque: dict[str, str] = {}
+        """What runs and is not seen within, such as Triton kernels, and where it was called first.
+        Each is taken to read and write all tensors that it is given."""
         self.operations = 0
         self.backwards: list[tuple[float, float]] = []
         """When the host began and ended each backward."""

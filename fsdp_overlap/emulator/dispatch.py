@@ -115,21 +115,22 @@ class Dispatch(TorchDispatchMode):
         super().__init__()
         self.device = device
         self.backward_runs_here = backward_runs_here
-        self.is_called = False
-        """Whether a call of Python is under way, so that C++ makes nothing by itself."""
         self.makes_on_device: bool | None = None
         """Whether new memory lies on the device; None if the call under way does not say."""
         self.makes_pinned = False
+        self.given: tuple[Any, Any] | None = None
+        """The arguments of the call of Python that is under way. Where one consists of operations
+        that make tensors of none, these lie where its arguments do."""
         self.functional = functional
 
     @contextmanager
     def called_by_engine(self) -> Iterator[None]:
         """Run nodes of autograd's graph, whose operations no call of Python asks for."""
-        before, self.is_called = self.is_called, False
+        before, self.given = self.given, None
         try:
             yield
         finally:
-            self.is_called = before
+            self.given = before
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -171,12 +172,10 @@ class Dispatch(TorchDispatchMode):
         """Run an operation on ``values``, those of all arguments, in their order."""
         device = self.device
         on_device = self._is_on_device(about, [*reads, *writes])
+        if not (reads or writes) and self.makes_on_device is None:
+            on_device = self._makes_beside()
         device.check_is_there(about.name, [*reads, *writes])
-        makes = self.makes_on_device
-        if makes is None:
-            # A node that C++ runs makes zeros for a gradient that it did not get.
-            is_by_node = not (reads or writes or self.is_called) and self.backward_runs_here()
-            makes = on_device or is_by_node
+        makes = on_device if self.makes_on_device is None else self.makes_on_device
         if device.values:
             output = call.func(*call.args, **call.kwargs)
         else:
@@ -234,10 +233,19 @@ class Dispatch(TorchDispatchMode):
         is_mixed = any(not side and t.dim() for side, t in zip(sides, tensors, strict=True))
         if is_mixed and not about.may_cross:
             raise RuntimeError(
-                f"{about.name} got tensors on the host and on the emulated device "
+                f"{about.name} got tensors on the host and on the {self.device.device_type} device "
                 f"({call_site()}): move them to one of the two"
             )
         return True
+
+    def _makes_beside(self) -> bool:
+        """Return whether C++ makes a tensor of no others on the device, because what it was called
+        with, or differentiates, lies there."""
+        if self.given is None:
+            return self.backward_runs_here()
+        args, kwargs = self.given
+        given = tensors_in([*args, *kwargs.values()])
+        return any(type(t) in PLAIN and self.device.is_here(t) and t.dim() for t in given)
 
     def _crossing(
         self, about: OpTraits, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]

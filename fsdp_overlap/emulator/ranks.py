@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,11 +13,13 @@ import torch.distributed as dist
 
 from fsdp_overlap.emulator.device import EnqueuedCollective
 from fsdp_overlap.emulator.dispatch import tensors_in
-from fsdp_overlap.emulator.torch_module import active, is_available
+from fsdp_overlap.emulator.torch_module import Stream, active, current_stream, is_available, stream
 from fsdp_overlap.torch_internals import (
     DisableTorchFunction,
+    current_graph_task_id,
     disable_current_modes,
     name_of_group,
+    queue_callback,
 )
 
 BACKEND = "in_name_only"
@@ -45,11 +48,16 @@ class FakeProcessGroup(_ProcessGroup):
     held the same, so that ranks agree; else nothing moves. Good for the order of operations, not
     for values."""
 
+    backend = BACKEND
+    """The name that it goes by."""
+
+    _coalesced: list[FinishedWork] | None = None
+
     def name(self) -> str:
-        return BACKEND
+        return self.backend
 
     def getBackendName(self) -> str:
-        return BACKEND
+        return self.backend
 
     @property
     def group_name(self) -> str:
@@ -59,42 +67,85 @@ class FakeProcessGroup(_ProcessGroup):
         return self
 
     def _issue(self, kind: str, writes: Any, reads: Any = (), opts: object = None) -> dist.Work:
+        outputs = tensors_in(writes)
         reads, writes = ([t for t in tensors_in(each) if t.numel()] for each in (reads, writes))
+        work = FinishedWork(outputs)
         # Of each tensor torch itself would say that it is on the host, within its own collectives.
         if is_available() and any(map(active().is_here, (*reads, *writes))):
-            is_async = getattr(opts, "asyncOp", True)
-            return FinishedWork(active().issue(self, kind, reads, writes, is_async))
-        return FinishedWork()
+            is_async = self._coalesced is not None or getattr(opts, "asyncOp", True)
+            work = FinishedWork(outputs, active().issue(self, kind, reads, writes, is_async))
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        works, self._coalesced = self._coalesced or [], None
+        return works[-1] if works else FinishedWork()  # they are on one stream
 
     def _allgather_base(self, output: Any, input: Any, opts: object = None) -> dist.Work:
+        _copy_to_all(output, input, self.size())
         return self._issue("all_gather", output, input, opts)
 
     def allgather_into_tensor_coalesced(
         self, outputs: Any, inputs: Any, opts: object = None
     ) -> dist.Work:
+        for output, input in zip(outputs, inputs, strict=True):
+            _copy_to_all(output, input, self.size())
         return self._issue("all_gather", outputs, inputs, opts)
 
     def _reduce_scatter_base(self, output: Any, input: Any, opts: object = None) -> dist.Work:
+        _copy_own_part(output, input, self.rank())
         return self._issue("reduce_scatter", output, input, opts)
 
     def allgather(self, outputs: Any, inputs: Any, opts: object = None) -> dist.Work:
-        # The emulated device is to see a collective, and not how it is made up.
-        with disable_current_modes(), DisableTorchFunction():
-            for output in outputs[0]:
-                if output.shape == inputs[0].shape and output.is_meta == inputs[0].is_meta:
-                    output.detach().copy_(inputs[0])
+        _copy(outputs[0], [inputs[0]] * len(outputs[0]))
         return self._issue("all_gather", outputs, inputs, opts)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: object = None) -> dist.Work:
+        _copy([outputs[0]], [inputs[0][self.rank()]])
         return self._issue("reduce_scatter", outputs, inputs, opts)
 
     def allreduce(self, tensors: Any, opts: object = None) -> dist.Work:
         return self._issue("all_reduce", tensors, (), opts)
 
+    def allreduce_coalesced(self, tensors: Any, opts: object = None) -> dist.Work:
+        return self._issue("all_reduce", tensors, (), opts)
+
+    def reduce(self, tensors: Any, opts: object = None) -> dist.Work:
+        return self._issue("reduce", tensors, (), opts)
+
+    def gather(self, outputs: Any, inputs: Any, opts: object = None) -> dist.Work:
+        if outputs:
+            _copy(outputs[0], [inputs[0]] * len(outputs[0]))
+        return self._issue("gather", outputs, inputs, opts)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: object = None) -> dist.Work:
+        if inputs:
+            _copy(outputs, [inputs[0][self.rank()]])
+        return self._issue("scatter", outputs, inputs, opts)
+
+    def send(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
+        return self._issue("send", (), tensors)
+
+    def recv(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
+        _fill_with_zeros(tensors)
+        return self._issue("recv", tensors)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
+        return self.recv(tensors, -1, tag)
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: object = None) -> dist.Work:
+        _copy(outputs, inputs)
+        return self._issue("all_to_all", outputs, inputs, opts)
+
     def broadcast(self, tensors: Any, opts: object = None) -> dist.Work:
         return self._issue("broadcast", tensors, (), opts)
 
     def alltoall_base(self, output: Any, input: Any, *options: object) -> dist.Work:
+        _copy([output], [input])
         return self._issue("all_to_all", output, input, options[-1] if options else None)
 
     def barrier(self, opts: object = None) -> dist.Work:
@@ -105,6 +156,8 @@ class FakeProcessGroup(_ProcessGroup):
     def reduce_scatter_tensor_coalesced(
         self, outputs: Any, inputs: Any, opts: object = None
     ) -> dist.Work:
+        for output, input in zip(outputs, inputs, strict=True):
+            _copy_own_part(output, input, self.rank())
         return self._issue("reduce_scatter", outputs, inputs, opts)
 
     # What later releases of torch call some of them.
@@ -115,16 +168,50 @@ class FakeProcessGroup(_ProcessGroup):
     all_to_all_single = alltoall_base
 
 
+def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    # The emulated device is to see a collective, and not how it is made up.
+    with disable_current_modes(), DisableTorchFunction(), torch.no_grad():
+        for target, source in zip(targets, sources, strict=True):
+            there = target.untyped_storage().nbytes() and source.untyped_storage().nbytes()
+            if target.shape == source.shape and there and target.is_meta == source.is_meta:
+                target.detach().copy_(source)
+
+
+def _copy_to_all(output: torch.Tensor, input: torch.Tensor, ranks: int) -> None:
+    if output.numel() == ranks * input.numel():
+        with DisableTorchFunction(), disable_current_modes():
+            parts, source = output.detach().view(ranks, -1), input.detach().reshape(1, -1)
+        _copy([parts], [source.expand_as(parts)])
+
+
+def _copy_own_part(output: torch.Tensor, input: torch.Tensor, rank: int) -> None:
+    if input.numel() % max(output.numel(), 1) == 0:
+        with DisableTorchFunction(), disable_current_modes():
+            parts, target = input.detach().reshape(-1, output.numel()), output.detach().view(-1)
+            own = parts[rank]
+        _copy([target], [own])
+
+
+def _fill_with_zeros(tensors: Sequence[torch.Tensor]) -> None:
+    with disable_current_modes(), DisableTorchFunction():
+        for tensor in tensors:
+            tensor.detach().zero_()
+
+
 class FinishedWork(dist.Work):
     """Work of which nothing is left to do for the host. The device may have ``enqueued`` it."""
 
-    def __init__(self, enqueued: EnqueuedCollective | None = None) -> None:
+    def __init__(
+        self, outputs: Sequence[torch.Tensor] = (), enqueued: EnqueuedCollective | None = None
+    ) -> None:
         super().__init__()
+        self._outputs = list(outputs)
         self._enqueued = enqueued
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if self._enqueued is not None:
             self._enqueued.wait()
+        self._outputs.clear()
         return True
 
     def synchronize(self) -> None:
@@ -135,6 +222,56 @@ class FinishedWork(dist.Work):
 
     def is_completed(self) -> bool:
         return True
+
+    def result(self) -> list[torch.Tensor]:
+        return self._outputs
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return future_of(self, self._outputs)
+
+
+class WorkFuture(torch.futures.Future[Any]):
+    """What is told of an asynchronous collective, as futures of torch on a GPU: to wait for it lets
+    the current stream wait, and callbacks run on a stream of their own."""
+
+    _wait_for_work: Callable[[], object] = bool
+
+    def wait(self) -> Any:
+        value = super().wait()
+        self._wait_for_work()
+        return value
+
+    def then(self, callback: Callable[[Any], Any]) -> Any:
+        if not is_available():
+            return super().then(callback)
+        side = Stream()
+        with stream(side):
+            self.wait()
+            result = callback(self)
+        return _future(lambda: current_stream().wait_stream(side), result)
+
+    def add_done_callback(self, callback: Callable[[Any], Any]) -> None:
+        self.then(callback)
+
+
+def _future(wait: Callable[[], Any], value: Any) -> WorkFuture:
+    """Return a future of ``value``. Within a backward, C++ waits for it when the backward ends, as
+    the reducer of ``DistributedDataParallel`` does."""
+    future = WorkFuture()
+    future._wait_for_work = wait
+    future.set_result(value)
+    if current_graph_task_id() >= 0:
+        queue_callback(partial(_call, wait))
+    return future
+
+
+def _call(wait: Callable[[], object]) -> None:
+    wait()
+
+
+def future_of(work: dist.Work, outputs: Sequence[torch.Tensor]) -> WorkFuture:
+    """Return the future of ``work`` that writes ``outputs``."""
+    return _future(work.wait, list(outputs))
 
 
 dist.Backend.register_backend(

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from fsdp_overlap.emulator.allocator import MemPool
 from fsdp_overlap.emulator.backwards import Backwards
 from fsdp_overlap.emulator.calls import NAME, Calls
-from fsdp_overlap.emulator.device import EmulatedDevice
-from fsdp_overlap.emulator.dispatch import Dispatch
+from fsdp_overlap.emulator.device import PRIORITIES, EmulatedDevice
+from fsdp_overlap.emulator.dispatch import PLAIN, Dispatch, inner_of
 from fsdp_overlap.emulator.functional import Functional
 from fsdp_overlap.emulator.queues import Moment, Queue
 from fsdp_overlap.emulator.threads import following_threads
@@ -77,6 +77,21 @@ def running(device: EmulatedDevice) -> Iterator[EmulatedDevice]:
         _active.pop()
         if device.index:
             FakeTensorMode.cache_clear()  # it has the device's number
+
+
+@contextmanager
+def making_on_device() -> Iterator[None]:
+    """Put on the device what C++ makes within, on its own account."""
+    modes = get_current_dispatch_mode_stack()
+    dispatch = next((mode for mode in reversed(modes) if isinstance(mode, Dispatch)), None)
+    if dispatch is None:
+        yield
+        return
+    before, dispatch.makes_on_device = dispatch.makes_on_device, True
+    try:
+        yield
+    finally:
+        dispatch.makes_on_device = before
 
 
 class Modes:
@@ -165,6 +180,7 @@ def _telling(modes: Modes) -> Iterator[None]:
             "propagate_op_sharding_non_cached",
             disable_current_modes()(propagator.propagate_op_sharding_non_cached),
         ),
+        patch.object(torch._C, "_group_tensors_by_device_and_dtype", partial(_group, device)),
         # Else some of these would lie where C++ believes, and some where they do.
         patch.object(AsyncCollectiveTensor, "__new__", wrap_for_torch),
         # Else C++ answers, which does not know the emulated streams.
@@ -175,6 +191,27 @@ def _telling(modes: Modes) -> Iterator[None]:
         patch.object(torch.accelerator, "set_device_index", set_device),
     ):
         yield
+
+
+_group_below: Callable[..., dict[Any, Any]] = torch._C._group_tensors_by_device_and_dtype
+
+
+def _group(
+    device: EmulatedDevice, lists: list[list[Any]], with_indices: bool = False
+) -> dict[Any, Any]:
+    """Group the tensors of ``lists`` as torch does, and by the sides that they lie on."""
+    groups: dict[Any, Any] = {}
+    here = torch.device(device.device_type, device.index)
+    for (where, dtype), (tensors, indices) in _group_below(lists, True).items():
+        for index, first in zip(indices, tensors[0], strict=True):
+            held = inner_of(first) if type(first) not in PLAIN else first
+            side = here if held is not None and device.is_here(held) else where
+            parts, mine = groups.setdefault((side, dtype), ([[] for _ in lists], []))
+            for part, each in zip(parts, lists, strict=True):
+                if each:
+                    part.append(each[index])
+            mine.append(index)
+    return groups
 
 
 class Event:
@@ -215,19 +252,33 @@ class Stream:
             queue = active().next_stream(priority)
         self.queue = queue
         self.priority = priority
-        self.device = torch.device(NAME, queue.device)
+        self.device = torch.device(active().device_type, queue.device)
         self.device_index = queue.device
         self.device_type = PRIVATE_USE
+        self._within: list[Any] = []
 
     @property
     def stream_id(self) -> int:
         return self.queue.index
+
+    @property
+    def cuda_stream(self) -> int:
+        """Return what CUDA calls it: 0 is the default stream."""
+        return 0 if self.queue is active().default else 0x1000 + self.queue.index
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Stream) and self.queue is other.queue
 
     def __hash__(self) -> int:
         return hash(self.queue)
+
+    def __enter__(self) -> Stream:
+        self._within.append(stream(self))
+        self._within[-1].__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._within.pop().__exit__(*error)
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
@@ -243,6 +294,10 @@ class Stream:
 
     def query(self) -> bool:
         return active().is_done(Moment.of(self.queue))
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return 0, 1 - PRIORITIES
 
     def is_capturing(self) -> bool:
         return self.queue.is_captured
@@ -272,16 +327,16 @@ def set_stream(stream: Stream) -> None:
 
 
 @contextmanager
-def stream(stream: Stream | None) -> Iterator[None]:
+def stream(stream: Stream | None) -> Iterator[Stream | None]:
     """Make ``stream`` the current one. Afterwards the current device is what it was, even if it is
     another."""
     if stream is None:
-        yield
+        yield None
         return
     before, before_there = current_stream(), current_stream(stream.device)
     set_stream(stream)
     try:
-        yield
+        yield stream
     finally:
         set_stream(before_there)
         set_stream(before)

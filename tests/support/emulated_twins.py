@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from fsdp_overlap.emulator.nccl_like import unseen
 from support.held import held_of
-from support.nccl_like import unseen
 from support.twins import Twins, same
 
 

@@ -20,9 +20,14 @@ from hypothesis.internal.conjecture.engine import ConjectureRunner
 
 from fsdp_overlap import BlockAtomic, Flat, PerTensor
 from fsdp_overlap import TensorAtomic as WholeMatrices
-from fsdp_overlap.emulator import EmulatedDevice, IssuedCollective, compare_issued, running
+from fsdp_overlap.emulator import (
+    EmulatedDevice,
+    IssuedCollective,
+    compare_issued,
+    nccl_like,
+    running,
+)
 from fsdp_overlap.layout import LayoutRule
-from support import nccl_like
 from support.fuzz_errors import PLACES, EditTooSoon, Fail, FailAlone, Reset, Stray
 from support.fuzz_run import Run
 from support.fuzz_setup import EXPERT_PARALLELISM, OPTIMIZERS, PLAIN, TENSOR_PARALLELISM, Setup

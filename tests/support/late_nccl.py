@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp_overlap.emulator import torch_module as streams
+from fsdp_overlap.emulator.nccl_like import Arrival, Delivery, NcclLikeGroup, unseen
 from fsdp_overlap.emulator.queues import Queue
-from support.nccl_like import Arrival, Delivery, NcclLikeGroup, unseen
 
 
 class _Launched(Delivery):

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from fsdp_overlap.comm import symmetric_memory as library
 from fsdp_overlap.emulator import active
 from fsdp_overlap.emulator.allocator import MemPool
+from fsdp_overlap.emulator.nccl_like import NcclLikeGroup
 from fsdp_overlap.torch_internals import default_store
 from fsdp_overlap.torch_internals import symmetric_memory as torchs
-from support.nccl_like import NcclLikeGroup
 
 # nccl_like adds the operation to the names of reductions.
 KINDS = ("all_gather", "reduce_scatter")
