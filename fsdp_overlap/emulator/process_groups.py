@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
+from torch.distributed import device_mesh
 
 from fsdp_overlap.emulator.nccl_like import NcclLikeGroup, Options
 from fsdp_overlap.emulator.ranks import FakeProcessGroup
@@ -139,6 +140,7 @@ def nccl_in_name_only(rank: int, world_size: int) -> Iterator[None]:
         _making(ProcessGroupNCCL=_FakeNccl, ProcessGroupGloo=_FakeGloo),
         patch.object(dist, "init_process_group", begin_alone),
         patch.object(c10d, "init_process_group", begin_alone),
+        patch.object(device_mesh, "init_process_group", begin_alone),
     ):
         yield
 
