@@ -128,6 +128,12 @@ def intercept_pushed_hooks(push: Callable[..., None] | None) -> None:
     torch._C._autograd._push_saved_tensors_default_hooks = push or push_saved_tensors_hooks
 
 
+def push_pending_hooks(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
+    """Push hooks of saved tensors as ``saved_tensors_hooks`` does, so that others may intercept
+    it."""
+    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
 are_functorch_transforms_active = torch._C._are_functorch_transforms_active
 """Whether a transform of ``torch.func`` is around a forward. All-gathers do not go through it."""
 

@@ -66,6 +66,7 @@ def others() -> None:
     for op, expected in (
         (dist.ReduceOp.SUM, 10.0),
         (dist.ReduceOp.AVG, 2.5),
+        (dist._make_nccl_premul_sum(0.5), 5.0),
         (dist.ReduceOp.MAX, 4.0),
         (dist.ReduceOp.MIN, 1.0),
     ):

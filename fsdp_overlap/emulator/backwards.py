@@ -51,6 +51,8 @@ class _Backward:
         self.used: set[Queue] = set()
         self.within: _Node | None = None
         """The node that was entered last."""
+        self.is_here = False
+        """Whether the gradients that it got lie on the device."""
         self.ready: dict[_Node, dict[int, _Ready]] = {}
         """The gradients of nodes that have not run, by their inputs."""
 
@@ -67,13 +69,9 @@ class Backwards:
 
     def __init__(self, device: EmulatedDevice) -> None:
         self.device = device
-        self._thread = DeviceThread("emulated autograd", self._begin)
+        self._thread = DeviceThread("emulated autograd", device.take_thread)
         self.end = self._thread.end
         self._of_thread = _ThreadBackwards()
-
-    def _begin(self) -> None:
-        self.device.take_thread()
-        self.device.of_thread.is_autograds = True
 
     def follow(self, output: Any) -> None:
         """Let the nodes that ``output`` added to the graph run on the current stream."""
@@ -120,6 +118,12 @@ class Backwards:
         call = partial(self._differentiate, self.device.current, run, roots, *args, **kwargs)
         return self._thread.run(call) if any(map(self._runs_here, roots)) else call()
 
+    def runs_here(self) -> bool:
+        """Return whether this thread runs a node that got gradients on the device."""
+        task = current_graph_task_id()
+        if task in self._of_thread.running:
+            return self._of_thread.running[task].is_here
+
     def _differentiate(self, caller: Queue, run: Callable[..., Any], *args: Any, **kw: Any) -> Any:
         device, running = self.device, dict(self._of_thread.running)
         before, start = device.current, device.host.ends
@@ -155,10 +159,13 @@ class Backwards:
             running[task] = _Backward(device.current, device.mark(device.current))
             queue_callback(partial(self._end_backward, task))
         backward = running[task]
+        with DisableTorchFunction():
+            is_here = any(map(device.is_here, _plain(gradients)))
         if backward.within is node:
+            backward.is_here |= is_here
             return
         last, device.current = device.current, node.stream
-        backward.within = node
+        backward.within, backward.is_here = node, is_here
         enter_node_of(node.site)
         backward.used.add(node.stream)
         ready: list[_Ready] = list(backward.ready.pop(node, {}).values())
@@ -168,9 +175,8 @@ class Backwards:
             self._wait(node.stream, each)
         if any(stream is not node.stream for stream, _ in ready):
             with DisableTorchFunction():
-                for gradient in gradients:
-                    if gradient is not None and type(gradient) in PLAIN:
-                        device.release_after(gradient, node.stream)
+                for gradient in _plain(gradients):
+                    device.release_after(gradient, node.stream)
 
     def _leave(self, node: _Node, made: Sequence[torch.Tensor | None], _: object) -> None:
         """Leave ``node`` when it has ``made`` the gradients of those behind it."""
@@ -204,3 +210,7 @@ class Backwards:
             self._wait(backward.caller, (stream, None))
         device.current = backward.caller
         enter_node_of(None)
+
+
+def _plain(gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    return [each for each in gradients if each is not None and type(each) in PLAIN]

@@ -130,7 +130,10 @@ class Calls(TorchFunctionMode):
 
     def _make(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a call that says where its output is to lie."""
-        target = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
+        device = kwargs.get("device")
+        if isinstance(device, int):  # torch takes the accelerator that C++ knows
+            device = torch.device(self._here.type, device)
+        target = None if device is None else torch.device(device)
         is_ours = False
         if target is not None and target.type in self._types:
             is_ours = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -24,7 +24,6 @@ from fsdp_overlap.torch_internals import (
     FakeTensor,
     HigherOrderOperator,
     TorchDispatchMode,
-    current_graph_task_id,
     has_kernel,
     run_kernel_of_cuda,
     tree_map_only,
@@ -146,9 +145,12 @@ class Dispatch(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, device: EmulatedDevice, functional: Functional) -> None:
+    def __init__(
+        self, device: EmulatedDevice, functional: Functional, backward_runs_here: Callable[[], bool]
+    ) -> None:
         super().__init__()
         self.device = device
+        self.backward_runs_here = backward_runs_here
         self.makes_on_device: bool | None = None
         """Whether new memory lies on the device; None if the call under way does not say."""
         self.makes_pinned = False
@@ -156,6 +158,15 @@ class Dispatch(TorchDispatchMode):
         """The arguments of the call of Python that is under way. Where one consists of operations
         that make tensors of none, these lie where its arguments do."""
         self.functional = functional
+
+    @contextmanager
+    def called_by_engine(self) -> Iterator[None]:
+        """Run nodes of autograd's graph, whose operations no call of Python asks for."""
+        before, self.given = self.given, None
+        try:
+            yield
+        finally:
+            self.given = before
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -301,7 +312,7 @@ class Dispatch(TorchDispatchMode):
         """Return whether C++ makes a tensor of no others on the device, because what it was called
         with, or differentiates, lies there."""
         if self.given is None:
-            return current_graph_task_id() >= 0 and self.device.of_thread.is_autograds
+            return self.backward_runs_here()
         args, kwargs = self.given
         held = (
             t if type(t) in PLAIN else inner_of(t) for t in tensors_in([*args, *kwargs.values()])

@@ -537,6 +537,7 @@ class NcclLikeGroup(_ProcessGroup):
         if operation is None:
             raise ValueError(f"{kind}: NCCL has only {[known.name for known in _REDUCE]}")
         is_mean = operation is dist.ReduceOp.AVG
+        factor = wanted.__getstate__()[1] if operation is dist.ReduceOp.PREMUL_SUM else None
         dtype = reads[0].dtype
         if dtype in FLOAT8 or (dtype is torch.bool and is_mean):
             raise TypeError(f"{kind}: NCCL reduces no {dtype} by {operation.name}")
@@ -548,7 +549,7 @@ class NcclLikeGroup(_ProcessGroup):
                     raise ValueError(f"{kind}: ranks sent {[v.numel() for v in values]} elements")
                 if is_mean and dtype.is_floating_point:  # as NCCL: before
                     values = [each / len(values) for each in values]
-                if factor is not None:
+                if factor is not None:  # other ranks have the same
                     values = [each * factor for each in values]
                 total = reduce(_REDUCE[operation], values)
                 if is_mean and not dtype.is_floating_point:
@@ -590,6 +591,7 @@ def _smallest(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 _REDUCE: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     dist.ReduceOp.SUM: torch.add,
     dist.ReduceOp.AVG: torch.add,
+    dist.ReduceOp.PREMUL_SUM: torch.add,
     dist.ReduceOp.PRODUCT: torch.mul,
     dist.ReduceOp.MAX: _largest,
     dist.ReduceOp.MIN: _smallest,

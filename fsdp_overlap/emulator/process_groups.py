@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.distributed import device_mesh
 
 from fsdp_overlap.emulator.nccl_like import NcclLikeGroup, Options
 from fsdp_overlap.emulator.ranks import FakeProcessGroup
@@ -163,6 +164,7 @@ def nccl_in_name_only(rank: int, world_size: int) -> Iterator[None]:
         patch.object(c10d, "init_process_group", begin_alone),
         patch.object(c10d, "rendezvous", meet),
         patch.object(torch.multiprocessing, "spawn", spawn),
+        patch.object(device_mesh, "init_process_group", begin_alone),
     ):
         yield
 

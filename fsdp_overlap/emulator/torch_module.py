@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 from unittest.mock import patch
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.emulator.allocator import MemPool
@@ -31,6 +32,7 @@ from fsdp_overlap.torch_internals import (
     get_current_function_mode_stack,
     group_tensors,
     moving_random_states_by,
+    push_pending_hooks,
     register_device,
     replacing_group_tensors,
     running_backwards_by,
@@ -115,7 +117,7 @@ class Modes:
     @contextmanager
     def on_in_thread(self) -> Iterator[None]:
         """Have the device see what this thread does."""
-        dispatch = Dispatch(self.device, self._functional)
+        dispatch = Dispatch(self.device, self._functional, self.backwards.runs_here)
         with dispatch, Calls(self.device, dispatch, self.backwards):
             yield
 
@@ -141,15 +143,13 @@ class Modes:
 
     def differentiate(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``run``, which lets the engine run a backward."""
-        dispatch = self._dispatch()
-        if dispatch is None:
-            return self.seeing(self.backwards.differentiate, run, *args, **kwargs)
-        # What the engine makes does not lie where the arguments of backward() do.
-        before, dispatch.given = dispatch.given, None
-        try:
-            return self.seeing(self.backwards.differentiate, run, *args, **kwargs)
-        finally:
-            dispatch.given = before
+
+        def run_in_engine(*args: Any, **kwargs: Any) -> Any:
+            dispatch = self._dispatch()
+            with nullcontext() if dispatch is None else dispatch.called_by_engine():
+                return run(*args, **kwargs)
+
+        return self.seeing(self.backwards.differentiate, run_in_engine, *args, **kwargs)
 
 
 @contextmanager
@@ -166,6 +166,11 @@ def _telling(modes: Modes) -> Iterator[None]:
     def record_stream(tensor: torch.Tensor, stream: Stream) -> None:
         device.release_after(tensor, stream.queue)
 
+    def push_hooks(hooks: saved_tensors_hooks) -> None:
+        push_pending_hooks(
+            partial(modes.seeing, hooks.pack_hook), partial(modes.seeing, hooks.unpack_hook)
+        )
+
     seen = {name: partial(modes.seeing, check) for name, check in checks.items()}
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
     wrap = AsyncCollectiveTensor.__new__
@@ -178,6 +183,8 @@ def _telling(modes: Modes) -> Iterator[None]:
         patch.object(torch.UntypedStorage, "resize_", resize_and_tell),
         patch.object(torch.Tensor, "record_stream", record_stream),
         running_backwards_by(modes.differentiate),
+        # Hooks of saved tensors run while torch handles the call that saves them.
+        patch.object(saved_tensors_hooks, "__enter__", push_hooks),
         patch.dict(checks, seen),
         # DTensors try out on tensors without memory how results will lie.
         patch.object(
