@@ -10,7 +10,8 @@ import torch
 
 
 def hold_no_reduced_gradients() -> None:
-    """Let FSDP2 free what an all-reduce still works on, as branches of pytorch#179443 did."""
+    """Let FSDP2 free what an all-reduce still works on, as pytorch#180889 did, and #179443 where
+    the gradients are reduced in their own dtype."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as module
 
     state = module.AllReduceState

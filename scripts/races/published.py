@@ -52,7 +52,7 @@ class Case:
     ranks: int = 4
 
 
-T211, T212, T213, T215 = map(Setup, ("2.11.0", "2.12.1", "2.13.0", "2.15.0"))
+T212, T213, T215 = map(Setup, ("2.12.1", "2.13.0", "2.15.0"))
 UNHELD = Setup("2.13.0", change="hold_no_reduced_gradients")
 MFSDP = "megatron-fsdp==0.5.1"
 LATER_MFSDP = "megatron-fsdp==0.6.1"
