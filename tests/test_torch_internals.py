@@ -483,6 +483,18 @@ def attention_of_gpus_has_shapes() -> None:
     assert query.grad is not None
 
 
+@canary("push_pending_hooks")
+def others_see_hooks_being_pushed() -> None:
+    """Hooks of saved tensors see tensors of the emulated device as the host's."""
+    pushed = []
+    internals.intercept_pushed_hooks(lambda *hooks: pushed.append(hooks))
+    try:
+        internals.push_pending_hooks(bool, float)
+    finally:
+        internals.intercept_pushed_hooks(None)
+    assert pushed == [(bool, float)]
+
+
 @canary("attention_on_host")
 def the_host_has_attention_of_its_own() -> None:
     """Programs with context or tensor parallelism cannot run on the emulated GPU."""

@@ -69,9 +69,13 @@ class Backwards:
 
     def __init__(self, device: EmulatedDevice) -> None:
         self.device = device
-        self._thread = DeviceThread("emulated autograd", device.take_thread)
+        self._thread = DeviceThread("emulated autograd", self._begin)
         self.end = self._thread.end
         self._of_thread = _ThreadBackwards()
+
+    def _begin(self) -> None:
+        self.device.take_thread()
+        self.device.of_thread.is_autograds = True
 
     def follow(self, output: Any) -> None:
         """Let the nodes that ``output`` added to the graph run on the current stream."""
@@ -123,6 +127,7 @@ class Backwards:
         task = current_graph_task_id()
         if task in self._of_thread.running:
             return self._of_thread.running[task].is_here
+        return task >= 0 and self.device.of_thread.is_autograds
 
     def _differentiate(self, caller: Queue, run: Callable[..., Any], *args: Any, **kw: Any) -> Any:
         device, running = self.device, dict(self._of_thread.running)

@@ -105,6 +105,8 @@ class ThreadState(threading.local):
 
     def __init__(self, stream: Queue) -> None:
         self.index = 0
+        self.is_autograds = False
+        """Whether autograd runs nodes of the device on it."""
         self.stream = stream
         self.pool: MemPool | None = None
 

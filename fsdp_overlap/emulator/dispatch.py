@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+<<<<<<< HEAD
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+=======
+from collections.abc import Callable, Sequence
+>>>>>>> right
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -185,6 +189,8 @@ class Dispatch(TorchDispatchMode):
             with self._making_there():
                 return self.__torch_dispatch__(func, types, args, {**kwargs, "device": below})
         about = OpTraits.of(func)
+        if about.name == "to" and any(map(self._is_ours, (*args, *kwargs.values()))):
+            return self._move(func, args, kwargs)
         if about.may_copy or (torch.is_inference_mode_enabled() and func._can_decompose()):
             # Inference mode skips autograd, which else takes such operations apart, and so does
             # what a class does to its inner tensors.
@@ -247,7 +253,12 @@ class Dispatch(TorchDispatchMode):
         if device.values and about.is_of_gpu:
             output = run_kernel_of_cuda(call.func, *call.args, **call.kwargs)
         elif device.values:
+<<<<<<< HEAD
             output = run_with_values(about, call)
+=======
+            run = _ON_HOST.get(call.func, call.func)
+            output = run(*call.args, **call.kwargs)
+>>>>>>> right
         else:
             output = run_without_values(about, call, [*reads, *writes], makes)
         outputs = tensors_in(output)
@@ -281,6 +292,27 @@ class Dispatch(TorchDispatchMode):
         for _ in not_direct:
             self._wait(about, is_promised=not does_not_wait)
         return output
+
+    def _is_ours(self, value: object) -> bool:
+        return isinstance(value, torch.device) and value.type == self.device.device_type
+
+    def _move(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Move a tensor to the device where DTensor does so within an operation of C++, and no
+        call of Python is seen."""
+        names = [argument.name for argument in func._schema.arguments]
+        options = dict(zip(names, args, strict=False)) | kwargs
+        tensor, target = options.pop("self"), options.pop("device")
+        self.device.use(target.index)
+        options.pop("layout", None)
+        options.pop("pin_memory", None)
+        options["copy"] = options.get("copy", False) or not self.device.is_here(tensor)
+        below = torch.device("cpu" if has_values(tensor) else "meta")
+        before, self.makes_on_device = self.makes_on_device, True
+        try:
+            with self:
+                return tensor.to(below, **{k: v for k, v in options.items() if v is not None})
+        finally:
+            self.makes_on_device = before
 
     def _take_in(self, func: Any, args: Any) -> Any:
         """Place a tensor that ``torch.tensor()`` has made from Python's numbers."""
@@ -350,6 +382,14 @@ class Crossing(NamedTuple):
 
     on_host: torch.Tensor
     to_device: bool
+
+
+def _count_in_bins(values: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.ops.aten.histc(values.double(), *args, **kwargs).to(values.dtype)
+
+
+_ON_HOST: dict[Any, Callable[..., Any]] = {torch.ops.aten.histc.default: _count_in_bins}
+"""What the host computes instead, where it has no kernel for dtypes for which a GPU has one."""
 
 
 def _group_among(values: Sequence[Any]) -> dist.ProcessGroup | None:

@@ -530,9 +530,6 @@ class NcclLikeGroup(_ProcessGroup):
         parts: Sequence[Part] = (),
     ) -> dist.Work:
         wanted: Any = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-        factor: Any = None
-        if wanted == dist.ReduceOp.PREMUL_SUM:
-            wanted, factor = dist.ReduceOp.SUM, wanted.__getstate__()[1]
         operation = next((known for known in _REDUCE if wanted == known), None)
         if operation is None:
             raise ValueError(f"{kind}: NCCL has only {[known.name for known in _REDUCE]}")

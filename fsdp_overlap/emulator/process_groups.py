@@ -54,11 +54,19 @@ class _FakeNccl(FakeProcessGroup):
     def group_name(self) -> str:
         return self._told_name or super().group_name
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        backends = str(c10d.get_backend_config(self)).split(",")
+        return [torch.device(each.partition(":")[0]) for each in backends]
+
     def _set_sequence_number_for_group(self) -> None:
         pass
 
     def _get_sequence_number_for_group(self) -> int:
         return 0
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        pass
 
     def eager_connect_single_device(self, device: object) -> None:
         pass

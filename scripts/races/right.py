@@ -1,7 +1,7 @@
 """Runs right programs for GPUs, of others and ours, under ``fsdp-overlap races``, which must find
-nothing in them.
+nothing in them but the faults of libraries that are known.
 
-Prints a table. Exit status 1 if something was found, or a program could not run. Some programs need
+Prints a table. Exit status 1 if something else was found, or a program could not run. Some programs need
 environments, which are made on first use, and torch's examples, which are cloned.
 
     python scripts/races/right.py --list
@@ -38,7 +38,7 @@ ENVIRONMENTS = {
     "peers": [
         *("torch==2.13.0", "megatron-fsdp==0.6.1", "deepspeed==0.19.8", "torchtitan==0.2.2"),
         *("triton", "transformers==5.23.0", "accelerate==1.15.0", "torchao==0.18.0"),
-        *("hydra-core", "boto3", *_SHARED),
+        *(*_SHARED),
     ],
     "torch-2.11": ["torch==2.11.0", "transformers==5.23.0", *_SHARED],
     "torch-newest": ["torch", "transformers==5.23.0", *_SHARED],
@@ -61,6 +61,9 @@ class Right:
     options: str = ""
     texts: bool = False
     """Whether it reads ``train.txt``, ``valid.txt`` and ``test.txt`` in the folder ``{data}``."""
+
+    fault: str = ""
+    """Of a library, that is found in it: it is right as its user wrote it."""
 
     @property
     def needs_examples(self) -> bool:
@@ -158,7 +161,6 @@ PROGRAMS = [
     _documented("ours, in half precision", "training", "--folder {data} --epochs 1 --half"),
     _documented("ours, transformers", "transformers_training", "--folder {data}"),
     _documented("ours, PEFT", "peft_training", "--folder {data} --steps 5"),
-    _documented("ours, QLoRA", "qlora_training", "--folder {data}"),
     _documented("ours, accelerate", "accelerate_training", "--folder {data} --epochs 1"),
     _documented("ours, Lightning", "lightning_training", "--folder {data} --epochs 1 --ranks 4"),
     _documented("ours, TRL", "trl_training", "--folder {data} --steps 5"),
@@ -172,17 +174,55 @@ PROGRAMS = [
     _ours("accelerate, FSDP2", "trainers", "accelerate fsdp2 bf16"),
     _ours("transformers' Trainer, DDP", "trainers", "trainer bf16"),
     _ours("transformers' Trainer, FSDP2", "trainers", "trainer fsdp2 checkpoint"),
-    _ours("Lightning's Fabric, DDP", "trainers", "fabric clip"),
+    _ours(
+        "Lightning's Fabric, DDP",
+        "trainers",
+        "fabric clip",
+        fault="makes DDP on a new stream, and uses parameters without waiting for their broadcast",
+    ),
     _ours("Lightning's Fabric, FSDP1", "trainers", "fabric fsdp"),
     _ours("Lightning's Fabric, FSDP2", "trainers", "fabric fsdp2"),
     _ours("activations offloaded by TRL", "offloaded_activations"),
     _ours("torchao, optimizer on the host", "torchao_offload"),
     _ours("torchao, gradients on the host", "torchao_offload", "gradients"),
     _ours("torchao, AdamW in 8 bits on FSDP2", "torchao_offload", "adamw8bit fsdp2"),
-    # Their shards are uneven, which ranks that do not exist cannot agree on.
+    # Its shards are uneven, which ranks that do not exist cannot agree on.
     _ours("Megatron-FSDP", "megatron_fsdp_training", **_PEERS_REAL),
     _ours("Megatron-FSDP, ZeRO-2", "megatron_fsdp_training", "optim_grads", **_PEERS_REAL),
     _ours("Megatron-FSDP, ZeRO-1", "megatron_fsdp_training", "optim", **_PEERS_REAL),
+    _ours(
+        "Megatron-FSDP, double buffers",
+        "megatron_fsdp_training",
+        "double",
+        **_PEERS_REAL,
+        fault="overwrites a buffer of gradients on the stream of compute, which does not wait for "
+        "their reduction: _enforce_double_buffer_limit() lets the stream of reductions wait",
+    ),
+    _ours("torchtitan", "torchtitan_trainer", environment="peers"),
+    _ours(
+        "torchtitan, HSDP",
+        "torchtitan_trainer",
+        "--parallelism.data_parallel_replicate_degree 2",
+        environment="peers",
+    ),
+    _ours(
+        "torchtitan, tensor parallel",
+        "torchtitan_trainer",
+        "--parallelism.tensor_parallel_degree 2",
+        environment="peers",
+    ),
+    _ours(
+        "torchtitan, experts",
+        "torchtitan_trainer",
+        "--model.name deepseek_v3 --model.flavor debugmodel --parallelism.expert_parallel_degree 2",
+        environment="peers",
+    ),
+    _ours(
+        "torchtitan, asynchronous checkpoint",
+        "torchtitan_trainer",
+        "--checkpoint.enable --checkpoint.interval 1 --checkpoint.async_mode async",
+        **_PEERS_REAL,
+    ),
     _ours("DeepSpeed, ZeRO-1", "deepspeed_zero", "1", environment="peers"),
     _ours("DeepSpeed, ZeRO-2", "deepspeed_zero", "2", environment="peers"),
     _ours("DeepSpeed, ZeRO-2, offloaded", "deepspeed_zero", "2 offload", environment="peers"),
@@ -294,6 +334,8 @@ def row(program: Right, outcome: Outcome) -> str:
     """Return a row of the table."""
     where = program.origin + (f", {program.environment}" if program.environment else "")
     findings = "could not run" if outcome.findings < 0 else str(outcome.findings)
+    if program.fault:
+        findings += f": {program.fault}"
     cells = [program.name, where, findings, str(outcome.waits), f"{outcome.seconds:.0f}"]
     return f"| {' | '.join([*cells, ', '.join(outcome.not_seen)])} |"
 
@@ -323,11 +365,13 @@ def main() -> None:
     wrong = 0
     for program in chosen:
         outcome = run(program, options.cache, options.steps, options.seconds)
-        wrong += outcome.findings != 0
+        is_as_known = outcome.findings > 0 if program.fault else outcome.findings == 0
+        wrong += not is_as_known
         print(row(program, outcome), flush=True)
-        if outcome.text:
+        if outcome.text and not is_as_known:
             print(outcome.text, file=sys.stderr, flush=True)
-    print(f"\n{len(chosen)} programs, {len(chosen) - wrong} without a finding")
+    faults = sum(bool(program.fault) for program in chosen)
+    print(f"\n{len(chosen)} programs, {faults} with a known fault of a library, {wrong} not as known")
     sys.exit(bool(wrong))
 
 
