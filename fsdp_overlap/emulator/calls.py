@@ -16,11 +16,9 @@ from fsdp_overlap.emulator.device import EmulatedDevice, Operation
 from fsdp_overlap.emulator.dispatch import NAME, PLAIN, Dispatch, has_values, inner_of, tensors_in
 from fsdp_overlap.emulator.findings import call_site
 from fsdp_overlap.torch_internals import (
-<<<<<<< HEAD
     OpOverload,
-=======
+    cast_operator,
     current_graph_task_id,
->>>>>>> right
     default_device,
     disable_current_modes,
     disabled_torch_function,
@@ -142,7 +140,9 @@ class Calls(TorchFunctionMode):
         if target is not None and target.type in self._types:
             is_ours = True
             self.device.use(target.index)
-        elif func is _CAST and current_graph_task_id() >= 0 and self.device.is_here(args[0]):
+        elif (
+            func is cast_operator and current_graph_task_id() >= 0 and self.device.is_here(args[0])
+        ):
             is_ours = True  # autograd casts a gradient to the device that C++ knows
         pinned = bool(kwargs.pop("pin_memory", False))
         if is_ours:
@@ -304,8 +304,6 @@ class Calls(TorchFunctionMode):
 # What these make of whole numbers has values on any device: ranks tell each other such numbers, and
 # models ask them which position a token has.
 _KEPT = (torch.tensor, torch.arange)
-_CAST = torch.ops.aten._to_copy.default
-"""What a class of torch calls with the arguments that C++ has given it."""
 
 
 def _is_whole(make: Callable[..., torch.Tensor], args: Any, kwargs: dict[str, Any]) -> bool:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-<<<<<<< HEAD
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-=======
-from collections.abc import Callable, Sequence
->>>>>>> right
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -253,12 +249,7 @@ class Dispatch(TorchDispatchMode):
         if device.values and about.is_of_gpu:
             output = run_kernel_of_cuda(call.func, *call.args, **call.kwargs)
         elif device.values:
-<<<<<<< HEAD
             output = run_with_values(about, call)
-=======
-            run = _ON_HOST.get(call.func, call.func)
-            output = run(*call.args, **call.kwargs)
->>>>>>> right
         else:
             output = run_without_values(about, call, [*reads, *writes], makes)
         outputs = tensors_in(output)
@@ -426,7 +417,7 @@ def run_with_values(about: OpTraits, call: OperatorCall) -> Any:
     """Return what a call returns. Where the host has no kernel for a dtype, and a GPU has, compute
     in a wider one."""
     try:
-        return call.func(*call.args, **call.kwargs)
+        return _ON_HOST.get(call.func, call.func)(*call.args, **call.kwargs)
     except NotImplementedError as error:
         missing = _NO_KERNEL.search(str(error))
         if missing is None or any(about.written):
