@@ -10,6 +10,7 @@ import json
 
 import changes
 
+from fsdp_overlap.races import to_json
 from fsdp_overlap.races.runner import Program, run
 
 
@@ -22,8 +23,7 @@ def main() -> None:
     if given.change:
         getattr(changes, given.change)()
     _, result = run(Program(given.program), given.ranks)
-    found = [{"kind": each.kind, "text": str(each)} for each in result.findings]
-    print(json.dumps({"findings": found, "error": result.error}))
+    print(json.dumps(to_json(result.found) | {"error": result.error}))
 
 
 if __name__ == "__main__":

@@ -143,23 +143,24 @@ def findings_of(program: Path, setup: Setup, ranks: int, folder: Path) -> list[d
     return found
 
 
+def line_of(access: dict[str, Any]) -> str:
+    """Return the operation and the line of the library, or else of the program."""
+    lines = access["lines"]
+    place = next((each for each in lines if each["of"] == "library"), lines[0])["place"]
+    return f"`{access['operation']}` at {place}"
+
+
 def show(case: Case, folder: Path) -> bool:
     """Print the row of ``case``. Return whether it is as expected."""
     program = HERE / "published" / f"{case.program}.py"
     found = findings_of(program, case.faulty, case.ranks, folder)
     control = findings_of(program, case.control, case.ranks, folder)
     still = case.still and findings_of(program, case.still, case.ranks, folder)
-    cells = [
-        case.issue,
-        str(case.faulty),
-        f"found ({len(found)})" if found else "not found",
-        f"{'not ' if control else ''}clean with {case.control}",
-    ]
+    after = f"{'not ' if control else ''}clean with {case.control}"
     if case.still:
-        cells.append(f"{'still there' if still else 'gone'} with {case.still}")
-    print("| " + " | ".join(cells) + " |", flush=True)
-    for each in found:
-        print(f"    {each['text']}", flush=True)
+        after += f"; {'still there' if still else 'gone'} with {case.still}"
+    lines = f"{line_of(found[0]['first'])}, {line_of(found[0]['second'])}" if found else ""
+    print(f"| {case.issue} | {case.faulty} | {len(found)} | {lines} | {after} |", flush=True)
     return bool(found) == case.is_found and not control
 
 
@@ -169,6 +170,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("issues", nargs="*")
     given = parser.parse_args(arguments)
     wrong = []
+    print("| fault | with | findings | of the first, the lines | without the fault |")
+    print("|---|---|---:|---|---|")
     for case in CASES:
         if given.issues and not any(each in case.issue for each in given.issues):
             continue
