@@ -28,7 +28,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import autograd, nn, overrides
+from torch import _ops, autograd, nn, overrides, profiler
 from torch._C._dynamo import eval_frame
 from torch._subclasses import fake_tensor
 from torch.autograd import Variable, grad_mode
@@ -131,6 +131,12 @@ def intercept_pushed_hooks(push: Callable[..., None] | None) -> None:
 are_functorch_transforms_active = torch._C._are_functorch_transforms_active
 """Whether a transform of ``torch.func`` is around a forward. All-gathers do not go through it."""
 
+without_transform = torch._C._functorch.get_unwrapped
+"""The tensor that a transform of ``torch.func`` has wrapped."""
+
+ProfilerBase = profiler._KinetoProfile
+"""What ``torch.profiler.profile`` tells which activities to record."""
+
 profiler_enabled = torch._C._autograd._profiler_enabled
 """Whether a profiler runs. Spans are named only then."""
 
@@ -189,6 +195,11 @@ disabled_torch_function = torch._C._disabled_torch_function_impl
 
 parse_to = torch._C._nn._parse_to
 """What the arguments of ``tensor.to()`` mean."""
+
+HigherOrderOperator = _ops.HigherOrderOperator
+OpOverload = _ops.OpOverload
+"""The classes of operators, which torch calls where a program calls functions. The first ones call
+functions themselves, as flex attention does."""
 
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 """Shows a mode every operation. It is documented, and only its module is private."""

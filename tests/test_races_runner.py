@@ -45,6 +45,7 @@ def kinds(name: str, *args: str, ranks: int | None = None) -> set[str]:
         ("async_checkpoint", ("dcp",)),
         ("amp", ()),
         ("cuda_graph", ()),
+        ("operators", ()),
     ],
 )
 def test_a_right_program_runs_quietly(name: str, args: tuple[str, ...]) -> None:
@@ -54,6 +55,10 @@ def test_a_right_program_runs_quietly(name: str, args: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("args", [(), ("hook",), ("view", "accumulate"), ("unused",)])
 def test_ddp_as_one_of_several_ranks(args: tuple[str, ...]) -> None:
     assert not kinds("ddp", *args, ranks=4)
+
+
+def test_a_program_that_starts_its_ranks_by_itself() -> None:
+    assert not kinds("spawned", ranks=4)
 
 
 @pytest.mark.parametrize("args", [(), ("mixed",), ("offload",), ("hsdp", "mixed")])

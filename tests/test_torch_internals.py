@@ -211,6 +211,26 @@ def versions_can_be_set() -> None:
     loss.backward()
 
 
+@canary("ProfilerBase")
+def profilers_are_told_what_to_record() -> None:
+    """The emulated device does not keep profilers from asking for a GPU."""
+    assert issubclass(torch.profiler.profile, internals.ProfilerBase)
+    assert "activities" in inspect.signature(internals.ProfilerBase.__init__).parameters
+
+
+@canary("without_transform")
+def tensors_within_a_transform_have_one_outside() -> None:
+    """Programs that use torch.func do not run on the emulated device."""
+    tensor, found = torch.ones(2, 3), []
+
+    def see(part: torch.Tensor) -> torch.Tensor:
+        found.append(internals.without_transform(part))
+        return part
+
+    torch.func.vmap(see)(tensor)
+    assert found[0].shape == tensor.shape
+
+
 @canary("are_functorch_transforms_active")
 def transforms_are_known() -> None:
     """torch.func around a unit gives wrong gradients instead of an error."""
@@ -355,13 +375,16 @@ class Operations(internals.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@canary("TorchDispatchMode", "OpOverload._schema", "OpOverload._can_decompose")
+@canary("HigherOrderOperator", "OpOverload", "TorchDispatchMode")
+@canary("OpOverload._schema", "OpOverload._can_decompose")
 def operations_are_seen() -> None:
     """check_parameters() and the emulated device see no operations, or not what they write."""
     with Operations() as operations:
         torch.ones(1).add_(1)
     assert [func.overloadpacket.__name__ for func, _ in operations.seen] == ["ones", "add_"]
     func, _ = operations.seen[1]
+    assert isinstance(func, internals.OpOverload)
+    assert isinstance(torch.ops.higher_order.cond, internals.HigherOrderOperator)
     writes = [a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments]
     assert (func._schema.name, writes) == ("aten::add_", [True, False, False])
     assert [a.name for a in func._schema.arguments] == ["self", "other", "alpha"]

@@ -13,10 +13,10 @@ from torch.overrides import TorchFunctionMode
 
 from fsdp_overlap.emulator.backwards import Backwards
 from fsdp_overlap.emulator.device import EmulatedDevice, Operation
-from fsdp_overlap.emulator.dispatch import PLAIN, Dispatch, has_values, inner_of
+from fsdp_overlap.emulator.dispatch import NAME, PLAIN, Dispatch, has_values, inner_of, tensors_in
 from fsdp_overlap.emulator.findings import call_site
 from fsdp_overlap.torch_internals import (
-    current_graph_task_id,
+    OpOverload,
     default_device,
     disable_current_modes,
     disabled_torch_function,
@@ -25,8 +25,6 @@ from fsdp_overlap.torch_internals import (
     parse_to,
     takes_default_device,
 )
-
-NAME = "emulated"
 
 
 class Calls(TorchFunctionMode):
@@ -97,7 +95,9 @@ class Calls(TorchFunctionMode):
             and func in takes_default_device()
         ):
             kwargs["device"] = default  # torch would add it where this mode is off
-        if kwargs.get("device") is not None or kwargs.get("pin_memory"):
+        # What C++ calls by way of a class of tensors names the device that C++ knows.
+        is_of_program = not isinstance(func, OpOverload) or not tensors_in(args)
+        if is_of_program and (kwargs.get("device") is not None or kwargs.get("pin_memory")):
             return self._make(func, args, kwargs)
         before, self.dispatch.given = self.dispatch.given, (args, kwargs)
         try:
@@ -132,8 +132,6 @@ class Calls(TorchFunctionMode):
         if target is not None and target.type in self._types:
             is_ours = True
             self.device.use(target.index)
-        elif func is _CAST and current_graph_task_id() >= 0 and self.device.is_here(args[0]):
-            is_ours = True  # autograd casts a gradient to the device that C++ knows
         pinned = bool(kwargs.pop("pin_memory", False))
         if is_ours:
             kwargs["device"] = "cpu"
@@ -294,8 +292,6 @@ class Calls(TorchFunctionMode):
 # What these make of whole numbers has values on any device: ranks tell each other such numbers, and
 # models ask them which position a token has.
 _KEPT = (torch.tensor, torch.arange)
-_CAST = torch.ops.aten._to_copy.default
-"""What a class of torch calls with the arguments that C++ has given it."""
 
 
 def _is_whole(make: Callable[..., torch.Tensor], args: Any, kwargs: dict[str, Any]) -> bool:

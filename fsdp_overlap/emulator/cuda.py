@@ -38,6 +38,7 @@ from fsdp_overlap.emulator.torch_module import (
 from fsdp_overlap.emulator.triton_kernels import noting_triton
 from fsdp_overlap.torch_internals import (
     DisableTorchFunction,
+    ProfilerBase,
     c10d,
     disable_current_modes,
     shaping_dtensors_on_host,
@@ -131,6 +132,8 @@ def _patches(devices: int) -> Iterator[tuple[Any, dict[str, Any]]]:
             "get_autocast_gpu_dtype": partial(_get_autocast_dtype, DEVICE_TYPE),
         },
     )
+    yield ProfilerBase, {"__init__": _profile_host}
+    yield nn.DataParallel, {"__init__": refuse("torch.nn.DataParallel")}
     yield torch.autocast, {"__init__": _begin_autocast}
     yield torch.version, {"cuda": "12.8"}
     yield torch.backends.cuda, {"is_built": lambda: True}
@@ -468,6 +471,17 @@ def _compile(model: Any = None, **options: Any) -> Any:
 def note_opaque(what: str) -> None:
     """Note that something runs that is not seen within."""
     active().opaque.setdefault(what, str(call_site()))
+
+
+# Profiles
+
+_profile = ProfilerBase.__init__
+
+
+def _profile_host(self: Any, *, activities: Any = None, **options: Any) -> None:
+    """Record what the host does. What the device does takes no time."""
+    cpu = torch.profiler.ProfilerActivity.CPU
+    _profile(self, activities=None if activities is None else [cpu], **options)
 
 
 # Storages

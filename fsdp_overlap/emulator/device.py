@@ -21,6 +21,7 @@ from fsdp_overlap.emulator.history import History
 from fsdp_overlap.emulator.memory import Access, TrackedMemory
 from fsdp_overlap.emulator.queues import Moment, Queue
 from fsdp_overlap.emulator.sites import Site, call_site
+from fsdp_overlap.torch_internals import without_transform
 
 # As in torch's c10/cuda/CUDAStream.
 STREAMS = 32
@@ -423,7 +424,10 @@ class EmulatedDevice:
     def memory_of(self, tensor: torch.Tensor) -> TrackedMemory:
         """Return the memory of ``tensor``'s storage. A storage from before the model began is the
         host's."""
-        storage = tensor.untyped_storage()
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError:  # it is within a transform of torch.func
+            return self.memory_of(without_transform(tensor))
         found = self._memories.get(storage._cdata)
         return found or self.place(tensor, on_device=False)
 

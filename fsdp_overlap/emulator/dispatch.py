@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -20,12 +22,16 @@ from fsdp_overlap.torch_internals import (
     AsyncCollectiveTensor,
     DisableTorchFunction,
     FakeTensor,
+    HigherOrderOperator,
     TorchDispatchMode,
     current_graph_task_id,
     has_kernel,
     run_kernel_of_cuda,
     tree_map_only,
 )
+
+NAME = "emulated"
+"""What torch calls devices of this kind. A number alone is one of them, too."""
 
 PLAIN = (torch.Tensor, nn.Parameter)
 
@@ -67,16 +73,22 @@ _WRITES_NOTHING = {"barrier", "monitored_barrier_"}
 _HOST = ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
 
 _OF_TORCH = {
+    "_c10d_functional",
+    "_c10d_functional_autograd",
+    "_dtensor",
     "aten",
     "c10d",
-    "_c10d_functional",
+    "dtensor",
     "fsdp",
     "prim",
     "prims",
     "profiler",
     "quantized",
+    "rngprims",
+    "streams",
     "symm_mem",
 }
+"""The namespaces of torch's own operators."""
 
 _SYNCS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
@@ -132,6 +144,8 @@ class OpTraits:
 class Dispatch(TorchDispatchMode):
     """Tells the device what each operation reads, writes and allocates."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, device: EmulatedDevice, functional: Functional) -> None:
         super().__init__()
         self.device = device
@@ -151,6 +165,14 @@ class Dispatch(TorchDispatchMode):
             return func(*args, **kwargs)  # such tensors have no memory: torch asks for a shape
         if any(each not in PLAIN for each in types):
             return NotImplemented  # the operations that the class runs come here one by one
+        if isinstance(func, HigherOrderOperator):
+            return self._run_whole(func, args, kwargs)
+        target = kwargs.get("device")
+        if target is not None and target.type in (self.device.device_type, NAME):
+            # Torch has left the mode that sees calls, as within a DTensor's operations.
+            below = torch.device("cpu" if self.device.values else "meta")
+            with self._making_there():
+                return self.__torch_dispatch__(func, types, args, {**kwargs, "device": below})
         about = OpTraits.of(func)
         if about.name == "to" and any(map(self._is_ours, (*args, *kwargs.values()))):
             return self._move(func, args, kwargs)
@@ -174,6 +196,28 @@ class Dispatch(TorchDispatchMode):
                 (writes if is_written else reads).extend(tensors_in(value))
             return self._run(about, OperatorCall(func, args, kwargs), values, reads, writes)
 
+    def _run_whole(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operator that calls functions, such as flex attention, as one operation."""
+        device = self.device
+        device.opaque.setdefault(f"the operator {func}", call_site())
+        output = func(*args, **kwargs)
+        with DisableTorchFunction():
+            reads = tensors_in([*args, *kwargs.values()])
+            new = [tensor for tensor in tensors_in(output) if not device.knows(tensor)]
+            on_device = any(map(device.is_here, reads))
+            for tensor in new:
+                device.place(tensor, on_device)
+            device.run(Operation(str(func), reads, new), on_host=not on_device)
+        return output
+
+    @contextmanager
+    def _making_there(self) -> Iterator[None]:
+        before, self.makes_on_device = self.makes_on_device, True
+        try:
+            yield
+        finally:
+            self.makes_on_device = before
+
     def _run(
         self,
         about: OpTraits,
@@ -194,8 +238,7 @@ class Dispatch(TorchDispatchMode):
         if device.values and about.is_of_gpu:
             output = run_kernel_of_cuda(call.func, *call.args, **call.kwargs)
         elif device.values:
-            run = _ON_HOST.get(call.func, call.func)
-            output = run(*call.args, **call.kwargs)
+            output = run_with_values(about, call)
         else:
             output = run_without_values(about, call, [*reads, *writes], makes)
         outputs = tensors_in(output)
@@ -283,8 +326,10 @@ class Dispatch(TorchDispatchMode):
         if self.given is None:
             return current_graph_task_id() >= 0 and self.device.of_thread.is_autograds
         args, kwargs = self.given
-        given = tensors_in([*args, *kwargs.values()])
-        return any(type(t) in PLAIN and self.device.is_here(t) and t.dim() for t in given)
+        held = (
+            t if type(t) in PLAIN else inner_of(t) for t in tensors_in([*args, *kwargs.values()])
+        )
+        return any(tensor is not None and self.device.is_here(tensor) for tensor in held)
 
     def _crossing(
         self, about: OpTraits, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
@@ -319,14 +364,6 @@ class Crossing(NamedTuple):
     to_device: bool
 
 
-def _count_in_bins(values: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return torch.ops.aten.histc(values.double(), *args, **kwargs).to(values.dtype)
-
-
-_ON_HOST: dict[Any, Callable[..., Any]] = {torch.ops.aten.histc.default: _count_in_bins}
-"""What the host computes instead, where it has no kernel for dtypes for which a GPU has one."""
-
-
 def _group_among(values: Sequence[Any]) -> dist.ProcessGroup | None:
     for value in values:
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
@@ -345,6 +382,36 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 def has_values(tensor: torch.Tensor) -> bool:
     with DisableTorchFunction():
         return not tensor.is_meta
+
+
+_NO_KERNEL = re.compile(r"not implemented for '(Half|Long|Int)'")
+_WIDE = {
+    "Half": (torch.float16, torch.float32),
+    "Long": (torch.int64, torch.float64),
+    "Int": (torch.int32, torch.float64),
+}
+"""By C++'s name: a dtype for which the host has not all kernels of a GPU, and one for which it has.
+"""
+
+
+def run_with_values(about: OpTraits, call: OperatorCall) -> Any:
+    """Return what a call returns. Where the host has no kernel for a dtype, and a GPU has, compute
+    in a wider one."""
+    try:
+        return call.func(*call.args, **call.kwargs)
+    except NotImplementedError as error:
+        missing = _NO_KERNEL.search(str(error))
+        if missing is None or any(about.written):
+            raise
+    narrow, wide = _WIDE[missing[1]]
+
+    def cast(source: torch.dtype, target: torch.dtype, values: Any) -> Any:
+        return tree_map_only(
+            torch.Tensor, lambda each: each.to(target) if each.dtype is source else each, values
+        )
+
+    args, kwargs = cast(narrow, wide, (list(call.args), dict(call.kwargs)))
+    return cast(wide, narrow, call.func(*args, **kwargs))
 
 
 def run_without_values(

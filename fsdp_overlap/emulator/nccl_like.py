@@ -413,8 +413,8 @@ class NcclLikeGroup(_ProcessGroup):
         return self._reduce("reduce_scatter", [output], [input], ranges, opts)
 
     def _record_list(self, tensors: Sequence[torch.Tensor], opts: Any) -> None:
-        """Of unequal lists torch makes a group of collectives, and takes a synchronous one as done
-        at once: it records the end on a stream that they do not run on."""
+        """Note a group of collectives, which torch makes of unequal lists. It takes a synchronous
+        one as done at once: it records the end on a stream that they do not run on."""
         is_group = len({tensor.numel() for tensor in tensors}) > 1
         if is_group and not getattr(opts, "asyncOp", True):
             NcclLikeGroup.unwatched += 1
@@ -568,7 +568,7 @@ class NcclLikeGroup(_ProcessGroup):
         return tensor.detach().split(list(sizes))
 
     def _check_ranges(self, kind: str, whole: torch.Tensor, part: torch.Tensor) -> None:
-        """Of what is in one tensor. In place, a part is this rank's own."""
+        """Check what is in one tensor. In place, a part is this rank's own."""
         _check_dtypes(kind, [whole, part])
         if whole.numel() != self.size() * part.numel():
             raise ValueError(

@@ -178,17 +178,17 @@ def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> N
 
 
 def _copy_to_all(output: torch.Tensor, input: torch.Tensor, ranks: int) -> None:
-    if output.numel() == ranks * input.numel():
+    if input.numel() and output.numel() == ranks * input.numel():
         with DisableTorchFunction(), disable_current_modes():
             parts, source = output.detach().view(ranks, -1), input.detach().reshape(1, -1)
         _copy([parts], [source.expand_as(parts)])
 
 
 def _copy_own_part(output: torch.Tensor, input: torch.Tensor, rank: int) -> None:
-    if input.numel() % max(output.numel(), 1) == 0:
+    if output.numel() and input.numel() % output.numel() == 0:
         with DisableTorchFunction(), disable_current_modes():
             parts, target = input.detach().reshape(-1, output.numel()), output.detach().view(-1)
-            own = parts[rank]
+            own = parts[rank % len(parts)]
         _copy([target], [own])
 
 

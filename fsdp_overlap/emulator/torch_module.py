@@ -141,7 +141,15 @@ class Modes:
 
     def differentiate(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``run``, which lets the engine run a backward."""
-        return self.seeing(self.backwards.differentiate, run, *args, **kwargs)
+        dispatch = self._dispatch()
+        if dispatch is None:
+            return self.seeing(self.backwards.differentiate, run, *args, **kwargs)
+        # What the engine makes does not lie where the arguments of backward() do.
+        before, dispatch.given = dispatch.given, None
+        try:
+            return self.seeing(self.backwards.differentiate, run, *args, **kwargs)
+        finally:
+            dispatch.given = before
 
 
 @contextmanager

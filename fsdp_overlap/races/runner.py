@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import runpy
 import socket
 import subprocess
@@ -155,6 +156,10 @@ def _run_on(device: EmulatedDevice, program: Program) -> Result:
     return Result(Report.of(device), device.opaque, error)
 
 
+_OF_CUDA = re.compile(r"Could not run '([^']+)' with arguments from the '(CUDA|emulated)' backend")
+"""What C++ says if an operation gets past the emulated device."""
+
+
 def _explain(error: Exception) -> str:
     """Return why a program could not run, in its own words and lines."""
     if isinstance(error, NotEmulated):
@@ -165,6 +170,8 @@ def _explain(error: Exception) -> str:
     if not isinstance(error, SyntaxError):
         sys.stderr.write("Traceback (most recent call last):\n" + "".join(frames.format()))
     text = "".join(traceback.format_exception_only(error)).strip()
+    if (missed := _OF_CUDA.search(text)) is not None:
+        return f"{missed[1]} on {missed[2]} was called where the emulated device does not see it"
     if isinstance(error, KeyError) and error.args[0] in environment(0, 1, 1):
         return f"{text}: torchrun sets it; give --ranks to be one of several ranks"
     return text

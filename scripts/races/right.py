@@ -38,7 +38,7 @@ ENVIRONMENTS = {
     "peers": [
         *("torch==2.13.0", "megatron-fsdp==0.6.1", "deepspeed==0.19.8", "torchtitan==0.2.2"),
         *("triton", "transformers==5.23.0", "accelerate==1.15.0", "torchao==0.18.0"),
-        *(*_SHARED),
+        *_SHARED,
     ],
     "torch-2.11": ["torch==2.11.0", "transformers==5.23.0", *_SHARED],
     "torch-newest": ["torch", "transformers==5.23.0", *_SHARED],
