@@ -284,6 +284,16 @@ def moving_random_states_by(call: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
+def attention_of_host() -> tuple[Any, Any]:
+    """Return the operators that attend on a CPU, forward and backward. DTensor has no sharding of
+    these."""
+    aten = torch.ops.aten
+    return (
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    )
+
+
 @contextmanager
 def shaping_dtensors_on_host() -> Iterator[None]:
     """Have DTensor try out on the host's fake tensors what shape a result has. Those of the mesh's

@@ -1097,6 +1097,17 @@ def libraries_ask_for_raw_streams() -> None:
         assert torch._C._cuda_getCurrentRawStream(1) == 8
 
 
+@canary("attention_of_host")
+def a_cpu_attends_by_these() -> None:
+    """DTensors cannot attend on the emulated GPU."""
+    forward, backward = internals.attention_of_host()
+    query = torch.ones(1, 2, 3, 4)
+    output, summed = forward(query, query, query)
+    assert torch.equal(output, query)
+    grads = backward(output, query, query, query, output, summed, 0.0, False)
+    assert [grad.shape for grad in grads] == [query.shape] * 3
+
+
 @canary("shaping_dtensors_on_host")
 def dtensors_are_shaped_on_host() -> None:
     """DTensors on the emulated GPU cannot be initialized in place."""

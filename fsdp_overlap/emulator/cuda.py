@@ -39,6 +39,7 @@ from fsdp_overlap.emulator.triton_kernels import noting_triton
 from fsdp_overlap.torch_internals import (
     DisableTorchFunction,
     ProfilerBase,
+    attention_of_host,
     c10d,
     disable_current_modes,
     shaping_dtensors_on_host,
@@ -91,9 +92,7 @@ _ASK_WHEN_IMPORTED = ("torch._dynamo", "torch._inductor.utils")
 def _shard_attention() -> None:
     """Tell DTensor how the host's kernel of attention may be sharded: as those of GPUs, over rows
     and heads."""
-    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    for operator, outputs, inputs in ((attention, 2, 3), (backward, 3, 6)):
+    for operator, outputs, inputs in zip(attention_of_host(), (2, 3), (3, 6), strict=True):
 
         def shardings(
             *args: object, outputs: int = outputs, inputs: int = inputs, **_: object
@@ -102,7 +101,7 @@ def _shard_attention() -> None:
             ways = (Replicate(), Shard(0), Shard(1))
             return [([way] * outputs, [way] * inputs + others) for way in ways]
 
-        register_sharding(operator.default)(shardings)
+        register_sharding(operator)(shardings)
 
 
 def _patches(devices: int) -> Iterator[tuple[Any, dict[str, Any]]]:

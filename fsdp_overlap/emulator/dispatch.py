@@ -199,7 +199,7 @@ class Dispatch(TorchDispatchMode):
     def _run_whole(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator that calls functions, such as flex attention, as one operation."""
         device = self.device
-        device.opaque.setdefault(f"the operator {func}", call_site())
+        device.opaque.setdefault(f"the operator {func}", str(call_site()))
         output = func(*args, **kwargs)
         with DisableTorchFunction():
             reads = tensors_in([*args, *kwargs.values()])
@@ -234,7 +234,7 @@ class Dispatch(TorchDispatchMode):
         device.check_is_there(about.name, [*reads, *writes])
         makes = on_device if self.makes_on_device is None else self.makes_on_device
         if about.is_opaque:
-            device.opaque.setdefault(f"the operator {call.func}", call_site())
+            device.opaque.setdefault(f"the operator {call.func}", str(call_site()))
         if device.values and about.is_of_gpu:
             output = run_kernel_of_cuda(call.func, *call.args, **call.kwargs)
         elif device.values:

@@ -43,7 +43,7 @@ def noting_triton(device: EmulatedDevice, is_seen: Callable[[], bool]) -> Iterat
 
     def note(kernel: Any, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
         name = getattr(kernel, "__name__", "kernel")
-        device.opaque.setdefault(f"the Triton kernel {name}", call_site())
+        device.opaque.setdefault(f"the Triton kernel {name}", str(call_site()))
         if is_seen():
             with DisableTorchFunction():
                 device.run(Operation(name, reads, writes))
