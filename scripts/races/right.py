@@ -252,7 +252,7 @@ def make_environment(name: str, folder: Path) -> Path:
         return python
     print(f"making {python.parents[1]}", file=sys.stderr)
     subprocess.run([sys.executable, "-m", "venv", "--clear", folder / name], check=True)
-    install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     late = [each for each in requirements if each.partition("==")[0] in BUILT_ON_TORCH]
     subprocess.run(
         [*install, "setuptools", "wheel", "ninja", *(e for e in requirements if e not in late)],
