@@ -236,12 +236,9 @@ for all devices what shapes it found."""
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
 """Attention as a GPU computes it, which is not chosen for an emulated device without values."""
 
-cast_operator = torch.ops.aten._to_copy.default
-"""What AsyncCollectiveTensor calls where C++ casts it, with the device that C++ believes in."""
-
 attention_on_host = (
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
 )
 """Attention as the host computes it, and its backward, of which DTensor knows no sharding."""
 

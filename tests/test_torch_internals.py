@@ -495,13 +495,6 @@ def others_see_hooks_being_pushed() -> None:
     assert pushed == [(bool, float)]
 
 
-@canary("cast_operator")
-def tensors_are_cast_by_an_operator() -> None:
-    """Gradients that are waited for are cast to the host from the emulated device."""
-    cast = internals.cast_operator(torch.ones(2), dtype=torch.bfloat16, device="cpu")
-    assert cast.dtype is torch.bfloat16
-
-
 @canary("attention_on_host")
 def the_host_has_attention_of_its_own() -> None:
     """Programs with context or tensor parallelism cannot run on the emulated GPU."""

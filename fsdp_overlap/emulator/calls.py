@@ -17,8 +17,6 @@ from fsdp_overlap.emulator.dispatch import NAME, PLAIN, Dispatch, has_values, in
 from fsdp_overlap.emulator.findings import call_site
 from fsdp_overlap.torch_internals import (
     OpOverload,
-    cast_operator,
-    current_graph_task_id,
     default_device,
     disable_current_modes,
     disabled_torch_function,
@@ -140,10 +138,6 @@ class Calls(TorchFunctionMode):
         if target is not None and target.type in self._types:
             is_ours = True
             self.device.use(target.index)
-        elif (
-            func is cast_operator and current_graph_task_id() >= 0 and self.device.is_here(args[0])
-        ):
-            is_ours = True
         pinned = bool(kwargs.pop("pin_memory", False))
         if is_ours:
             kwargs["device"] = "cpu"
@@ -152,11 +146,6 @@ class Calls(TorchFunctionMode):
         elif target is not None and target.type != "cpu":
             return func(*args, **kwargs)
         return self._with_memory(is_ours, pinned, lambda: func(*args, **kwargs))
-
-    def _is_cast_by_engine(self, func: Any, args: Any) -> bool:
-        """Return whether autograd casts a gradient, to the device that C++ believes in."""
-        is_cast = func is cast_operator and current_graph_task_id() >= 0
-        return is_cast and self.device.is_here(args[0])
 
     def _with_memory(self, on_device: bool, pinned: bool, make: Callable[[], Any]) -> Any:
         dispatch = self.dispatch

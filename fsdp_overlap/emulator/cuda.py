@@ -102,7 +102,7 @@ def _shard_attention() -> None:
             ways = (Replicate(), Shard(0), Shard(1))
             return [([way] * outputs, [way] * inputs + others) for way in ways]
 
-        register_sharding(operator.default)(shardings)
+        register_sharding(operator)(shardings)
 
 
 def _patches(devices: int) -> Iterator[tuple[Any, dict[str, Any]]]:

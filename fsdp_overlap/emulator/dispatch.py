@@ -375,14 +375,6 @@ class Crossing(NamedTuple):
     to_device: bool
 
 
-def _count_in_bins(values: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return torch.ops.aten.histc(values.double(), *args, **kwargs).to(values.dtype)
-
-
-_ON_HOST: dict[Any, Callable[..., Any]] = {torch.ops.aten.histc.default: _count_in_bins}
-"""What the host computes instead, where it has no kernel for dtypes for which a GPU has one."""
-
-
 def _group_among(values: Sequence[Any]) -> dist.ProcessGroup | None:
     for value in values:
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
@@ -417,7 +409,7 @@ def run_with_values(about: OpTraits, call: OperatorCall) -> Any:
     """Return what a call returns. Where the host has no kernel for a dtype, and a GPU has, compute
     in a wider one."""
     try:
-        return _ON_HOST.get(call.func, call.func)(*call.args, **call.kwargs)
+        return call.func(*call.args, **call.kwargs)
     except NotImplementedError as error:
         missing = _NO_KERNEL.search(str(error))
         if missing is None or any(about.written):

@@ -128,7 +128,10 @@ def to_json(found: EmulatedDevice | Report) -> dict[str, Any]:
         "findings": [_finding_json(finding) for finding in report.findings],
         "allowed": [_finding_json(finding) for finding in report.allowed],
         "waits": [_finding_json(finding) for finding in report.waits],
-        "rules": {name: rule._asdict() for name, rule in RULES.items()},
+        "rules": {
+            name: {"text": rule.text, "source": rule.source, "url": rule.url}
+            for name, rule in RULES.items()
+        },
     }
 
 

@@ -15,10 +15,11 @@ import typer
 from playwright.sync_api import sync_playwright
 
 PAGE = Path(__file__).parents[2] / "docs" / "races.md"
+PICTURE = PAGE.with_suffix(".png")
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="The picture.")] = PAGE.with_suffix(".png"),
+    out: Annotated[Path, typer.Option(help="The picture.")] = PICTURE,
     browser: Annotated[str, typer.Option(help="Chromium, or Google Chrome.")] = "chromium",
 ) -> None:
     """Draw it."""

@@ -36,10 +36,7 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            if "checkpoints" in chosen:
-                x = checkpoint(layer, x, use_reentrant=False)
-            else:
-                x = layer(x)
+            x = checkpoint(layer, x, use_reentrant=False) if "checkpoints" in chosen else layer(x)
         return self.head(x)
 
 

@@ -66,7 +66,7 @@ class Layer(nn.Module):
 
 
 torch.manual_seed(dist.get_rank())
-model = nn.Sequential(Layer(), Layer(), nn.Linear(WIDTH, WIDTH)).cuda()
+model: Any = nn.Sequential(Layer(), Layer(), nn.Linear(WIDTH, WIDTH)).cuda()
 ctx = FsdpContext(dense)
 for layer in model[:-1]:
     if "fsdp2" in sys.argv:

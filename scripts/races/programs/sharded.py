@@ -71,7 +71,7 @@ torch.cuda.set_device(local)
 dist.init_process_group("cpu:gloo,cuda:nccl")
 ranks = dist.get_world_size()
 torch.manual_seed(0)
-model = nn.Sequential(
+model: Any = nn.Sequential(
     nn.Embedding(WORDS, WIDTH), *(Block() for _ in range(3)), nn.Linear(WIDTH, WORDS)
 )
 if "offload" not in GIVEN:
@@ -95,7 +95,7 @@ if "quantized" in GIVEN:
     options["comm_policy"] = QuantizedCommPolicy(torch.float8_e4m3fn, torch.float8_e5m2)
 for block in model[1:-1]:
     fully_shard(block, ctx, **options)
-sharded = fully_shard(model, ctx, **options)
+sharded: Any = fully_shard(model, ctx, **options)
 for stage in (1, 2):
     if f"zero{stage}" in GIVEN:
         sharded.set_zero_stage(stage)

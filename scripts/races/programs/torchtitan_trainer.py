@@ -1,5 +1,5 @@
-"""torchtitan's trainer, 0.2, with its smallest Llama, a tokenizer of bytes and texts made here. More
-arguments are torchtitan's."""
+"""torchtitan's trainer, 0.2, with its smallest Llama, a tokenizer of bytes, and texts made here.
+More arguments are torchtitan's."""
 
 import json
 import os

@@ -118,7 +118,7 @@ def run_fabric() -> None:
         )
     elif "fsdp" in GIVEN:
         strategy = FSDPStrategy(auto_wrap_policy=ModuleWrapPolicy({Qwen3DecoderLayer}))
-    fabric = Fabric(accelerator="cuda", strategy=strategy, devices=ranks)
+    fabric: Any = Fabric(accelerator="cuda", strategy=strategy, devices=ranks)
     fabric.launch()
     model: Any = build()
     model = fabric.setup(model)
