@@ -55,7 +55,10 @@ class _FakeNccl(FakeProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        backends = str(c10d.get_backend_config(self)).split(",")
+        try:
+            backends = str(c10d.get_backend_config(self)).split(",")
+        except TypeError:  # torch 2.15 asks before it has written that down
+            return []
         return [torch.device(each.partition(":")[0]) for each in backends]
 
     def _set_sequence_number_for_group(self) -> None:
@@ -102,7 +105,12 @@ class _FakeGloo(_FakeNccl):
     backend = "gloo"
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, timeout: timedelta | None = None
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: timedelta | None = None,
+        **_: object,
     ) -> None:
         super().__init__(store, rank, size, SimpleNamespace())
         self._nccl = _FakeNccl(store, rank, size)
