@@ -44,7 +44,9 @@ class _FakeNccl(FakeProcessGroup):
     supports_splitting = True
     supports_coalescing = True
 
-    def __init__(self, store: dist.Store, rank: int, size: int, options: Any = None) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, options: Any = None, device: object = None
+    ) -> None:
         super().__init__(rank, size)
         self.store, self.options = store, options or NcclOptions()
         self._told_name = ""
@@ -125,7 +127,9 @@ class _RealNccl(NcclLikeGroup):
     Options = NcclOptions
     backend = "nccl"
 
-    def __init__(self, store: dist.Store, rank: int, size: int, options: Any = None) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, options: Any = None, device: object = None
+    ) -> None:
         made = SimpleNamespace(
             store=store, group_rank=rank, group_size=size, timeout=options._timeout
         )
@@ -144,7 +148,7 @@ class _RealNccl(NcclLikeGroup):
 @contextmanager
 def real_nccl() -> Iterator[None]:
     """Make groups of ``"nccl"`` behave as NCCL's, among real processes."""
-    with _making(ProcessGroupNCCL=_RealNccl):
+    with _making(ProcessGroupNCCL=_RealNccl, ProcessGroupNCCL2=_RealNccl):
         yield
 
 
@@ -174,7 +178,9 @@ def nccl_in_name_only(rank: int, world_size: int) -> Iterator[None]:
         function(rank, *args)
 
     with (
-        _making(ProcessGroupNCCL=_FakeNccl, ProcessGroupGloo=_FakeGloo),
+        _making(
+            ProcessGroupNCCL=_FakeNccl, ProcessGroupNCCL2=_FakeNccl, ProcessGroupGloo=_FakeGloo
+        ),
         patch.object(dist, "init_process_group", begin_alone),
         patch.object(c10d, "init_process_group", begin_alone),
         patch.object(c10d, "rendezvous", meet),
