@@ -45,7 +45,9 @@ class _FakeNccl(FakeProcessGroup):
     supports_splitting = True
     supports_coalescing = True
 
-    def __init__(self, store: dist.Store, rank: int, size: int, options: Any = None) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, options: Any = None, device: object = None
+    ) -> None:
         super().__init__(rank, size)
         self.store, self.options = store, options or NcclOptions()
         self._told_name = ""
@@ -56,7 +58,10 @@ class _FakeNccl(FakeProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        backends = str(c10d.get_backend_config(self)).split(",")
+        try:
+            backends = str(c10d.get_backend_config(self)).split(",")
+        except TypeError:  # torch 2.15 asks before it has written that down
+            return []
         return [torch.device(each.partition(":")[0]) for each in backends]
 
     def _set_sequence_number_for_group(self) -> None:
@@ -103,7 +108,12 @@ class _FakeGloo(_FakeNccl):
     backend = "gloo"
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, timeout: timedelta | None = None
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: timedelta | None = None,
+        **_: object,
     ) -> None:
         super().__init__(store, rank, size, SimpleNamespace())
         self._nccl = _FakeNccl(store, rank, size)
@@ -118,7 +128,9 @@ class _RealNccl(NcclLikeGroup):
     Options = NcclOptions
     backend = "nccl"
 
-    def __init__(self, store: dist.Store, rank: int, size: int, options: Any = None) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, options: Any = None, device: object = None
+    ) -> None:
         made = SimpleNamespace(
             store=store, group_rank=rank, group_size=size, timeout=options._timeout
         )
@@ -137,7 +149,7 @@ class _RealNccl(NcclLikeGroup):
 @contextmanager
 def real_nccl() -> Iterator[None]:
     """Make groups of ``"nccl"`` behave as NCCL's, among real processes."""
-    with _making(ProcessGroupNCCL=_RealNccl):
+    with _making(ProcessGroupNCCL=_RealNccl, ProcessGroupNCCL2=_RealNccl):
         yield
 
 
@@ -167,7 +179,9 @@ def nccl_in_name_only(rank: int, world_size: int) -> Iterator[None]:
         function(rank, *args)
 
     with (
-        _making(ProcessGroupNCCL=_FakeNccl, ProcessGroupGloo=_FakeGloo),
+        _making(
+            ProcessGroupNCCL=_FakeNccl, ProcessGroupNCCL2=_FakeNccl, ProcessGroupGloo=_FakeGloo
+        ),
         patch.object(dist, "init_process_group", begin_alone),
         patch.object(c10d, "init_process_group", begin_alone),
         patch.object(c10d, "rendezvous", meet),

@@ -48,12 +48,13 @@ else:
 sharded: Any = model
 optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-4, foreach=True)
 for _ in range(options.steps):
-    began = time.perf_counter()
+    began, busy = time.perf_counter(), time.process_time()
     tokens = torch.randint(config.vocab_size, (1, options.length), device=options.device)
     loss = sharded(input_ids=tokens, labels=tokens).loss
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(f"loss {loss.item():.3f}, {time.perf_counter() - began:.1f} s, peak {peak:.2f} GiB")
+    took, busy = time.perf_counter() - began, time.process_time() - busy
+    print(f"loss {loss.item():.3f}, {took:.1f} s ({busy:.1f} s of CPUs), peak {peak:.2f} GiB")
 dist.destroy_process_group()
