@@ -137,6 +137,7 @@ def _patches(devices: int) -> Iterator[tuple[Any, dict[str, Any]]]:
     yield torch.autocast, {"__init__": _begin_autocast}
     yield torch.version, {"cuda": "12.8"}
     yield torch.backends.cuda, {"is_built": lambda: True}
+    yield torch.backends.cudnn, {"is_acceptable": lambda tensor: False}  # its kernels are GPUs'
     yield torch.UntypedStorage, {"cuda": _storage_to_cuda}
     yield dist, {"Reducer": _make_reducer, "is_nccl_available": lambda: True}
     yield c10d, {"is_nccl_available": lambda: True}

@@ -124,6 +124,8 @@ class OpTraits:
         written = [a.alias_info is not None and a.alias_info.is_write for a in arguments]
         if is_collective and name not in _WRITES_NOTHING:
             written[0] = True
+        is_opaque = func.namespace not in _OF_TORCH
+        has_host = any(has_kernel(func.name(), key) for key in _HOST)
         return cls(
             name,
             is_collective,
@@ -134,8 +136,8 @@ class OpTraits:
             any(tag in func.tags for tag in _SYNCS),
             tuple(written),
             func.is_view and func._can_decompose(),
-            has_kernel(func.name(), "CUDA") and not any(has_kernel(func.name(), k) for k in _HOST),
-            func.namespace not in _OF_TORCH,
+            is_opaque and has_kernel(func.name(), "CUDA") and not has_host,
+            is_opaque,
             next((i for i, a in enumerate(arguments) if a.name == "non_blocking"), -1),
         )
 

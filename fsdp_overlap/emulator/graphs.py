@@ -524,8 +524,9 @@ def graph(
     pool: MemPool | None = None,
     stream: Stream | None = None,
     capture_error_mode: str = "global",
+    **annotations: object,
 ) -> Iterator[None]:
-    """Work like ``torch.cuda.graph``."""
+    """Work like ``torch.cuda.graph``. Annotations of kernels are ignored."""
     synchronize()
     torch_module.empty_cache()
     with torch_module.stream(stream or Stream()):
