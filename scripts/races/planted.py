@@ -19,6 +19,7 @@ import copy
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tomllib
@@ -33,6 +34,7 @@ from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
 RANKS = 4
+LIMIT = 30.0  # seconds of the processor that a program takes at most
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "fsdp_overlap"
 WAITS = re.compile(r"wait|wait_stream|wait_event|synchronize|record_stream")
 """The methods whose calls order something."""
@@ -197,8 +199,13 @@ def work(library: Library, left_out: Statement | None, variants: list[str]) -> I
     from fsdp_overlap.races import describe
     from fsdp_overlap.races.runner import Program, run
 
+    def give_up(*_: object) -> None:
+        raise TimeoutError("it does not end")
+
+    signal.signal(signal.SIGPROF, give_up)
     for variant in variants:
         reached.clear()
+        signal.setitimer(signal.ITIMER_PROF, LIMIT)
         _, result = run(Program(str(HERE / library.program), variant.split()), RANKS)
         findings = {repr(each.key): describe([each]) for each in result.found.findings}
         yield Outcome(variant, sorted(reached), findings, result.error)

@@ -87,6 +87,9 @@ def train() -> None:
     for _ in range(3):
         if "sync" in chosen:
             sharded.start_param_sync(force_sync=True)
+        if "pending" in chosen:
+            sharded.start_param_sync()
+            sharded.synchronize_param_gather()
         for index in range(batches):
             if "accumulate" in chosen:
                 sharded.set_model_auto_sync(index == batches - 1)
