@@ -131,7 +131,9 @@ class Planter(ast.NodeTransformer):
         return any(
             isinstance(each, ast.Call)
             and isinstance(each.func, ast.Attribute)
-            and bool(WAITS.fullmatch(name := each.func.attr) or re.fullmatch(self.library.waits, name))
+            and bool(
+                WAITS.fullmatch(name := each.func.attr) or re.fullmatch(self.library.waits, name)
+            )
             for each in ast.walk(node)
         )
 
@@ -159,7 +161,9 @@ def statements(library: Library) -> list[Statement]:
 # ---- in a process of its own ----
 
 
-def plant(library: Library, left_out: Statement | None, reached: Callable[[Statement], object]) -> None:
+def plant(
+    library: Library, left_out: Statement | None, reached: Callable[[Statement], object]
+) -> None:
     """Import ``library`` from now on without one statement. ``reached`` is called with each of its
     statements that a program comes to."""
     builtins.__reached__ = lambda fields: reached(Statement(*fields))  # type: ignore
@@ -295,7 +299,11 @@ def main() -> int:
     variants = given.variants or library.variants
     with ThreadPoolExecutor(given.jobs) as pool:
         parts = [variants[i :: given.jobs] for i in range(given.jobs)]
-        plain = [each for part in pool.map(lambda part: start(given.library, None, part), parts) for each in part]
+        plain = [
+            each
+            for part in pool.map(lambda part: start(given.library, None, part), parts)
+            for each in part
+        ]
         plain.sort(key=lambda each: variants.index(each.variant))
         for each in plain:
             print(f"as it is, {each.variant}: {len(each.reached)} reached", file=sys.stderr)
@@ -310,7 +318,9 @@ def main() -> int:
             print(row, row.errors[:1], file=sys.stderr)
             return row
 
-        rows = list(pool.map(leave_out, [s for s in statements(library) if re.search(given.only, str(s))]))
+        rows = list(
+            pool.map(leave_out, [s for s in statements(library) if re.search(given.only, str(s))])
+        )
     wrong += judge(library, rows)
     if given.json is not None:
         told = {"plain": [asdict(each) for each in plain], "rows": [asdict(row) for row in rows]}

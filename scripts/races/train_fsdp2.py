@@ -49,10 +49,7 @@ class Model(nn.Module):
                 raise FloatingPointError
             if "fails-backward" in chosen and layer is self.layers[2]:
                 x.register_hook(fail)
-            if "checkpoints" in chosen:
-                x = checkpoint(layer, x, use_reentrant=False)
-            else:
-                x = layer(x)
+            x = checkpoint(layer, x, use_reentrant=False) if "checkpoints" in chosen else layer(x)
         x = self.final(x)
         return x if "chunks" in chosen else self.head(x)
 

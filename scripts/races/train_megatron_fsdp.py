@@ -36,19 +36,14 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            if "checkpoints" in chosen:
-                x = checkpoint(layer, x, use_reentrant=False)
-            else:
-                x = layer(x)
+            x = checkpoint(layer, x, use_reentrant=False) if "checkpoints" in chosen else layer(x)
         return self.head(x)
 
 
 def shard(model: Model, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
     options: dict[str, Any] = {}
     if "hybrid" in chosen:
-        mesh = init_device_mesh(
-            "cuda", (2, 2, 1), mesh_dim_names=("outer", "shard", "tp")
-        )
+        mesh = init_device_mesh("cuda", (2, 2, 1), mesh_dim_names=("outer", "shard", "tp"))
         options["dp_outer_dim"] = "outer"
         options["hybrid_fsdp_group"] = mesh["outer", "shard"]._flatten("both").get_group()
         options["outer_dp_sharding_strategy"] = "optim" if "outer" in chosen else "no_shard"
