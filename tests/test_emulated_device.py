@@ -27,8 +27,6 @@ from fsdp_overlap.emulator import (
     stream,
     torch_module,
 )
-from fsdp_overlap.emulator.cuda import as_cuda
-from fsdp_overlap.emulator.process_groups import nccl_in_name_only
 from fsdp_overlap.torch_internals import register_device
 from support.emulated import HERE, Seconds, kinds
 
@@ -450,28 +448,6 @@ def test_what_is_copied_deeply_lies_where_it_did(device: EmulatedDevice) -> None
         two = copy.deepcopy(TwoTensor(whole, whole + 1))
         assert two.a.device == two.b.device == place
     assert not device.syncs
-
-
-def test_tensors_that_lie_over_a_mesh_can_be_moved() -> None:
-    with as_cuda(EmulatedDevice(device_type="cuda")) as device, nccl_in_name_only(0, 2):
-        dist.init_process_group("cpu:gloo,cuda:nccl")
-        mesh = dist.init_device_mesh("cuda", (2,))
-        tensor = DTensor.from_local(torch.ones(3), mesh, [Shard(0)])
-        assert tensor.cuda().to_local().is_cuda
-        assert not tensor.cuda().cpu().to_local().is_cuda
-        dist.destroy_process_group()
-    assert kinds(device) == []
-
-
-def test_a_gradient_of_which_parts_are_missing_lies_where_the_others_do(
-    device: EmulatedDevice,
-) -> None:
-    whole = torch.ones(4, 2, device=HERE, requires_grad=True)
-    for part in whole.chunk(2):
-        part.square().mean().backward()
-    assert whole.grad is not None
-    assert whole.grad.device == torch.device(HERE)
-    assert kinds(device) == []
 
 
 def test_so_do_tensors_that_lie_over_a_mesh_and_their_gradients() -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp_overlap.emulator import EmulatedDevice
 from fsdp_overlap.emulator.cuda import NotEmulated, as_cuda
@@ -176,6 +176,27 @@ def test_saved_tensors_come_back_where_they_were() -> None:
             file.seek(0)
             loaded = torch.load(file, map_location=location)
             assert [tensor.is_cuda for tensor in loaded.values()] == sides
+
+
+def moves_a_tensor_that_lies_over_a_mesh() -> None:
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    tensor = DTensor.from_local(torch.ones(3), dist.init_device_mesh("cuda", (2,)), [Shard(0)])
+    assert tensor.cuda().to_local().is_cuda
+    assert not tensor.cuda().cpu().to_local().is_cuda
+
+
+def test_tensors_that_lie_over_a_mesh_can_be_moved() -> None:
+    assert_no_races(moves_a_tensor_that_lies_over_a_mesh, ranks=2)
+
+
+def test_a_gradient_of_which_parts_are_missing_lies_where_the_others_do() -> None:
+    with as_cuda(EmulatedDevice(device_type="cuda")) as device:
+        whole = torch.ones(4, 2, device="cuda", requires_grad=True)
+        for part in whole.chunk(2):
+            part.square().mean().backward()
+        assert whole.grad is not None
+        assert whole.grad.is_cuda
+    assert not device.findings
 
 
 def test_autocast_casts_as_for_a_gpu() -> None:
