@@ -263,6 +263,7 @@ def test_the_installed_program_needs_nothing_of_a_checkout(
         "export",
         "report",
         "simulate",
+        "races",
         "doctor",
     ]
     for source in (REPOSITORY / "fsdp_overlap").rglob("*.py"):
