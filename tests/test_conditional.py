@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -119,7 +120,9 @@ CONDITIONAL = ("tower", "expert", "other")
 SAME = ("first", "second")
 
 
-def shard(model: Model, ctx: FsdpContext, **options: Any) -> None:
+def shard(model: Model, ctx: FsdpContext, leaves_root_empty: bool = False, **options: Any) -> None:
+    if leaves_root_empty:
+        fully_shard(model.head, ctx, **options)
     for block in model.parts["tower"].blocks:
         fully_shard(block, ctx, **options)
     for name, part in model.parts.items():
@@ -254,6 +257,19 @@ def towers(**options: Any) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_tower_that_some_ranks_run(world_size: int) -> None:
     run_ranks(towers, world_size)
+
+
+def steps_in_threads() -> None:
+    """Each thread numbers the nodes of autograd's graph by itself."""
+    pair = Pair("reentrant pairs", leaves_root_empty=True)
+    orders = first_only(("tower", *SAME), SAME)
+    pair.train([orders] * 2)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(pair.train, [orders] * 2).result()
+
+
+def test_steps_may_run_in_another_thread() -> None:
+    run_ranks(steps_in_threads, 2)
 
 
 MODES: dict[str, dict[str, Any]] = {
@@ -423,9 +439,11 @@ def test_modules_of_one_unit() -> None:
     run_ranks(heads_of_one_unit, 2)
 
 
-def several_backwards(ways: Sequence[str], device: str = "cpu") -> None:
+def several_backwards(
+    ways: Sequence[str], device: str = "cpu", accumulates: int = 1, **options: Any
+) -> None:
     """Of one forward: again, of two losses, or of a loss and the gradients of inputs."""
-    pair = Pair(device=device)
+    pair = Pair(device=device, **options)
     image, text = ("tower", "expert", *SAME), (*SAME, "other")
 
     def backward(
@@ -459,7 +477,8 @@ def several_backwards(ways: Sequence[str], device: str = "cpu") -> None:
                 if other is not None:
                     backward(pair.twin, rows, other, way, 1 / len(orders))
         pair.check()
-        pair.step()
+        if step % accumulates == accumulates - 1:
+            pair.step()
 
 
 WAYS = ("again", "two losses", "of inputs", "gradients of gradients")
@@ -468,6 +487,14 @@ WAYS = ("again", "two losses", "of inputs", "gradients of gradients")
 @pytest.mark.parametrize("way", WAYS)
 def test_several_backwards_of_one_forward(way: str) -> None:
     run_ranks(several_backwards, 2, [way] * 6)
+
+
+@pytest.mark.parametrize("leaves_root_empty", [False, True])
+def test_what_some_ranks_hold_is_kept_for_graphs_by_all(leaves_root_empty: bool) -> None:
+    """Nothing is edited for three backwards, so that graphs keep what they read."""
+    options = {"reshard_after_forward": False, "leaves_root_empty": leaves_root_empty}
+    backwards = partial(several_backwards, accumulates=3, **options)
+    run_ranks(backwards, 2, ["gradients of gradients", "again"] * 3)
 
 
 # Ranks that run different numbers of forwards
@@ -723,6 +750,7 @@ def some_options(generator: random.Random) -> dict[str, Any]:
         "wrap": choose(("", *WRAPS)),
         "optimizer": choose((torch.optim.AdamW, AdamW)),
         "reshard_after_forward": choose(kept),
+        "leaves_root_empty": choose((False, True)),
     }
 
 

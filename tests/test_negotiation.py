@@ -54,7 +54,7 @@ def checkpointed(run: Forward, kinds: Mapping[int, str]) -> Forward:
     return run._replace(checkpoint=kinds.get(run.unit, ""))
 
 
-def explore_all(count: int) -> int:
+def explore_all(count: int, has_empty_root: bool) -> int:
     """Explore each combination of what ranks may run, with two ranks under all options, and with
     kinds of checkpoints and actions in turns."""
     turns = cycle(product(("", "recomputed", "reentrant"), ("train", "accumulate", "evaluate")))
@@ -65,6 +65,7 @@ def explore_all(count: int) -> int:
             checkpoint, kind = next(turns)
             kinds = dict.fromkeys(range(checkpoint == "reentrant", UNITS), checkpoint)
             these = [run and checkpointed(run, kinds) for run in runs]
+            options = options._replace(has_empty_root=has_empty_root)
             explore(count, options, [each_its_own(*these, kind=kind), each_its_own(*these)])
             programs += 1
     return programs
@@ -117,15 +118,18 @@ def explore_random(programs: int, seed: int = 0) -> None:
     generator = random.Random(seed)
     for _ in range(programs):
         count = generator.choice((2, 2, 3))
-        explore(count, generator.choice(OPTIONS), random_program(generator, count))
+        options = generator.choice(OPTIONS)._replace(has_empty_root=generator.random() < 0.5)
+        explore(count, options, random_program(generator, count))
 
 
-def test_two_ranks_that_run_anything_issue_the_same() -> None:
-    assert explore_all(2) == 15**2 * len(OPTIONS)
+@pytest.mark.parametrize("has_empty_root", [False, True])
+def test_two_ranks_that_run_anything_issue_the_same(has_empty_root: bool) -> None:
+    assert explore_all(2, has_empty_root) == 15**2 * len(OPTIONS)
 
 
-def test_three_ranks_that_run_anything_issue_the_same() -> None:
-    assert explore_all(3) == 15**3
+@pytest.mark.parametrize("has_empty_root", [False, True])
+def test_three_ranks_that_run_anything_issue_the_same(has_empty_root: bool) -> None:
+    assert explore_all(3, has_empty_root) == 15**3
 
 
 def test_programs_with_checkpoints_accumulation_and_evaluation_are_right() -> None:

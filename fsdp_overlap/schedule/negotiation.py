@@ -123,9 +123,10 @@ class Negotiation:
         """What each rank told, in the last message, about the all-gathers that its backward comes
         back to."""
 
-    def request(self, unit: ScheduledUnit, is_fresh: bool) -> AgreedGather:
+    def request(self, unit: ScheduledUnit, is_fresh: bool, has_grad: bool) -> AgreedGather:
         """Gather ``unit``, which this rank is about to run, after what other ranks run before.
-        ``is_fresh``: whether no forward is under way, so that a pass may begin.
+        ``is_fresh``: whether no forward is under way, so that a pass may begin. ``has_grad``:
+        whether that makes a graph.
 
         Raises:
             RuntimeError: ranks run different units that are not conditional; names them.
@@ -134,7 +135,7 @@ class Negotiation:
             self._serve_rest()
             if is_fresh:
                 self._prepare(unit)
-            self._agree(unit.index, is_fresh)
+            self._agree(unit.index, is_fresh, HAS_GRAD * has_grad)
         gather.is_used = True
         self._number(gather)
         self._prefetcher.use_agreed(unit, gather)
@@ -151,7 +152,9 @@ class Negotiation:
         """
         self._checkpoint = None
         if accumulates is not None:
-            self._serve_until(BACKWARD, ACCUMULATES * accumulates)
+            # What a checkpoint runs again has gradients enabled, whatever the backward makes.
+            makes_graph = self._engine.is_grad_enabled() and self._engine.keeps_graph()
+            self._serve_until(BACKWARD, ACCUMULATES * accumulates + HAS_GRAD * makes_graph)
         if self._passes:
             self._completed, tick = self._complete_passes(tick)
         flags = self._flags
@@ -191,6 +194,9 @@ class Negotiation:
 
     def _number(self, gather: AgreedGather) -> None:
         """Note in which activation checkpoint ``gather`` is used, and before which nodes."""
+        node = self._engine.sequence_number()
+        if node < self._last_node:  # of another thread, which counts by itself
+            self._last_node = 0
         before, self._checkpoint = self._checkpoint, self._engine.checkpoint()
         if self._checkpoint is None or self._checkpoint is not before:
             self._first_node = self._last_node
@@ -198,7 +204,7 @@ class Negotiation:
             self._checkpoints += self._checkpoint is not before
             gather.checkpoint = self._checkpoints
         gather.first_node = self._first_node
-        self._last_node = self._engine.sequence_number()
+        self._last_node = node
 
     # One list
 
@@ -256,7 +262,6 @@ class Negotiation:
         appended to the list."""
         current = self._passes[-1] if self._passes else None
         flags += FRESH * is_fresh + HAS_CALLS * (current is not None and current.has_calls)
-        flags += HAS_GRAD * (need > SHADOW and self._engine.is_grad_enabled())
         recent = [] if current is None else current.gathers[current.reported :]
         used = bytes([gather.is_used for gather in recent])
         held = bytes([self._is_held(ref()) for ref in self._refs])
@@ -265,16 +270,14 @@ class Negotiation:
         needs, all_flags = zip(*map(_HEAD.unpack_from, replies), strict=True)
         self._flags = some_flags = reduce(or_, all_flags)
         self._facts = [reply[len(reply) - len(facts) :] for reply in replies]
-        running = [need for need in needs if need > SHADOW]
-        is_alike = len(set(running)) == 1
+        running = [flag for flag, need in zip(all_flags, needs, strict=True) if need > SHADOW]
+        is_fresh = bool(running) and all(flag & FRESH for flag in running)
         start, end = _HEAD.size, _HEAD.size + len(recent)
         if current is not None:
             self._learn(current, [reply[start:end] for reply in replies], needs)
-        chosen = self._choose(needs, current) if running else max(needs)
-        is_fresh = is_alike and all(
-            flag & FRESH for flag, need in zip(all_flags, needs, strict=True) if need > SHADOW
-        )
-        if current is None or is_fresh:
+        under_way = None if is_fresh else current
+        chosen = self._choose(needs, under_way) if running else max(needs)
+        if under_way is None:
             if current is not None and not some_flags & HAS_CALLS:
                 self._passes.pop()
             if chosen >= 0:
@@ -284,7 +287,8 @@ class Negotiation:
                     [reply[end : end + len(held)] for reply in replies],
                 )
         elif chosen >= 0:
-            current.gathers += [AgreedGather(index, True) for index in self._expected_from(chosen)]
+            following = self._expected_from(chosen)
+            under_way.gathers += [AgreedGather(index, True) for index in following]
         return chosen
 
     def _append_pass(self, first: UnitIndex, has_grad: bool, held: Sequence[bytes]) -> None:
@@ -373,7 +377,8 @@ class Negotiation:
         of_gathers = zip(*map(_ENDS.iter_unpack, set(self._facts)), strict=True)
         completed = []
         for current in self._passes:
-            _complete(current, list(islice(of_gathers, len(current.gathers))), tick)
+            facts = list(islice(of_gathers, len(current.gathers)))
+            _complete(current, facts, tick, bool(self._flags & HAS_GRAD))
             if current.forward_pass.calls:
                 completed.append(current.forward_pass)
             for call in current.forward_pass.calls:
@@ -407,9 +412,16 @@ class Negotiation:
         return CALLS + NEEDS * needs + HOLDS * unit.is_unsharded
 
 
-def _complete(current: AgreedPass, facts: Sequence[Sequence[tuple[int, int]]], tick: int) -> None:
+def _complete(
+    current: AgreedPass,
+    facts: Sequence[Sequence[tuple[int, int]]],
+    tick: int,
+    creates_graph: bool,
+) -> None:
     """Give the pass one call for each all-gather that some rank comes back to, in an order that is
-    the same on all ranks: by ends, of which the latest on any rank counts."""
+    the same on all ranks: by ends, of which the latest on any rank counts. What those hold that
+    come back to it is not gathered, unless all ranks are to keep it for a graph that backward
+    makes."""
     forward_pass = current.forward_pass
     forward_pass.spans.clear()
     forward_pass.without_call.clear()
@@ -431,7 +443,7 @@ def _complete(current: AgreedPass, facts: Sequence[Sequence[tuple[int, int]]], t
         call.is_own = gather.may_recompute
         for own in gather.records:
             own.agreed, call.is_own, call.version = call, True, own.version
-        if each:
+        if each and not creates_graph:
             held.add(call)
         for rank, (flags, _) in enumerate(by_rank):
             if flags & JOINS:

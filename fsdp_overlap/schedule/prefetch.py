@@ -209,10 +209,12 @@ class Prefetcher:
         put off until the next all-gather has been enqueued, so that this one does not wait."""
         if self._states[unit.index].shows_unsharded:
             self.to_sharded(unit)
+        if unit.index in self.in_graphs:
+            return
         if self._gathered_again[unit.index]:
             self._gathered_again[unit.index] -= 1
             waiting = self._ahead
-        elif unit.is_gathered and unit.index not in self.in_graphs:
+        elif unit.is_gathered:
             self._ahead.pop(unit.index, None)
             self._asked.pop(unit.index, None)
             self._for_next_pass.pop(unit.index, None)

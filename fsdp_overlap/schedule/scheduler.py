@@ -105,6 +105,8 @@ class Schedule:
         """For each unit, the last all-gather that ranks agreed on and this one used."""
         self._is_fresh = False
         """Whether no unit with parameters has run since the outermost forward began."""
+        self._has_grad = False
+        """Whether gradients were enabled then. A reentrant checkpoint within it disables them."""
 
     def negotiate(self) -> None:
         """Agree with other ranks on what is gathered, from the next pass on: some units are
@@ -177,9 +179,9 @@ class Schedule:
     def _request(self, unit: ScheduledUnit, negotiation: Negotiation) -> None:
         """Agree with other ranks that ``unit`` is gathered now, unless it is in use."""
         if not self._running:
-            self._is_fresh = True
+            self._is_fresh, self._has_grad = True, self._engine.is_grad_enabled()
         if unit.has_parameters and not self.is_in_use(unit):
-            self._gathers[unit.index] = negotiation.request(unit, self._is_fresh)
+            self._gathers[unit.index] = negotiation.request(unit, self._is_fresh, self._has_grad)
             self._is_fresh = False
         self._running.append((unit, self._tick()))
         unit.wait()

@@ -32,6 +32,8 @@ class Options(NamedTuple):
     reshard_after_backward: bool = True
     pieces: int = 1
     """How many param groups each unit has."""
+    has_empty_root: bool = False
+    """Whether all parameters are other units'."""
     runs_ahead: bool = False
 
     @property
@@ -109,6 +111,8 @@ class Unit:
         self.settings = Settings(rank.options.reshard_after_backward)
         self.gradients = [Gradients(self, piece) for piece in range(rank.options.pieces)]
         self.is_in_pieces = rank.options.pieces > 1
+        if self.is_root and rank.options.has_empty_root:
+            self.has_parameters, self.gradients = False, []
         self.version = 0
         self.gathered_version: int | None = None
         self.is_ready = False
@@ -151,7 +155,7 @@ class Unit:
         self.is_ready = self.is_gathered
 
     def to_unsharded(self) -> None:
-        if not self.is_gathered:
+        if self.has_parameters and not self.is_gathered:
             raise Wrong(f"{self.name} is to be used and not there")
 
     def to_sharded(self) -> None:
@@ -514,7 +518,7 @@ class Rank:
 
     def _use(self, unit: Unit) -> None:
         """Compute reads the unit's parameters."""
-        if not unit.is_unsharded or not unit.is_ready:
+        if unit.has_parameters and not (unit.is_unsharded and unit.is_ready):
             raise Wrong(f"{unit.name} is used and not whole")
         self.clock += 1
         unit.last_use = self.clock
