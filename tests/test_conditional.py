@@ -140,12 +140,15 @@ class Pair:
         device: str = "cpu",
         optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
         tolerance: float | None = None,
+        frozen: Sequence[str] = (),
         **options: Any,
     ) -> None:
         torch.manual_seed(0)
         self.device = device
         self.tolerance = tolerance
         self.model = Model(wrap).double().to(device)
+        for name in frozen:
+            self.model.parts[name].requires_grad_(False)
         self.twin = copy.deepcopy(self.model)
         self.ctx = ctx or FsdpContext(init_device_mesh(device, (dist.get_world_size(),)))
         shard(self.model, self.ctx, **options)
@@ -751,6 +754,7 @@ def some_options(generator: random.Random) -> dict[str, Any]:
         "optimizer": choose((torch.optim.AdamW, AdamW)),
         "reshard_after_forward": choose(kept),
         "leaves_root_empty": choose((False, True)),
+        "frozen": choose(((), (), ("tower",), ("expert", "first"))),
     }
 
 
