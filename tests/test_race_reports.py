@@ -28,7 +28,7 @@ from fsdp_overlap.emulator import (
     running,
 )
 from fsdp_overlap.emulator.queues import RECENT
-from fsdp_overlap.races.report import HEADINGS, Report, describe, summary, to_json, write_page
+from fsdp_overlap.races.report import HEADINGS, RaceReport, describe, summary, to_json, write_page
 from fsdp_overlap.races.rules import RULES, name_of_rule
 from support.browser import find_browser
 from support.emulated import kinds
@@ -526,11 +526,11 @@ def test_what_is_kept_of_an_endless_program_is_bounded(run: Run) -> None:
 
 
 def test_reports_of_ranks_are_merged(run: Run) -> None:
-    report = Report.of(run(PROGRAM))
+    report = RaceReport.of(run(PROGRAM))
     other = pickle.loads(pickle.dumps(report))
     assert other.findings == report.findings
     counts = [finding.count for finding in report.findings]
-    merged = Report.merged([report, other])
+    merged = RaceReport.merged([report, other])
     assert [finding.count for finding in merged.findings] == [2 * count for count in counts]
     assert [finding.count for finding in report.findings] == counts
     assert (merged.operations, merged.steps) == (2 * report.operations, report.steps)

@@ -205,7 +205,12 @@ def _functions(devices: int) -> dict[str, Any]:
     }
     for name in ("active", "running", "register", "making_on_device", "sees_this_thread", "Modes"):
         of_device.pop(name)
-    return of_device | {
+    return of_device | _of_devices(devices) | _of_random_numbers(devices) | _OF_MEMORY
+
+
+def _of_devices(devices: int) -> dict[str, Any]:
+    """Return what tells of the GPUs that there are, and of the one that is used."""
+    return {
         "StreamContext": torch_module.stream,
         "device_count": lambda: devices,
         "device_of": _device_of,
@@ -216,8 +221,6 @@ def _functions(devices: int) -> dict[str, Any]:
         "_exchange_device": _exchange_device,
         "_maybe_exchange_device": _exchange_device,
         "_get_device": lambda device: torch.device(DEVICE_TYPE, torch_module._index(device)),
-        "_get_generator": lambda device: torch.default_generator,
-        "default_generators": (torch.default_generator,) * devices,
         "_sleep": _nothing,
         "init": _nothing,
         "ipc_collect": _nothing,
@@ -228,6 +231,16 @@ def _functions(devices: int) -> dict[str, Any]:
         "get_device_properties": lambda device=None: _PROPERTIES,
         "is_bf16_supported": lambda including_emulation=True: True,
         "is_tf32_supported": lambda: True,
+        "set_sync_debug_mode": _nothing,
+        "get_sync_debug_mode": lambda: 0,
+    }
+
+
+def _of_random_numbers(devices: int) -> dict[str, Any]:
+    """Return what seeds generators, and what has their states."""
+    return {
+        "_get_generator": lambda device: torch.default_generator,
+        "default_generators": (torch.default_generator,) * devices,
         "manual_seed": _nothing,  # torch.manual_seed() itself seeds the host's generator
         "seed": torch.seed,
         "seed_all": torch.seed,
@@ -236,24 +249,6 @@ def _functions(devices: int) -> dict[str, Any]:
         "set_rng_state": _set_rng_state,
         "get_rng_state_all": lambda: [_get_rng_state() for _ in range(devices)],
         "set_rng_state_all": lambda states: _set_rng_state(list(states)[current_device()]),
-        "mem_get_info": _mem_get_info,
-        "memory_stats": _memory_stats,
-        "memory_summary": lambda device=None, abbreviated=False: str(dict(_memory_stats())),
-        "memory_snapshot": lambda *_, **__: [],
-        "reset_accumulated_memory_stats": _nothing,
-        "reset_accumulated_host_memory_stats": _nothing,
-        "reset_peak_host_memory_stats": _nothing,
-        "host_memory_stats": lambda: defaultdict(int),
-        "get_allocator_backend": lambda: "native",
-        "caching_allocator_enable": _nothing,
-        "set_per_process_memory_fraction": _nothing,
-        "get_per_process_memory_fraction": lambda device=None: 1.0,
-        "set_sync_debug_mode": _nothing,
-        "get_sync_debug_mode": lambda: 0,
-        "_record_memory_history": _nothing,
-        "_snapshot": lambda *_, **__: {"segments": [], "device_traces": []},
-        "_dump_snapshot": _nothing,
-        "_set_allocator_settings": _nothing,
     }
 
 
@@ -339,6 +334,27 @@ def _memory_stats(device: object = None) -> dict[str, int]:
     for name in ("num_alloc_retries", "num_ooms", "num_device_alloc", "num_device_free"):
         stats[name] = 0
     return stats
+
+
+_OF_MEMORY: dict[str, Any] = {
+    "mem_get_info": _mem_get_info,
+    "memory_stats": _memory_stats,
+    "memory_summary": lambda device=None, abbreviated=False: str(dict(_memory_stats())),
+    "memory_snapshot": lambda *_, **__: [],
+    "reset_accumulated_memory_stats": _nothing,
+    "reset_accumulated_host_memory_stats": _nothing,
+    "reset_peak_host_memory_stats": _nothing,
+    "host_memory_stats": lambda: defaultdict(int),
+    "get_allocator_backend": lambda: "native",
+    "caching_allocator_enable": _nothing,
+    "set_per_process_memory_fraction": _nothing,
+    "get_per_process_memory_fraction": lambda device=None: 1.0,
+    "_record_memory_history": _nothing,
+    "_snapshot": lambda *_, **__: {"segments": [], "device_traces": []},
+    "_dump_snapshot": _nothing,
+    "_set_allocator_settings": _nothing,
+}
+"""What counts memory, and what sets how the allocator works."""
 
 
 # Random numbers: operations run on the host, and so draw from its generator. A state of CUDA's

@@ -1,12 +1,12 @@
 """Finds what a program written for GPUs leaves unordered, on a machine without one."""
 
-from fsdp_overlap.races.report import Report, describe, summary, to_json, write_page
+from fsdp_overlap.races.report import RaceReport, describe, summary, to_json, write_page
 from fsdp_overlap.races.rules import RULES, Rule
 from fsdp_overlap.races.testing import assert_no_races, find_races
 
 __all__ = [
     "RULES",
-    "Report",
+    "RaceReport",
     "Rule",
     "assert_no_races",
     "describe",

@@ -21,7 +21,7 @@ _LONGEST = 20
 """In letters."""
 
 
-class Box(NamedTuple):
+class TimelineBox(NamedTuple):
     """An operation, or a wait, which is narrow and has no name."""
 
     x: float
@@ -32,7 +32,7 @@ class Box(NamedTuple):
     what: str
 
 
-class Arrow(NamedTuple):
+class TimelineArrow(NamedTuple):
     x1: float
     y1: float
     x2: float
@@ -42,12 +42,12 @@ class Arrow(NamedTuple):
 
 
 @dataclass
-class Drawing:
+class TimelineDrawing:
     """Lanes for streams and the host, from the top down."""
 
     lanes: list[str]
-    boxes: list[Box] = field(default_factory=list)
-    arrows: list[Arrow] = field(default_factory=list)
+    boxes: list[TimelineBox] = field(default_factory=list)
+    arrows: list[TimelineArrow] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     width: float = 0.0
 
@@ -62,17 +62,17 @@ class Drawing:
         return sum(xs) / max(len(xs), 1)
 
 
-def draw(timeline: Timeline) -> Drawing:
+def draw(timeline: Timeline) -> TimelineDrawing:
     """Lay out ``timeline`` from the left to the right, in the order of enqueueing. What waits for
     an operation begins where that ends."""
     shown = {entry.queue for entry in timeline.entries}
     shown |= {entry.source for entry in timeline.entries if isinstance(entry, Waited)}
     lanes = [index for index in sorted(timeline.lanes) if index in shown]
     row = {index: at for at, index in enumerate(lanes)}
-    drawing = Drawing([timeline.lanes[index] for index in lanes])
+    drawing = TimelineDrawing([timeline.lanes[index] for index in lanes])
     ends = dict.fromkeys(lanes, 0.0)
-    placed: dict[int, list[tuple[int, Box]]] = {index: [] for index in lanes}
-    marked: dict[int, Box] = {}
+    placed: dict[int, list[tuple[int, TimelineBox]]] = {index: [] for index in lanes}
+    marked: dict[int, TimelineBox] = {}
     x, last = -float(_STEP), 0
     for entry in timeline.entries:
         if last and entry.number > last + 1:
@@ -80,7 +80,7 @@ def draw(timeline: Timeline) -> Drawing:
             drawing.gaps.append(x - _GAP / 2)
         last = entry.number
         x = max(x + _STEP, ends[entry.queue] + 4)
-        after: Box | None = None
+        after: TimelineBox | None = None
         if isinstance(entry, Waited):
             before = [b for tick, b in placed.get(entry.source, ()) if tick <= entry.tick]
             after = before[-1] if before else None
@@ -99,10 +99,10 @@ def draw(timeline: Timeline) -> Drawing:
     return drawing
 
 
-def _arrow(start: Box, end: Box) -> Arrow:
+def _arrow(start: TimelineBox, end: TimelineBox) -> TimelineArrow:
     ys = start.y + BOX / 2, end.y + BOX / 2
     is_missing = end.what != "wait"
-    return Arrow(
+    return TimelineArrow(
         start.x + start.width,
         ys[0],
         end.x,
@@ -112,15 +112,15 @@ def _arrow(start: Box, end: Box) -> Arrow:
     )
 
 
-def _box(entry: Enqueued | Waited, timeline: Timeline, x: float, row: int) -> Box:
+def _box(entry: Enqueued | Waited, timeline: Timeline, x: float, row: int) -> TimelineBox:
     stream, y = timeline.lanes[entry.queue], row * LANE + (LANE - BOX) / 2
     if isinstance(entry, Waited):
         text = f"{stream} waits for {timeline.lanes.get(entry.source, '')}\n{entry.site}"
-        return Box(x, y, 6.0, "", text, "wait")
+        return TimelineBox(x, y, 6.0, "", text, "wait")
     name = entry.operation
     if len(name) > _LONGEST:
         name = name[: _LONGEST - 1] + "…"
     marks = {timeline.first: "first", timeline.second: "second"}
     what = marks.get(entry.number, "collective" if stream.startswith("NCCL") else "operation")
     text = f"{entry.operation} on {stream}\n{entry.site}"
-    return Box(x, y, _PER_LETTER * len(name) + 10, name, text, what)
+    return TimelineBox(x, y, _PER_LETTER * len(name) + 10, name, text, what)

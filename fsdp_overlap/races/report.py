@@ -37,7 +37,7 @@ _WIDEST = 64
 
 
 @dataclass(frozen=True)
-class Report:
+class RaceReport:
     """What was found on a device, or on those of several ranks. Can be pickled."""
 
     findings: list[Finding]
@@ -48,12 +48,12 @@ class Report:
     steps: int
 
     @classmethod
-    def of(cls, device: EmulatedDevice) -> Report:
+    def of(cls, device: EmulatedDevice) -> RaceReport:
         waits, count = device.steady_waits(), device.operations
         return cls(list(device.findings), list(device.allowed), waits, count, device.steps)
 
     @classmethod
-    def merged(cls, reports: Sequence[Report]) -> Report:
+    def merged(cls, reports: Sequence[RaceReport]) -> RaceReport:
         """Return what was found on any of several ranks, and how often on all of them."""
         return cls(
             _merged(report.findings for report in reports),
@@ -73,8 +73,8 @@ def _merged(lists: Iterable[Sequence[Finding]]) -> list[Finding]:
     return list(merged.values())
 
 
-def _report(found: EmulatedDevice | Report) -> Report:
-    return found if isinstance(found, Report) else Report.of(found)
+def _report(found: EmulatedDevice | RaceReport) -> RaceReport:
+    return found if isinstance(found, RaceReport) else RaceReport.of(found)
 
 
 def describe(findings: Iterable[Finding]) -> str:
@@ -117,7 +117,7 @@ def _lines_of(site: Site) -> list[str]:
     return shown or [str(site)]
 
 
-def to_json(found: EmulatedDevice | Report) -> dict[str, Any]:
+def to_json(found: EmulatedDevice | RaceReport) -> dict[str, Any]:
     """Return what was found as what JSON can hold."""
     report = _report(found)
     return {
@@ -196,7 +196,7 @@ def _timeline_json(timeline: Timeline | None) -> dict[str, Any] | None:
     return {"first": timeline.first, "second": timeline.second, "entries": entries}
 
 
-def write_page(found: EmulatedDevice | Report, path: str | os.PathLike[str]) -> None:
+def write_page(found: EmulatedDevice | RaceReport, path: str | os.PathLike[str]) -> None:
     """Write what was found as one HTML page that needs no network. Needs jinja2."""
     from jinja2 import ChoiceLoader, Environment, PackageLoader  # only a page needs it
 
@@ -215,7 +215,7 @@ def write_page(found: EmulatedDevice | Report, path: str | os.PathLike[str]) -> 
     Path(path).write_text(page, encoding="utf-8")
 
 
-def summary(found: EmulatedDevice | Report) -> str:
+def summary(found: EmulatedDevice | RaceReport) -> str:
     """Return in one line what was found."""
     report = _report(found)
     faults, waits = len(report.findings), len(report.waits)

@@ -29,7 +29,7 @@ from torch.optim import optimizer
 from fsdp_overlap.emulator.cuda import NotEmulated, as_cuda
 from fsdp_overlap.emulator.device import EmulatedDevice
 from fsdp_overlap.emulator.process_groups import real_nccl
-from fsdp_overlap.races.report import Report, describe, to_json, write_page
+from fsdp_overlap.races.report import RaceReport, describe, to_json, write_page
 from fsdp_overlap.races.testing import environment, one_of
 
 CLEAN, FOUND, FAILED = 0, 1, 2
@@ -89,7 +89,7 @@ class Result:
     """What a run of a program has shown. ``opaque``: what was not seen within, and where it was
     called first."""
 
-    found: Report
+    found: RaceReport
     opaque: dict[str, str]
     error: str = ""
     """Why it could not run."""
@@ -153,7 +153,7 @@ def _run_on(device: EmulatedDevice, program: Program) -> Result:
             error = f"the program ended with exit status {end.code}"
     except Exception as raised:
         error = _explain(raised)
-    return Result(Report.of(device), device.opaque, error)
+    return Result(RaceReport.of(device), device.opaque, error)
 
 
 _OF_CUDA = re.compile(r"Could not run '([^']+)' with arguments from the '(CUDA|emulated)' backend")
@@ -217,13 +217,13 @@ def _run_all(program: Program, ranks: int) -> Result:
                 results.append(pickle.loads(path.read_bytes()))
             else:
                 status = running[rank].returncode
-                nothing = Report.merged([])
+                nothing = RaceReport.merged([])
                 results.append(Result(nothing, {}, f"the process ended with exit status {status}"))
     errors = [f"rank {rank}: {each.error}" for rank, each in enumerate(results) if each.error]
     opaque: dict[str, str] = {}
     for each in results:
         opaque.update(each.opaque)
-    return Result(Report.merged([each.found for each in results]), opaque, "\n".join(errors))
+    return Result(RaceReport.merged([each.found for each in results]), opaque, "\n".join(errors))
 
 
 _GRACE = 10.0  # seconds that others have to end when one process has failed
