@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import os
@@ -55,6 +56,11 @@ def _import_much() -> None:
 
 def _count_objects() -> int:
     return len(gc.get_objects())
+
+
+def _crash_in_a_thread_of_c() -> None:
+    ctypes.CDLL(None).pthread_create(ctypes.byref(ctypes.c_ulong()), None, ctypes.c_void_p(1), None)
+    _never_come()
 
 
 def _never_come() -> None:
@@ -122,6 +128,16 @@ def test_hang_ends_within_the_timeout_with_stacks_of_every_rank() -> None:
     assert "in _enter_only_on_rank_0" in rank_0
     assert "barrier" in rank_0
     assert "in _never_come" in rank_1
+
+
+def test_a_crash_shows_all_stacks() -> None:
+    """Also those of threads that are not Python's, as gloo's."""
+    with pytest.raises(RankError) as caught:
+        run_ranks(_crash_in_a_thread_of_c, 2)
+    message = str(caught.value)
+    assert "died ----\nexit code -11" in message
+    assert "in _crash_in_a_thread_of_c" in message
+    assert message.count("SIGSEGV(11)") > 2, message
 
 
 def test_pool_works_again_after_a_rank_died() -> None:

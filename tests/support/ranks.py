@@ -321,7 +321,11 @@ def _report(fn: Callable[..., object], outcomes: Mapping[int, _Outcome]) -> str:
 def _worker_main(conn: Connection, stacks_path: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test's process, which kills us
     threading.Thread(target=_die_with_parent, name="die-with-parent", daemon=True).start()
-    stacks = open(stacks_path, "w")  # noqa: SIM115  (faulthandler keeps only the number of the file)
+    stacks = open(stacks_path, "a")  # noqa: SIM115  (faulthandler keeps only the number of the file)
+    # Threads of C++, as gloo's, have no stacks in Python. torch prints theirs on what it takes for
+    # the standard error, with which a job's warnings come along.
+    torch._C._set_print_stack_traces_on_fatal_signal(True)
+    os.dup2(stacks.fileno(), sys.stderr.fileno())
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     _rewrite_assertions()
@@ -334,6 +338,7 @@ def _worker_main(conn: Connection, stacks_path: str) -> None:
     conn.send_bytes(pickle.dumps(_Outcome("returned")))
     while True:
         job = pickle.loads(conn.recv_bytes())
+        os.truncate(stacks_path, 0)
         conn.send_bytes(pickle.dumps(_outcome_of(_run_job, job)))
         del job
         conn.recv_bytes()  # every rank has ended
