@@ -27,7 +27,7 @@ ROOT = HERE.parents[1]
 BESIDE_TORCH = [
     *("cuda-bindings==13.5.0", "cuda-pathfinder==1.9.1", "filelock==4.2.11", "fsspec==2026.9.0"),
     *("jinja2==3.1.6", "markupsafe==3.0.4", "mpmath==1.3.0", "networkx==3.6.1", "numpy==2.4.6"),
-    *("sympy==1.14.0", "typing-extensions==4.16.0"),
+    *("setuptools==81.0.0", "sympy==1.14.0", "typing-extensions==4.16.0"),
 ]
 """What a release of torch leaves open. It names its libraries of CUDA itself."""
 
@@ -88,7 +88,7 @@ def fill(folder: Path, wanted: str, commands: Sequence[Sequence[object]], advice
         NotRun: one of them failed, now or in a call before.
     """
     stamp = folder.with_name(f"{folder.name}.made")  # written last
-    if stamp.exists() and stamp.read_text() == wanted:
+    if folder.exists() and stamp.exists() and stamp.read_text() == wanted:
         return
     if folder in _failed:
         raise _failed[folder]
@@ -97,14 +97,30 @@ def fill(folder: Path, wanted: str, commands: Sequence[Sequence[object]], advice
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     for command in commands:
-        done = subprocess.run([*map(str, command)], capture_output=True, text=True)
-        if done.returncode:
-            said = [line for line in done.stderr.splitlines() if line.strip()]
+        try:
+            status, printed = _run([*map(str, command)])
+        except OSError as error:  # as where git is not installed
+            status, printed = 1, str(error)
+        if status:
+            said = [line for line in printed.splitlines() if line.strip()]
             errors = [line for line in said if line.lower().startswith(("error", "fatal"))]
-            why = [*(errors or said), f"exit status {done.returncode}"][0]
-            _failed[folder] = NotRun(f"{folder.name}: {why}; {advice}", done.stderr)
+            why = [*(errors or said), f"exit status {status}"][0]
+            _failed[folder] = NotRun(f"{folder.name}: {why}; {advice}", printed)
             raise _failed[folder]
     stamp.write_text(wanted)
+
+
+def _run(command: Sequence[str], **options: Any) -> tuple[int, str]:
+    """Run a command. Return its exit status and what it printed."""
+    done = subprocess.run(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        **options,
+    )
+    return done.returncode, done.stdout
 
 
 def make(environment: Environment, cache: Path) -> Made:
@@ -176,20 +192,11 @@ def find_races(
         command = [str(made.python), *start, f"--json={found}", *map(str, arguments)]
         began = time.perf_counter()
         try:
-            done = subprocess.run(
-                command,
-                cwd=folder,
-                env=variables,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                timeout=seconds,
-            )
+            _, printed = _run(command, cwd=folder, env=variables, timeout=seconds)
         except subprocess.TimeoutExpired:
             raise NotRun(f"not done in {seconds:.0f} s") from None
         took = time.perf_counter() - began
         told = json.loads(found.read_text()) if found.exists() else {"error": "see what it printed"}
     if told["error"]:
-        raise NotRun(told["error"], done.stdout)
-    return Found(told, done.stdout, took)
+        raise NotRun(told["error"], printed)
+    return Found(told, printed, took)
