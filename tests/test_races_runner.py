@@ -4,6 +4,7 @@ nothing is reported, and of those with a fault it is."""
 from __future__ import annotations
 
 import io
+import json
 import pickle
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from fsdp_overlap.emulator import EmulatedDevice
 from fsdp_overlap.emulator.cuda import NotEmulated, as_cuda
 from fsdp_overlap.emulator.ranks import WorkFuture
 from fsdp_overlap.races import assert_no_races, find_races
+from fsdp_overlap.races.__main__ import main
 from fsdp_overlap.races.runner import CLEAN, FAILED, FOUND, Program, report, run
 from support.pages import TESTS
 
@@ -291,3 +293,11 @@ def test_functions_can_be_asked_about() -> None:
     with pytest.raises(AssertionError, match="race: "):
         assert_no_races(lambda: gathers(False), ranks=4)
     assert not dist.is_initialized()
+
+
+def test_what_was_found_is_written_without_the_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    assert main([f"--json={path}", str(PROGRAMS / "side_stream.py")]) == CLEAN
+    told = json.loads(path.read_text())
+    assert not told["findings"] + told["waits"]
+    assert not told["error"]

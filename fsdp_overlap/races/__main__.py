@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from fsdp_overlap.races.runner import Program, report, run
 
@@ -18,12 +19,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--real", action="store_true")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--allow", action="append", default=[])
+    parser.add_argument("--json", type=Path)
     parser.add_argument("-m", dest="module", action="store_true")
     parser.add_argument("program", nargs=argparse.REMAINDER)
     given = parser.parse_args(arguments)
     target, *args = given.program or parser.error("name a program")
     program = Program(target, args, given.module, given.steps, given.allow)
-    return report(*run(program, given.ranks, given.rank, given.real))
+    return report(*run(program, given.ranks, given.rank, given.real), given.json)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ def hold_no_reduced_gradients() -> None:
     the gradients are reduced in their own dtype."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as module
 
-    state = module.AllReduceState
+    state: Any = module.AllReduceState
     module.AllReduceState = lambda _, event: state(None, event)  # type: ignore[misc, assignment]
 
 

@@ -32,10 +32,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-HERE = Path(__file__).resolve().parent
+from environments import HERE, Environment, NotRun, add_cache, make
+
 RANKS = 4
 LIMIT = 30.0  # seconds of the processor that a program takes at most
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "fsdp_overlap"
 WAITS = re.compile(r"wait|wait_stream|wait_event|synchronize|record_stream")
 """The methods whose calls order something."""
 
@@ -63,7 +63,7 @@ class Library:
     program: str
     variants: list[str]
     """Arguments of the program."""
-    wheels: list[str] = field(default_factory=list)
+    libraries: list[str] = field(default_factory=list)
     """What to install, in a folder of its own."""
     waits: str = "()"
     """A pattern of the library's own functions that only wait."""
@@ -83,18 +83,11 @@ class Library:
         assert spec.submodule_search_locations is not None
         return Path(spec.submodule_search_locations[0], inner)
 
-    @property
-    def site(self) -> Path:
-        return CACHE / "_".join(self.wheels)
-
-    def install(self) -> None:
+    def install(self, cache: Path) -> None:
         """Make it importable here, and in processes started from here."""
-        if not self.wheels:
-            return
-        if not self.site.exists():
-            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
-            subprocess.run([*pip, str(self.site), *self.wheels], check=True)
-        sys.path.insert(1, str(self.site))  # a program has the first place for its folder
+        made = make(Environment(tuple(self.libraries)), cache)
+        sys.path[1:1] = map(str, made.paths)  # a program has the first place for its folder
+        os.environ["PYTHONPATH"] = made.python_path
 
 
 class Planter(ast.NodeTransformer):
@@ -286,15 +279,21 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--json", type=Path, help="where to write all that was found")
     parser.add_argument("--work", type=json.loads, help=argparse.SUPPRESS)
+    add_cache(parser)
     given = parser.parse_args()
     library = Library(**told[given.library])
-    library.install()
     if given.work:
         left_out, variants = given.work
         for outcome in work(library, left_out and Statement(*left_out), variants):
             print(MARK + json.dumps(asdict(outcome)), flush=True)
         return 0
 
+    try:
+        library.install(given.cache)
+    except NotRun as reason:
+        print(f"not run: {reason}")
+        print(reason.printed, file=sys.stderr)
+        return 1
     wrong = []
     variants = given.variants or library.variants
     with ThreadPoolExecutor(given.jobs) as pool:

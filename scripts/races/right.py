@@ -1,8 +1,7 @@
 """Runs right programs for GPUs, of others and ours, under ``fsdp-overlap races``, which must find
 nothing in them but the faults of libraries that are known.
 
-Prints a table. Exit status 1 if something else was found, or a program could not run. Some
-programs need environments, which are made on first use, and torch's examples, which are cloned.
+Prints a table. Exit status 1 if something else was found, or a program was not run.
 
     python scripts/races/right.py --list
     python scripts/races/right.py --only fsdp2
@@ -11,41 +10,32 @@ programs need environments, which are made on first use, and torch's examples, w
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import re
-import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
+from environments import HERE, ROOT, Environment, Found, NotRun, add_cache, fill, find_races
+
 EXAMPLES = "https://github.com/pytorch/examples"
-NEEDED = [
-    "/distributed/",
-    "/word_language_model/*.py",
-    "/regression/",
-    "/time_sequence_prediction/",
-]
+COMMIT = "77f55b912142e11fcfdf5b530231fb9c52f181e8"
+NEEDED = ["/distributed/", "/word_language_model/*.py"]
 """What of torch's examples is checked out."""
 
-_SHARED = ["typer", "rich", "jinja2", "safetensors", "numpy"]
-ENVIRONMENTS = {
-    "peers": [
-        *("torch==2.13.0", "megatron-fsdp==0.6.1", "deepspeed==0.19.8", "torchtitan==0.2.2"),
-        *("triton", "transformers==5.23.0", "accelerate==1.15.0", "torchao==0.18.0"),
-        *_SHARED,
-    ],
-    "torch-2.11": ["torch==2.11.0", "transformers==5.23.0", *_SHARED],
-    "torch-newest": ["torch", "transformers==5.23.0", *_SHARED],
-}
-"""Requirements, by the environment's name. Others than these run in that of this script."""
-BUILT_ON_TORCH = {"deepspeed", "megatron-fsdp"}
-"""Whose installation imports torch."""
+OWN = Environment()
+TORCH_211, TORCH_NEWEST = Environment(torch="2.11.0"), Environment(torch="2.15.0")
+MEGATRON_FSDP = Environment(("megatron-fsdp==0.6.1", "einops==0.8.2", "packaging==26.4"))
+DEEPSPEED = Environment(("deepspeed==0.19.8", "einops==0.8.2", "hjson==3.1.0", "msgpack==1.2.4"))
+TORCHTITAN = Environment(
+    (
+        *("torchtitan==0.2.2", "absl-py==2.5.1", "docstring-parser==0.18.0", "protobuf==7.36.2"),
+        *("tensorboard==2.21.0", "torchdata==0.11.0", "triton==3.7.1", "typeguard==4.6.1"),
+        "tyro==1.0.17",
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -57,7 +47,7 @@ class Right:
     target: str
     args: str = ""
     ranks: int | None = 4
-    environment: str = ""
+    environment: Environment = OWN
     options: str = ""
     texts: bool = False
     """Whether it reads ``train.txt``, ``valid.txt`` and ``test.txt`` in the folder ``{data}``."""
@@ -86,7 +76,7 @@ def _torchs(name: str, program: str, args: str = "", **options: Any) -> Right:
     return Right(name, "pytorch/examples", f"{{examples}}/{program}.py", args, **options)
 
 
-_PEERS_REAL: dict[str, Any] = {"environment": "peers", "options": "--real", "ranks": 2}
+_REAL: dict[str, Any] = {"options": "--real", "ranks": 2}
 
 PROGRAMS = [
     # Plain torch
@@ -128,8 +118,8 @@ PROGRAMS = [
     _users("FSDP2, mixed precision", "fsdp2", "mixed"),
     _users("FSDP2, offloaded", "fsdp2", "offload"),
     _users("FSDP2, HSDP", "fsdp2", "hsdp mixed"),
-    _users("FSDP2 on torch 2.11", "fsdp2", "mixed", environment="torch-2.11"),
-    _users("FSDP2 on the newest torch", "fsdp2", "mixed", environment="torch-newest"),
+    _users("FSDP2 on torch 2.11", "fsdp2", "mixed", environment=TORCH_211),
+    _users("FSDP2 on the newest torch", "fsdp2", "mixed", environment=TORCH_NEWEST),
     _ours("FSDP2, experts", "experts", "fsdp2"),
     _ours("FSDP2, Llama", "llama", "--hidden 128", ranks=8),
     _torchs("FSDP2, torch's example", "distributed/FSDP2/example", ranks=8),
@@ -187,92 +177,74 @@ PROGRAMS = [
     _ours("torchao, gradients on the host", "torchao_offload", "gradients"),
     _ours("torchao, AdamW in 8 bits on FSDP2", "torchao_offload", "adamw8bit fsdp2"),
     # Its shards are uneven, which ranks that do not exist cannot agree on.
-    _ours("Megatron-FSDP", "megatron_fsdp_training", **_PEERS_REAL),
-    _ours("Megatron-FSDP, ZeRO-2", "megatron_fsdp_training", "optim_grads", **_PEERS_REAL),
-    _ours("Megatron-FSDP, ZeRO-1", "megatron_fsdp_training", "optim", **_PEERS_REAL),
+    _ours("Megatron-FSDP", "megatron_fsdp_training", environment=MEGATRON_FSDP, **_REAL),
+    _ours(
+        "Megatron-FSDP, ZeRO-2",
+        "megatron_fsdp_training",
+        "optim_grads",
+        environment=MEGATRON_FSDP,
+        **_REAL,
+    ),
+    _ours(
+        "Megatron-FSDP, ZeRO-1",
+        "megatron_fsdp_training",
+        "optim",
+        environment=MEGATRON_FSDP,
+        **_REAL,
+    ),
     _ours(
         "Megatron-FSDP, double buffers",
         "megatron_fsdp_training",
         "double",
-        **_PEERS_REAL,
+        environment=MEGATRON_FSDP,
+        **_REAL,
         fault="overwrites a buffer of gradients on the stream of compute, which does not wait for "
         "their reduction: _enforce_double_buffer_limit() lets the stream of reductions wait",
     ),
-    _ours("torchtitan", "torchtitan_trainer", environment="peers"),
+    _ours("torchtitan", "torchtitan_trainer", environment=TORCHTITAN),
     _ours(
         "torchtitan, HSDP",
         "torchtitan_trainer",
         "--parallelism.data_parallel_replicate_degree 2",
-        environment="peers",
+        environment=TORCHTITAN,
     ),
     _ours(
         "torchtitan, tensor parallel",
         "torchtitan_trainer",
         "--parallelism.tensor_parallel_degree 2",
-        environment="peers",
+        environment=TORCHTITAN,
     ),
     _ours(
         "torchtitan, experts",
         "torchtitan_trainer",
         "--model.name deepseek_v3 --model.flavor debugmodel --parallelism.expert_parallel_degree 2",
-        environment="peers",
+        environment=TORCHTITAN,
     ),
     _ours(
         "torchtitan, asynchronous checkpoint",
         "torchtitan_trainer",
         "--checkpoint.enable --checkpoint.interval 1 --checkpoint.async_mode async",
-        **_PEERS_REAL,
+        environment=TORCHTITAN,
+        **_REAL,
     ),
-    _ours("DeepSpeed, ZeRO-1", "deepspeed_zero", "1", environment="peers"),
-    _ours("DeepSpeed, ZeRO-2", "deepspeed_zero", "2", environment="peers"),
-    _ours("DeepSpeed, ZeRO-2, offloaded", "deepspeed_zero", "2 offload", environment="peers"),
-    _ours("DeepSpeed, ZeRO-3", "deepspeed_zero", "3", environment="peers"),
+    _ours("DeepSpeed, ZeRO-1", "deepspeed_zero", "1", environment=DEEPSPEED),
+    _ours("DeepSpeed, ZeRO-2", "deepspeed_zero", "2", environment=DEEPSPEED),
+    _ours("DeepSpeed, ZeRO-2, offloaded", "deepspeed_zero", "2 offload", environment=DEEPSPEED),
+    _ours("DeepSpeed, ZeRO-3", "deepspeed_zero", "3", environment=DEEPSPEED),
 ]
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a run has shown. ``findings``: -1 if it could not run."""
-
-    findings: int
-    waits: int
-    seconds: float
-    not_seen: list[str]
-    text: str
-    """What it printed, if something was found or it could not run."""
-
-
-def make_environment(name: str, folder: Path) -> Path:
-    """Return the Python of an environment, which is made if it is not there."""
-    python = folder / name / "bin" / "python"
-    stamp = folder / f"{name}.inputs"  # written last
-    requirements = ENVIRONMENTS[name]
-    wanted = "\n".join(requirements)
-    if stamp.exists() and stamp.read_text() == wanted:
-        return python
-    print(f"making {python.parents[1]}", file=sys.stderr)
-    subprocess.run([sys.executable, "-m", "venv", "--clear", folder / name], check=True)
-    install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    late = [each for each in requirements if each.partition("==")[0] in BUILT_ON_TORCH]
-    subprocess.run(
-        [*install, "setuptools", "wheel", "ninja", *(e for e in requirements if e not in late)],
-        check=True,
-    )
-    if late:
-        subprocess.run([*install, "--no-build-isolation", *late], check=True)
-    stamp.write_text(wanted)
-    return python
-
-
-def clone_examples(folder: Path) -> Path:
+def clone_examples(cache: Path) -> Path:
     """Return torch's examples, which are cloned if they are not there."""
-    examples = folder / "examples"
-    if not (examples / "distributed").exists():
-        clone = ["git", "clone", "--quiet", "--depth", "1", "--no-checkout"]
-        subprocess.run([*clone, EXAMPLES, examples], check=True)
-        git = ["git", "-C", str(examples)]
-        subprocess.run([*git, "sparse-checkout", "set", "--no-cone", *NEEDED], check=True)
-        subprocess.run([*git, "checkout", "--quiet"], check=True)
+    examples = cache / "examples"
+    git = ["git", "-C", examples]
+    commands = [
+        ["git", "init", "--quiet", examples],
+        [*git, "sparse-checkout", "set", "--no-cone", *NEEDED],
+        [*git, "fetch", "--quiet", "--depth", "1", EXAMPLES, COMMIT],
+        [*git, "checkout", "--quiet", COMMIT],
+    ]
+    fill(examples, COMMIT, commands, f"name a checkout of {EXAMPLES} at {COMMIT[:7]}: --examples")
     return examples
 
 
@@ -283,96 +255,81 @@ def write_texts(folder: Path) -> None:
         (folder / f"{name}.txt").write_text("".join(lines))
 
 
-def run(program: Right, folder: Path, steps: int, seconds: float) -> Outcome:
-    """Run ``program`` on the emulated device."""
-    python = Path(sys.executable)
-    if program.environment:
-        python = make_environment(program.environment, folder)
+def run(program: Right, options: argparse.Namespace) -> Found:
+    """Run ``program`` on the emulated device.
+
+    Raises:
+        NotRun: it did not run to its end.
+    """
     places = {
-        "programs": str(HERE / "programs"),
-        "gpu_programs": str(ROOT / "tests" / "support" / "gpu_programs"),
-        "docs": str(ROOT / "docs" / "examples"),
-        "examples": str(clone_examples(folder)) if program.needs_examples else "",
+        "programs": HERE / "programs",
+        "gpu_programs": ROOT / "tests" / "support" / "gpu_programs",
+        "docs": ROOT / "docs" / "examples",
     }
+    if program.needs_examples:
+        places["examples"] = options.examples or clone_examples(options.cache)
     with tempfile.TemporaryDirectory() as data:
         if program.texts:
             write_texts(Path(data))
-        places["data"] = data
+        places["data"] = Path(data)
         target = program.target.format(**places)
-        found = Path(data, "found.json")
-        command = [str(python), "-m", "fsdp_overlap.cli", "races"]
-        command += [f"--steps={steps}", f"--json={found}", *program.options.split()]
+        arguments = [f"--steps={options.steps}", *program.options.split()]
         if program.ranks is not None:
-            command.append(f"--ranks={program.ranks}")
-        command += [target, *program.args.format(**places).split()]
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        variables = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
-        began = time.perf_counter()
-        try:
-            done = subprocess.run(
-                command,
-                cwd=data if not program.needs_examples else Path(target).parent,
-                env=variables,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                timeout=seconds,
-            )
-        except subprocess.TimeoutExpired:
-            return Outcome(-1, 0, seconds, [], f"not done in {seconds:.0f} s")
-        took = time.perf_counter() - began
-        told = json.loads(found.read_text()) if found.exists() else {"error": done.stdout}
-    text = done.stdout if done.returncode else ""
-    if told["error"]:
-        return Outcome(-1, 0, took, [], text)
-    not_seen = sorted(told["not_seen"])
-    return Outcome(len(told["findings"]), len(told["waits"]), took, not_seen, text)
+            arguments.append(f"--ranks={program.ranks}")
+        arguments += [target, *program.args.format(**places).split()]
+        folder = Path(target).parent if program.needs_examples else Path(data)
+        return find_races(
+            program.environment, options.cache, arguments, folder=folder, seconds=options.seconds
+        )
 
 
-def row(program: Right, outcome: Outcome) -> str:
+def row(program: Right, cells: Sequence[object]) -> str:
     """Return a row of the table."""
-    where = program.origin + (f", {program.environment}" if program.environment else "")
-    findings = "could not run" if outcome.findings < 0 else str(outcome.findings)
-    if program.fault:
-        findings += f": {program.fault}"
-    cells = [program.name, where, findings, str(outcome.waits), f"{outcome.seconds:.0f}"]
-    return f"| {' | '.join([*cells, ', '.join(outcome.not_seen)])} |"
+    is_own = program.environment == OWN
+    where = program.origin if is_own else f"{program.origin}, {program.environment}"
+    return f"| {' | '.join([program.name, where, *map(str, cells)])} |"
 
 
-def main() -> None:
+def show(program: Right, options: argparse.Namespace) -> bool:
+    """Run ``program`` and print its row. Return whether it is as known."""
+    try:
+        found = run(program, options)
+    except NotRun as reason:
+        print(row(program, [f"not run: {reason}", "", "", ""]), flush=True)
+        print(reason.printed, file=sys.stderr, flush=True)
+        return False
+    count, waits = len(found.told["findings"]), len(found.told["waits"])
+    findings = f"{count}: {program.fault}" if program.fault else count
+    not_seen = ", ".join(sorted(found.told["not_seen"]))
+    print(row(program, [findings, waits, f"{found.seconds:.0f}", not_seen]), flush=True)
+    is_as_known = bool(count) == bool(program.fault)
+    if not is_as_known:
+        print(f"{program.name}:\n{found.printed}", file=sys.stderr, flush=True)
+    return is_as_known
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--list", action="store_true", help="list the programs, and run none")
     parser.add_argument("--only", default="", help="run those whose names this regex finds")
-    parser.add_argument("--environment", help="run those in this environment; '' is this one")
     parser.add_argument("--steps", type=int, default=3, help="of an optimizer, in each")
     parser.add_argument("--seconds", type=float, default=300, help="that a program may take")
-    parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "fsdp_overlap_races")
+    parser.add_argument("--examples", type=Path, help="a checkout of torch's, instead of cloning")
+    add_cache(parser)
     options = parser.parse_args()
-    chosen = [
-        program
-        for program in PROGRAMS
-        if re.search(options.only, program.name)
-        and options.environment in (None, program.environment)
-    ]
+    if options.examples is not None:
+        options.examples = options.examples.resolve()
+    chosen = [program for program in PROGRAMS if re.search(options.only, program.name)]
     if options.list:
         for program in chosen:
             print(f"{program.name}: {program.target} {program.args}".rstrip())
-        return
-    options.cache.mkdir(parents=True, exist_ok=True)
+        return 0
     print("| program | from | findings | host waits per step | seconds | not seen |")
     print("|---|---|---|---|---|---|")
-    wrong = 0
-    for program in chosen:
-        outcome = run(program, options.cache, options.steps, options.seconds)
-        is_as_known = outcome.findings > 0 if program.fault else outcome.findings == 0
-        wrong += not is_as_known
-        print(row(program, outcome), flush=True)
-        if outcome.text and not is_as_known:
-            print(outcome.text, file=sys.stderr, flush=True)
+    wrong = sum(not show(program, options) for program in chosen)
     print(f"\n{len(chosen)} programs, {wrong} not as known")
-    sys.exit(bool(wrong))
+    return bool(wrong)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
