@@ -550,25 +550,35 @@ def compare_issued(ranks: Sequence[Sequence[IssuedCollective]]) -> Finding | Non
     """Return a finding if ranks that enqueue these collectives, each in its own order, wait for
     each other; else None. Communicators that share a device must be used in one order on all ranks:
     else each waits for a kernel that cannot start."""
-    positions = [0] * len(ranks)
+    done = [0] * len(ranks)
     while True:
         heads = [
-            each[position] if position < len(each) else None
-            for each, position in zip(ranks, positions, strict=True)
+            issued[count] if count < len(issued) else None
+            for issued, count in zip(ranks, done, strict=True)
         ]
-        if not any(heads):
-            return None
-        for head in heads:
-            members = range(len(ranks)) if head is None else head.ranks or range(len(ranks))
-            if head is not None and all(heads[rank] == head for rank in members):
-                for rank in members:
-                    positions[rank] += 1
-                break
-        else:
-            said = "; ".join(
-                f"rank {rank} with "
-                + ("nothing" if head is None else f"{head.kind} on {head.group}")
-                + f" ({position} before it)"
-                for rank, (head, position) in enumerate(zip(heads, positions, strict=True))
-            )
-            return Finding("order", f"ranks wait for each other: {said}")
+        members = _first_to_run(heads)
+        for rank in members:
+            done[rank] += 1
+        if not members:
+            return _order_finding(heads, done) if any(heads) else None
+
+
+def _first_to_run(heads: Sequence[IssuedCollective | None]) -> Sequence[int]:
+    """Return the ranks of a collective that is the next one on all of them; none if there is no
+    such collective."""
+    for head in heads:
+        if head is not None:
+            members = head.ranks or range(len(heads))
+            if all(heads[rank] == head for rank in members):
+                return members
+    return ()
+
+
+def _order_finding(heads: Sequence[IssuedCollective | None], done: Sequence[int]) -> Finding:
+    waiting = "; ".join(
+        f"rank {rank} with "
+        + ("nothing" if head is None else f"{head.kind} on {head.group}")
+        + f" ({count} before it)"
+        for rank, (head, count) in enumerate(zip(heads, done, strict=True))
+    )
+    return Finding("order", f"ranks wait for each other: {waiting}")
