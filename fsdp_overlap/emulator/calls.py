@@ -102,11 +102,12 @@ class Calls(TorchFunctionMode):
         is_of_program = not isinstance(func, OpOverload) or not tensors_in(args)
         if is_of_program and (kwargs.get("device") is not None or kwargs.get("pin_memory")):
             return self._make(func, args, kwargs)
-        before, self.dispatch.given = self.dispatch.given, (args, kwargs)
+        thread = self.device.of_thread
+        before, thread.given = thread.given, (args, kwargs)
         try:
             output = func(*args, **kwargs)
         finally:
-            self.dispatch.given = before
+            thread.given = before
         if torch.is_grad_enabled():
             self.backwards.follow(output)
         return output
@@ -148,13 +149,8 @@ class Calls(TorchFunctionMode):
         return self._with_memory(is_ours, pinned, lambda: func(*args, **kwargs))
 
     def _with_memory(self, on_device: bool, pinned: bool, make: Callable[[], Any]) -> Any:
-        dispatch = self.dispatch
-        before = dispatch.makes_on_device, dispatch.makes_pinned
-        dispatch.makes_on_device, dispatch.makes_pinned = on_device, pinned
-        try:
+        with self.device.of_thread.making(on_device, pinned):
             output = make()
-        finally:
-            dispatch.makes_on_device, dispatch.makes_pinned = before
         if torch.is_grad_enabled():
             self.backwards.follow(output)
         return output

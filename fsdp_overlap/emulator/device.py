@@ -100,15 +100,29 @@ class Timing(Protocol):
 
 
 class ThreadState(threading.local):
-    """What each thread has of its own: its current device, its stream, and the pool that it takes
-    memory from, if it does not take segments that belong to no pool."""
+    """What each thread has of its own: its current device, its stream, the pool that it takes
+    memory from, if it does not take segments that belong to no pool, and where new tensors lie."""
 
     def __init__(self, stream: Queue) -> None:
         self.index = 0
-        self.is_autograds = False
-        """Whether autograd runs nodes of the device on it."""
         self.stream = stream
         self.pool: MemPool | None = None
+        self.makes_on_device: bool | None = None
+        """Whether new tensors lie on the device, if that is said: see Note [placement]."""
+        self.makes_pinned = False
+        self.given: tuple[Any, Any] | bool = False
+        """The arguments of the call of Python that is under way. Of a node of autograd's graph,
+        whether it got gradients on the device."""
+
+    @contextmanager
+    def making(self, on_device: bool, pinned: bool = False) -> Iterator[None]:
+        """Let new tensors lie on the device or on the host."""
+        before = self.makes_on_device, self.makes_pinned
+        self.makes_on_device, self.makes_pinned = on_device, pinned
+        try:
+            yield
+        finally:
+            self.makes_on_device, self.makes_pinned = before
 
 
 class EmulatedDevice:
