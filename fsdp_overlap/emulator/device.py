@@ -108,7 +108,8 @@ class ThreadState(threading.local):
         self.stream = stream
         self.pool: MemPool | None = None
         self.makes_on_device: bool | None = None
-        """Whether new tensors lie on the device, if that is said: see Note [placement]."""
+        """Whether new tensors lie on the device, if that is said: see "Where new tensors lie"
+        in ``dispatch.py``."""
         self.makes_pinned = False
         self.given: tuple[Any, Any] | bool = False
         """The arguments of the call of Python that is under way. Of a node of autograd's graph,

@@ -141,7 +141,7 @@ class OpTraits:
         )
 
 
-# ---- Note [placement]: where new tensors lie ----
+# ---- Where new tensors lie ----
 #
 # For C++ all tensors are the host's, or have no values. The first of these that applies decides
 # whether a new one lies on the emulated device:
