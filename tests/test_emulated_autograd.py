@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from fsdp_overlap.emulator import EmulatedDevice, Event, Stream, current_stream, running, stream
@@ -38,6 +39,32 @@ def test_those_of_a_node_on_the_host_lie_on_the_host() -> None:
         assert on_host.grad is not None
         assert on_host.grad.device.type == "cpu"
         assert on_host.grad.tolist() == [1, 1, 0, 0]
+    assert not device.findings
+
+
+@pytest.mark.parametrize("values", [True, False])
+def test_those_of_a_node_on_the_device_lie_there_if_the_loss_is_on_the_host(values: bool) -> None:
+    with running(EmulatedDevice(values=values)) as device:
+        tensor = torch.ones(4, device=HERE, requires_grad=True)
+        tensor.chunk(2)[0].sum().cpu().backward()
+        assert tensor.grad is not None
+        assert tensor.grad.device == torch.device(HERE)
+        if values:
+            assert tensor.grad.tolist() == [1, 1, 0, 0]
+    assert not device.findings
+
+
+def test_gradients_go_back_where_a_tensor_was_moved_from() -> None:
+    with running(EmulatedDevice()) as device:
+        on_host, on_device = nn.Linear(4, 4), nn.Linear(4, 4).to(HERE)
+        output = on_device(on_host(torch.ones(2, 4)).to(HERE)).square()
+        output.mean().cpu().backward()
+        assert on_device.weight.grad is not None
+        assert on_device.weight.grad.device == torch.device(HERE)
+        assert on_host.weight.grad is not None
+        assert on_host.weight.grad.device.type == "cpu"
+        waits = [sync.operation for sync in device.syncs]
+        assert waits[-2:] == ["_to_copy", "_to_copy"]  # as torch: backward blocks
     assert not device.findings
 
 

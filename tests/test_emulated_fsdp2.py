@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_overlap.emulator import EmulatedDevice, Event, Stream, fake_ranks, running
 from fsdp_overlap.emulator.nccl_like import BACKEND
-from fsdp_overlap.emulator.ranks import FinishedWork
+from fsdp_overlap.emulator.works import FinishedWork
 from support.ranks import run_ranks
 from support.tensor_parallel import LENGTH, WORDS, Transformer, loss_of, parallelize
 

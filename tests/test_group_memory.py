@@ -14,7 +14,7 @@ from torch import nn
 from fsdp_overlap import FsdpContext, fully_shard
 from fsdp_overlap.comm.group_memory import GroupMemory
 from fsdp_overlap.emulator import EmulatedDevice, active, running
-from fsdp_overlap.emulator.nccl_like import BACKEND, NcclLikeGroup
+from fsdp_overlap.emulator.nccl_like import BACKEND, Collective, NcclLikeGroup
 from support.emulated_twins import Trained
 from support.ranks import run_ranks
 from support.twins import COPIES, Twins, loss_of
@@ -36,14 +36,15 @@ def seen(log: list[tuple[str, bool, int]]) -> Iterator[None]:
     buffer, and where that lies."""
     run = NcclLikeGroup._run
 
-    def noting(group: NcclLikeGroup, kind: str, writes: Any, reads: Any, *rest: Any) -> Any:
+    def noting(group: NcclLikeGroup, collective: Collective, *rest: Any) -> Any:
+        kind, writes, reads, *_ = collective
         if kind.startswith("reduce_scatter"):
             operations.add(kind.split()[-1])
         for name, buffer in (("all_gather", writes[:1]), ("reduce_scatter", reads[:1])):
             if kind.startswith(name):
                 place = active().address_of(buffer[0])
                 log.append((name, group.has_registered(buffer[0]), place))
-        return run(group, kind, writes, reads, *rest)
+        return run(group, collective, *rest)
 
     with patch.object(NcclLikeGroup, "_run", noting):
         yield

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp_overlap.emulator import EmulatedDevice
 from fsdp_overlap.emulator.cuda import NotEmulated, as_cuda
-from fsdp_overlap.emulator.ranks import WorkFuture
+from fsdp_overlap.emulator.works import WorkFuture
 from fsdp_overlap.races import assert_no_races, find_races
 from fsdp_overlap.races.__main__ import main
 from fsdp_overlap.races.runner import CLEAN, FAILED, FOUND, Program, report, run

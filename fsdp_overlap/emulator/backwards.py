@@ -51,8 +51,6 @@ class _Backward:
         self.used: set[Queue] = set()
         self.within: _Node | None = None
         """The node that was entered last."""
-        self.is_here = False
-        """Whether the gradients that it got lie on the device."""
         self.ready: dict[_Node, dict[int, _Ready]] = {}
         """The gradients of nodes that have not run, by their inputs."""
 
@@ -69,13 +67,9 @@ class Backwards:
 
     def __init__(self, device: EmulatedDevice) -> None:
         self.device = device
-        self._thread = DeviceThread("emulated autograd", self._begin)
+        self._thread = DeviceThread("emulated autograd", device.take_thread)
         self.end = self._thread.end
         self._of_thread = _ThreadBackwards()
-
-    def _begin(self) -> None:
-        self.device.take_thread()
-        self.device.of_thread.is_autograds = True
 
     def follow(self, output: Any) -> None:
         """Let the nodes that ``output`` added to the graph run on the current stream."""
@@ -119,26 +113,22 @@ class Backwards:
     ) -> Any:
         """Call ``run``, which lets the engine run a backward from ``roots``: on the thread of the
         device if a node is the device's, else on this one."""
-        call = partial(self._differentiate, self.device.current, run, roots, *args, **kwargs)
-        return self._thread.run(call) if any(map(self._runs_here, roots)) else call()
+        caller, is_here = self.device.current, any(map(self._runs_here, roots))
+        call = partial(self._differentiate, caller, is_here, run, roots, *args, **kwargs)
+        return self._thread.run(call) if is_here else call()
 
-    def runs_here(self) -> bool:
-        """Return whether this thread runs a node that got gradients on the device."""
-        task = current_graph_task_id()
-        if task in self._of_thread.running:
-            return self._of_thread.running[task].is_here
-        return task >= 0 and self.device.of_thread.is_autograds
-
-    def _differentiate(self, caller: Queue, run: Callable[..., Any], *args: Any, **kw: Any) -> Any:
-        device, running = self.device, dict(self._of_thread.running)
-        before, start = device.current, device.host.ends
-        device.current, forward = caller, enter_node_of(None)
+    def _differentiate(
+        self, caller: Queue, is_here: bool, run: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        device, thread, running = self.device, self.device.of_thread, dict(self._of_thread.running)
+        before, given, start = thread.stream, thread.given, device.host.ends
+        thread.stream, thread.given, forward = caller, is_here, enter_node_of(None)
         try:
-            return run(*args, **kw)
+            return run(*args, **kwargs)
         finally:
             device.backwards.append((start, device.host.ends))
             # Also after an error: the engine then calls no callback.
-            device.current, self._of_thread.running = before, running
+            thread.stream, thread.given, self._of_thread.running = before, given, running
             enter_node_of(forward)
 
     def _runs_here(self, root: Any) -> bool:
@@ -157,7 +147,7 @@ class Backwards:
     def _enter(self, node: _Node, gradients: Sequence[torch.Tensor | None]) -> None:
         """Enter ``node`` when it gets its gradients, called by the hooks of its outputs and its
         own."""
-        device = self.device
+        device, thread = self.device, self.device.of_thread
         task = current_graph_task_id()
         running = self._of_thread.running
         if task not in running:
@@ -167,10 +157,10 @@ class Backwards:
         with DisableTorchFunction():
             is_here = any(map(device.is_here, _plain(gradients)))
         if backward.within is node:
-            backward.is_here |= is_here
+            thread.given = thread.given is True or is_here
             return
-        last, device.current = device.current, node.stream
-        backward.within, backward.is_here = node, is_here
+        last, thread.stream = thread.stream, node.stream
+        backward.within, thread.given = node, is_here
         enter_node_of(node.site)
         backward.used.add(node.stream)
         ready: list[_Ready] = list(backward.ready.pop(node, {}).values())

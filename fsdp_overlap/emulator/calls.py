@@ -3,8 +3,9 @@ which stream a node of autograd's graph belongs to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -102,11 +103,12 @@ class Calls(TorchFunctionMode):
         is_of_program = not isinstance(func, OpOverload) or not tensors_in(args)
         if is_of_program and (kwargs.get("device") is not None or kwargs.get("pin_memory")):
             return self._make(func, args, kwargs)
-        before, self.dispatch.given = self.dispatch.given, (args, kwargs)
+        thread = self.device.of_thread
+        before, thread.given = thread.given, (args, kwargs)
         try:
             output = func(*args, **kwargs)
         finally:
-            self.dispatch.given = before
+            thread.given = before
         if torch.is_grad_enabled():
             self.backwards.follow(output)
         return output
@@ -148,13 +150,8 @@ class Calls(TorchFunctionMode):
         return self._with_memory(is_ours, pinned, lambda: func(*args, **kwargs))
 
     def _with_memory(self, on_device: bool, pinned: bool, make: Callable[[], Any]) -> Any:
-        dispatch = self.dispatch
-        before = dispatch.makes_on_device, dispatch.makes_pinned
-        dispatch.makes_on_device, dispatch.makes_pinned = on_device, pinned
-        try:
+        with self.device.of_thread.making(on_device, pinned):
             output = make()
-        finally:
-            dispatch.makes_on_device, dispatch.makes_pinned = before
         if torch.is_grad_enabled():
             self.backwards.follow(output)
         return output
@@ -182,7 +179,11 @@ class Calls(TorchFunctionMode):
         has_none = held is not None and not has_values(held)
         below = "meta" if has_none and goes_here else "cpu"
         pinned = non_blocking and is_here and not goes_here  # as torch: such a copy does not wait
-        return self._with_memory(goes_here, pinned, lambda: func(tensor, below, **options))
+        output = self._with_memory(goes_here, pinned, lambda: func(tensor, below, **options))
+        if goes_here != is_here and self.device.values and output.grad_fn is not None:
+            back = self._here if is_here else torch.device("cpu")
+            output.grad_fn.register_prehook(partial(_move_gradients, back))
+        return output
 
     def _to_host(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return self._to(torch.Tensor.to, tensor, "cpu")
@@ -293,6 +294,12 @@ class Calls(TorchFunctionMode):
         if torch.is_grad_enabled():
             self.backwards.follow(output)
         return output[0] if width == query.shape[-1] else output[0][..., :width]
+
+
+def _move_gradients(target: torch.device, gradients: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the gradients of a tensor that was moved where it was before. C++ would leave them: it
+    takes both sides for the host."""
+    return tuple(each if each is None else each.to(target) for each in gradients)
 
 
 # What these make of whole numbers has values on any device: ranks tell each other such numbers, and

@@ -31,7 +31,6 @@ from fsdp_overlap.emulator.findings import call_site
 from fsdp_overlap.emulator.torch_module import (
     active,
     current_device,
-    making_on_device,
     running,
     sees_this_thread,
 )
@@ -203,7 +202,7 @@ def _functions(devices: int) -> dict[str, Any]:
         name: getattr(graphs, name)
         for name in ("CUDAGraph", "graph", "graph_pool_handle", "is_current_stream_capturing")
     }
-    for name in ("active", "running", "register", "making_on_device", "sees_this_thread", "Modes"):
+    for name in ("active", "running", "register", "sees_this_thread", "Modes"):
         of_device.pop(name)
     return of_device | _of_devices(devices) | _of_random_numbers(devices) | _OF_MEMORY
 
@@ -553,12 +552,12 @@ def _make_reducer(parameters: list[nn.Parameter], *args: Any, **kwargs: Any) -> 
     """Make a reducer, whose buckets are tensors that C++ makes, beside its parameters."""
     if not parameters[0].is_cuda:
         return _reducer(parameters, *args, **kwargs)
-    with making_on_device():
+    with active().of_thread.making(on_device=True):
         made = _reducer(parameters, *args, **kwargs)
     _on_device.add(made)
     return made
 
 
 def _rebuild_buckets(reducer: Any) -> Any:
-    with making_on_device() if reducer in _on_device else nullcontext():
+    with active().of_thread.making(on_device=True) if reducer in _on_device else nullcontext():
         return _rebuild(reducer)

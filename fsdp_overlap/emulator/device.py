@@ -100,15 +100,30 @@ class Timing(Protocol):
 
 
 class ThreadState(threading.local):
-    """What each thread has of its own: its current device, its stream, and the pool that it takes
-    memory from, if it does not take segments that belong to no pool."""
+    """What each thread has of its own: its current device, its stream, the pool that it takes
+    memory from, if it does not take segments that belong to no pool, and where new tensors lie."""
 
     def __init__(self, stream: Queue) -> None:
         self.index = 0
-        self.is_autograds = False
-        """Whether autograd runs nodes of the device on it."""
         self.stream = stream
         self.pool: MemPool | None = None
+        self.makes_on_device: bool | None = None
+        """Whether new tensors lie on the device, if that is said: see "Where new tensors lie"
+        in ``dispatch.py``."""
+        self.makes_pinned = False
+        self.given: tuple[Any, Any] | bool = False
+        """The arguments of the call of Python that is under way. Of a node of autograd's graph,
+        whether it got gradients on the device."""
+
+    @contextmanager
+    def making(self, on_device: bool, pinned: bool = False) -> Iterator[None]:
+        """Let new tensors lie on the device or on the host."""
+        before = self.makes_on_device, self.makes_pinned
+        self.makes_on_device, self.makes_pinned = on_device, pinned
+        try:
+            yield
+        finally:
+            self.makes_on_device, self.makes_pinned = before
 
 
 class EmulatedDevice:
@@ -550,25 +565,35 @@ def compare_issued(ranks: Sequence[Sequence[IssuedCollective]]) -> Finding | Non
     """Return a finding if ranks that enqueue these collectives, each in its own order, wait for
     each other; else None. Communicators that share a device must be used in one order on all ranks:
     else each waits for a kernel that cannot start."""
-    positions = [0] * len(ranks)
+    done = [0] * len(ranks)
     while True:
         heads = [
-            each[position] if position < len(each) else None
-            for each, position in zip(ranks, positions, strict=True)
+            issued[count] if count < len(issued) else None
+            for issued, count in zip(ranks, done, strict=True)
         ]
-        if not any(heads):
-            return None
-        for head in heads:
-            members = range(len(ranks)) if head is None else head.ranks or range(len(ranks))
-            if head is not None and all(heads[rank] == head for rank in members):
-                for rank in members:
-                    positions[rank] += 1
-                break
-        else:
-            said = "; ".join(
-                f"rank {rank} with "
-                + ("nothing" if head is None else f"{head.kind} on {head.group}")
-                + f" ({position} before it)"
-                for rank, (head, position) in enumerate(zip(heads, positions, strict=True))
-            )
-            return Finding("order", f"ranks wait for each other: {said}")
+        members = _first_to_run(heads)
+        for rank in members:
+            done[rank] += 1
+        if not members:
+            return _order_finding(heads, done) if any(heads) else None
+
+
+def _first_to_run(heads: Sequence[IssuedCollective | None]) -> Sequence[int]:
+    """Return the ranks of a collective that is the next one on all of them; none if there is no
+    such collective."""
+    for head in heads:
+        if head is not None:
+            members = head.ranks or range(len(heads))
+            if all(heads[rank] == head for rank in members):
+                return members
+    return ()
+
+
+def _order_finding(heads: Sequence[IssuedCollective | None], done: Sequence[int]) -> Finding:
+    waiting = "; ".join(
+        f"rank {rank} with "
+        + ("nothing" if head is None else f"{head.kind} on {head.group}")
+        + f" ({count} before it)"
+        for rank, (head, count) in enumerate(zip(heads, done, strict=True))
+    )
+    return Finding("order", f"ranks wait for each other: {waiting}")

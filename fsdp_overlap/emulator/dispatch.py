@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -142,33 +141,32 @@ class OpTraits:
         )
 
 
+# ---- Where new tensors lie ----
+#
+# For C++ all tensors are the host's, or have no values. The first of these that applies decides
+# whether a new one lies on the emulated device:
+#
+# 1. ``ThreadState.makes_on_device``: a device is named, or a tensor moved. A call of Python does so
+#    (``Calls``), or an operation where torch handles the call around it, and no mode sees calls
+#    (``Dispatch``). So does the reducer of ``DistributedDataParallel``, which C++ makes.
+# 2. The tensors that the operation reads and writes.
+# 3. ``ThreadState.given``, where an operation has none. Modules such as ``LSTM`` make zeros by
+#    themselves: these lie where the arguments of the call do. A node of autograd's graph makes them
+#    for gradients that it did not get: they lie where those do that it got, whatever the backward
+#    was called with, as the loss may have been moved to the host.
+#
+# These are of a thread: while one calls a backward, another one runs the nodes.
+
+
 class Dispatch(TorchDispatchMode):
     """Tells the device what each operation reads, writes and allocates."""
 
     supports_higher_order_operators = True
 
-    def __init__(
-        self, device: EmulatedDevice, functional: Functional, backward_runs_here: Callable[[], bool]
-    ) -> None:
+    def __init__(self, device: EmulatedDevice, functional: Functional) -> None:
         super().__init__()
         self.device = device
-        self.backward_runs_here = backward_runs_here
-        self.makes_on_device: bool | None = None
-        """Whether new memory lies on the device; None if the call under way does not say."""
-        self.makes_pinned = False
-        self.given: tuple[Any, Any] | None = None
-        """The arguments of the call of Python that is under way. Where one consists of operations
-        that make tensors of none, these lie where its arguments do."""
         self.functional = functional
-
-    @contextmanager
-    def called_by_engine(self) -> Iterator[None]:
-        """Run nodes of autograd's graph, whose operations no call of Python asks for."""
-        before, self.given = self.given, None
-        try:
-            yield
-        finally:
-            self.given = before
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -184,7 +182,7 @@ class Dispatch(TorchDispatchMode):
         if target is not None and target.type in (self.device.device_type, NAME):
             # Torch has left the mode that sees calls, as within a DTensor's operations.
             below = torch.device("cpu" if self.device.values else "meta")
-            with self._making_there():
+            with self.device.of_thread.making(on_device=True):
                 return self.__torch_dispatch__(func, types, args, {**kwargs, "device": below})
         about = OpTraits.of(func)
         if about.name == "to" and any(map(self._is_ours, (*args, *kwargs.values()))):
@@ -223,14 +221,6 @@ class Dispatch(TorchDispatchMode):
             device.run(Operation(str(func), reads, new), on_host=not on_device)
         return output
 
-    @contextmanager
-    def _making_there(self) -> Iterator[None]:
-        before, self.makes_on_device = self.makes_on_device, True
-        try:
-            yield
-        finally:
-            self.makes_on_device = before
-
     def _run(
         self,
         about: OpTraits,
@@ -240,12 +230,14 @@ class Dispatch(TorchDispatchMode):
         writes: list[torch.Tensor],
     ) -> Any:
         """Run an operation on ``values``, those of all arguments, in their order."""
-        device = self.device
-        on_device = self._is_on_device(about, [*reads, *writes])
-        if not (reads or writes) and self.makes_on_device is None:
-            on_device = self._makes_beside()
+        device, thread = self.device, self.device.of_thread
+        makes = thread.makes_on_device
+        if makes is None and not (reads or writes):
+            on_device = self._is_given_here()
+        else:
+            on_device = self._is_on_device(about, [*reads, *writes])
+        makes = on_device if makes is None else makes
         device.check_is_there(about.name, [*reads, *writes])
-        makes = on_device if self.makes_on_device is None else self.makes_on_device
         if about.is_opaque:
             device.note_opaque(f"the operator {call.func}")
         if device.values and about.is_of_gpu:
@@ -261,7 +253,7 @@ class Dispatch(TorchDispatchMode):
         if not device.values and any(tensor.is_meta for tensor in new):
             makes = True  # what C++ makes beside operands without values
         for tensor in new:
-            device.place(tensor, makes, self.makes_pinned)
+            device.place(tensor, makes, thread.makes_pinned)
         if about.allocates_only:
             return output
         reads = [] if about.reads_nothing else reads
@@ -300,19 +292,15 @@ class Dispatch(TorchDispatchMode):
         options.pop("pin_memory", None)
         options["copy"] = options.get("copy", False) or not self.device.is_here(tensor)
         below = torch.device("cpu" if has_values(tensor) else "meta")
-        before, self.makes_on_device = self.makes_on_device, True
-        try:
-            with self:
-                return tensor.to(below, **{k: v for k, v in options.items() if v is not None})
-        finally:
-            self.makes_on_device = before
+        with self.device.of_thread.making(on_device=True), self:
+            return tensor.to(below, **{k: v for k, v in options.items() if v is not None})
 
     def _take_in(self, func: Any, args: Any) -> Any:
         """Place a tensor that ``torch.tensor()`` has made from Python's numbers."""
-        output = func(*args)
+        output, thread = func(*args), self.device.of_thread
         if not self.device.knows(output):
-            self.device.place(output, bool(self.makes_on_device), self.makes_pinned)
-            if self.makes_on_device:
+            self.device.place(output, bool(thread.makes_on_device), thread.makes_pinned)
+            if thread.makes_on_device:
                 self.device.wait_on_host(self.device.mark(self.device.current), "tensor")
         return output
 
@@ -333,12 +321,12 @@ class Dispatch(TorchDispatchMode):
             )
         return True
 
-    def _makes_beside(self) -> bool:
-        """Return whether C++ makes a tensor of no others on the device, because what it was called
-        with, or differentiates, lies there."""
-        if self.given is None:
-            return self.backward_runs_here()
-        args, kwargs = self.given
+    def _is_given_here(self) -> bool:
+        """Return whether what C++ was called with lies on the device."""
+        given = self.device.of_thread.given
+        if isinstance(given, bool):
+            return given
+        args, kwargs = given
         held = (
             t if type(t) in PLAIN else inner_of(t) for t in tensors_in([*args, *kwargs.values()])
         )

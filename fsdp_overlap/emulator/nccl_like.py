@@ -39,8 +39,7 @@ import torch.distributed as dist
 
 from fsdp_overlap.emulator import graphs
 from fsdp_overlap.emulator import torch_module as streams
-from fsdp_overlap.emulator.device import EnqueuedCollective
-from fsdp_overlap.emulator.ranks import future_of
+from fsdp_overlap.emulator.works import EmulatedWork
 from fsdp_overlap.torch_internals import (
     DisableTorchFunction,
     disable_current_modes,
@@ -97,15 +96,29 @@ def replayable(method: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
     return call
 
 
-class Delivery(dist.Work):
+class Collective(NamedTuple):
+    """What a group is to do. `receive` gets what arrives from all ranks, and writes `writes`."""
+
+    kind: str
+    writes: Sequence[torch.Tensor]
+    reads: Sequence[torch.Tensor]
+    receive: Receive
+    opts: Any = None
+    parts: Sequence[Part] = ()
+    """The calls, if NCCL makes several of it."""
+
+    @property
+    def is_async(self) -> bool:
+        return getattr(self.opts, "asyncOp", True)
+
+
+class Delivery(EmulatedWork):
     """A collective under way: `receive` puts in place what arrives."""
 
     def __init__(self, arrival: Arrival, receive: Receive) -> None:
         super().__init__()
         self._arrival = arrival
         self._receive: Receive | None = receive
-        self.enqueued: EnqueuedCollective | None = None
-        self.outputs: Sequence[torch.Tensor] = ()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         # C++ asks with a timeout of 0 or less where there is none.
@@ -118,25 +131,13 @@ class Delivery(dist.Work):
             receive, self._receive = self._receive, None
             with unseen():
                 receive(arrived)
-        if self.enqueued is not None:
-            self.enqueued.wait()
-        self.outputs = ()
-        return True
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        self.wait()
+        return super().wait()
 
     def is_completed(self) -> bool:
         return self._receive is None or self._arrival.is_done()
 
     def is_success(self) -> bool:
         return self._receive is None
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        return future_of(self, self.outputs)
 
 
 class Options:
@@ -162,7 +163,8 @@ class NcclLikeGroup(_ProcessGroup):
     """Whether a NaN that is sent is an error, as with TORCH_NCCL_NAN_CHECK=1."""
 
     unwatched: ClassVar[int] = 0
-    """How many collectives of this rank a watchdog would not see hang."""
+    """How many collectives of this rank a watchdog would not see hang: torch takes a synchronous
+    group of calls as done at once, as it records the end on a stream that they do not run on."""
 
     def __init__(self, made: Any, options: Options | None) -> None:
         rank, world_size = made.group_rank, made.group_size
@@ -265,41 +267,26 @@ class NcclLikeGroup(_ProcessGroup):
 
     # ---- the one way that every collective goes ----
 
-    def _run(
-        self,
-        kind: str,
-        writes: Sequence[torch.Tensor],
-        reads: Sequence[torch.Tensor],
-        start: Callable[[], Arrival],
-        receive: Receive,
-        opts: Any,
-        parts: Sequence[Part] = (),
-    ) -> dist.Work:
-        """Return `start` sends copies of `reads`; `receive` gets what arrives, and writes `writes`.
-        What NCCL makes several calls of has `parts`."""
+    def _run(self, collective: Collective, start: Callable[[], Arrival]) -> dist.Work:
+        """Return the work of a collective. `start` sends copies of what it reads."""
+        kind, writes, reads, *_ = collective
         self._connect(kind)
+        if collective.parts and not collective.is_async:
+            NcclLikeGroup.unwatched += 1
         enqueued = None
         if streams.is_available():
-            is_async = self._coalesced is not None or getattr(opts, "asyncOp", True)
-            for part in parts or [Part(kind, reads, writes)]:
+            is_async = self._coalesced is not None or collective.is_async
+            for part in collective.parts or [Part(kind, reads, writes)]:
                 enqueued = streams.active().issue(self, *part, is_async)
         with unseen():
-            work = self._carry(kind, writes, reads, start, receive, opts)
-        work.enqueued = enqueued
-        work.outputs = list(writes)
+            work = self._carry(collective, start)
+        work.enqueued, work.outputs = enqueued, list(writes)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
 
-    def _carry(
-        self,
-        kind: str,
-        writes: Sequence[torch.Tensor],
-        reads: Sequence[torch.Tensor],
-        start: Callable[[], Arrival],
-        receive: Receive,
-        opts: Any,
-    ) -> Delivery:
+    def _carry(self, collective: Collective, start: Callable[[], Arrival]) -> Delivery:
+        kind, writes, reads, receive, *_ = collective
         for tensor in (*writes, *reads):
             self._check(kind, tensor)
         if self.checks_nan:
@@ -313,7 +300,7 @@ class NcclLikeGroup(_ProcessGroup):
             receive(received)
 
         work = Delivery(start(), arrived)
-        if not getattr(opts, "asyncOp", True):
+        if not collective.is_async:
             work.wait()
         else:
             for tensor in writes:
@@ -328,25 +315,16 @@ class NcclLikeGroup(_ProcessGroup):
         if tensor.device.type != "cpu":
             raise ValueError(f"{kind}: this is a group of CPUs, got {tensor.device}")
 
-    def _all(
-        self,
-        kind: str,
-        writes: Sequence[torch.Tensor],
-        reads: Sequence[torch.Tensor],
-        sends: Sequence[torch.Tensor],
-        receive: Receive,
-        opts: Any,
-        parts: Sequence[Part] = (),
-    ) -> dist.Work:
-        """Return a collective: `sends[r]` goes to each rank `r`, and flat bytes of each rank
-        arrive."""
+    def _all(self, collective: Collective, sends: Sequence[torch.Tensor]) -> dist.Work:
+        """Return the work of a collective: `sends[r]` goes to each rank `r`, and flat bytes of each
+        rank arrive."""
 
         def start() -> Arrival:
             messages = [_bytes(tensor).clone() for tensor in sends]
-            future = self._last = self._thread.submit(self._exchange, kind, messages)
+            future = self._last = self._thread.submit(self._exchange, collective.kind, messages)
             return Arrival(future.result, future.done)
 
-        work = self._run(kind, writes, reads, start, receive, opts, parts)
+        work = self._run(collective, start)
         self._issued += 1
         return work
 
@@ -371,15 +349,15 @@ class NcclLikeGroup(_ProcessGroup):
         [targets], [source] = outputs, inputs
         _check_sizes("all_gather", targets[self.rank()], source)
         _check_dtypes("all_gather", [*targets, source])
-        self._record_list(targets, opts)
-        sends = [source] * self.size()
-        if _are_equal(targets):
-            return self._all("all_gather", targets, [source], sends, _fill(targets), opts)
-        parts = [
-            Part(f"broadcast from {rank}", [source] if rank == self.rank() else [], [target])
-            for rank, target in enumerate(targets)
-        ]
-        return self._all("broadcasts", targets, [source], sends, _fill(targets), opts, parts)
+        kind, parts = "all_gather", []
+        if not _are_equal(targets):
+            kind = "broadcasts"
+            parts = [
+                Part(f"broadcast from {rank}", [source] if rank == self.rank() else [], [target])
+                for rank, target in enumerate(targets)
+            ]
+        gathered = Collective(kind, targets, [source], _fill(targets), opts, parts)
+        return self._all(gathered, [source] * self.size())
 
     @replayable
     def _allgather_base(
@@ -387,22 +365,22 @@ class NcclLikeGroup(_ProcessGroup):
     ) -> dist.Work:
         self._check_ranges("all_gather", output, input)
         ranges = output.detach().view(-1).split([input.numel()] * self.size())
-        sends = [input] * self.size()
-        return self._all("all_gather", [output], [input], sends, _fill(ranges), opts)
+        gathered = Collective("all_gather", [output], [input], _fill(ranges), opts)
+        return self._all(gathered, [input] * self.size())
 
     @replayable
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         [target], [sources] = outputs, inputs
         _check_sizes("reduce_scatter", target, sources[self.rank()])
         _check_dtypes("reduce_scatter", [*sources, target])
-        self._record_list(sources, opts)
-        if _are_equal(sources):
-            return self._reduce("reduce_scatter", [target], sources, sources, opts)
-        parts = [
-            Part(f"reduce to {rank}", [source], [target] if rank == self.rank() else [])
-            for rank, source in enumerate(sources)
-        ]
-        return self._reduce("reductions", [target], sources, sources, opts, parts)
+        kind, parts = "reduce_scatter", []
+        if not _are_equal(sources):
+            kind = "reductions"
+            parts = [
+                Part(f"reduce to {rank}", [source], [target] if rank == self.rank() else [])
+                for rank, source in enumerate(sources)
+            ]
+        return self._all(_reduction(kind, [target], sources, opts, parts), sources)
 
     @replayable
     def _reduce_scatter_base(
@@ -410,22 +388,16 @@ class NcclLikeGroup(_ProcessGroup):
     ) -> dist.Work:
         self._check_ranges("reduce_scatter", input, output)
         ranges = input.detach().view(-1).split([output.numel()] * self.size())
-        return self._reduce("reduce_scatter", [output], [input], ranges, opts)
-
-    def _record_list(self, tensors: Sequence[torch.Tensor], opts: Any) -> None:
-        """Note a group of collectives, which torch makes of unequal lists. It takes a synchronous
-        one as done at once: it records the end on a stream that they do not run on."""
-        is_group = len({tensor.numel() for tensor in tensors}) > 1
-        if is_group and not getattr(opts, "asyncOp", True):
-            NcclLikeGroup.unwatched += 1
+        return self._all(_reduction("reduce_scatter", [output], [input], opts), ranges)
 
     @replayable
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
-        works = [
-            self._reduce("all_reduce", [tensor], [tensor], [tensor] * self.size(), opts)
-            for tensor in tensors
-        ]
-        return _together(works)
+        return _together(
+            [
+                self._all(_reduction("all_reduce", [t], [t], opts), [t] * self.size())
+                for t in tensors
+            ]
+        )
 
     allreduce_coalesced = allreduce
 
@@ -434,21 +406,17 @@ class NcclLikeGroup(_ProcessGroup):
         [tensor] = tensors
         is_root = self.rank() == opts.rootRank
         sends = [tensor if rank == opts.rootRank else tensor[:0] for rank in range(self.size())]
-        return self._reduce("reduce", [tensor] if is_root else [], [tensor], sends, opts)
+        return self._all(_reduction("reduce", [tensor] if is_root else [], [tensor], opts), sends)
 
     @replayable
     def broadcast(self, tensors: Any, opts: Any) -> dist.Work:
         [tensor] = tensors
         is_root = self.rank() == opts.rootRank
-        none = tensor.detach().view(-1)[:0]
-
-        def receive(received: list[torch.Tensor]) -> None:
-            _write(tensor, received[opts.rootRank])
-
-        kind = f"broadcast from {opts.rootRank}"
-        sends = [tensor if is_root else none] * self.size()
         writes, reads = ([], [tensor]) if is_root else ([tensor], [])
-        return self._all(kind, writes, reads, sends, receive, opts)
+        sends = [tensor if is_root else tensor.detach().view(-1)[:0]] * self.size()
+        kind = f"broadcast from {opts.rootRank}"
+        receive = _fill_from(opts.rootRank, tensor)
+        return self._all(Collective(kind, writes, reads, receive, opts), sends)
 
     @replayable
     def all_to_all_single(
@@ -462,46 +430,44 @@ class NcclLikeGroup(_ProcessGroup):
         targets = self._split("all_to_all", output, output_sizes)
         sources = self._split("all_to_all", input, input_sizes)
         _check_dtypes("all_to_all", [output, input])
-        return self._all("all_to_all", [output], [input], sources, _fill(targets), opts)
+        return self._all(Collective("all_to_all", [output], [input], _fill(targets), opts), sources)
 
     @replayable
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        return self._all("all_to_all", outputs, inputs, inputs, _fill(outputs), opts)
+        return self._all(Collective("all_to_all", outputs, inputs, _fill(outputs), opts), inputs)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
         [source], none = inputs, torch.empty(0)
         targets = outputs[0] if outputs else [none] * self.size()
         sends = [source if rank == opts.rootRank else none for rank in range(self.size())]
-        return self._all("gather", targets, [source], sends, _fill(targets), opts)
+        return self._all(Collective("gather", targets, [source], _fill(targets), opts), sends)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
         [target] = outputs
-        sources = inputs[0] if inputs else [target[:0]] * self.size()
-
-        def receive(received: list[torch.Tensor]) -> None:
-            _write(target, received[opts.rootRank])
-
-        return self._all("scatter", [target], inputs[0] if inputs else [], sources, receive, opts)
+        reads = inputs[0] if inputs else []
+        receive = _fill_from(opts.rootRank, target)
+        scattered = Collective("scatter", [target], reads, receive, opts)
+        return self._all(scattered, reads or [target[:0]] * self.size())
 
     def barrier(self, opts: Any = None) -> dist.Work:
         if streams.is_available():
             streams.active().pass_barrier()
-        none = torch.empty(0)
-        return self._all("barrier", [], [], [none] * self.size(), _fill([none] * self.size()), opts)
+        nothing = [torch.empty(0)] * self.size()
+        return self._all(Collective("barrier", [], [], _fill(nothing), opts), nothing)
 
     def send(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
         def start() -> Arrival:
             sent = _bytes(tensors[0]).clone()
             return _of(self._carrier.send([sent], rank, tag), sent)
 
-        return self._run("send", [], tensors, start, lambda _: None, None)
+        return self._run(Collective("send", [], tensors, lambda _: None), start)
 
     def recv(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
         def start() -> Arrival:
             received = torch.empty_like(_bytes(tensors[0]))
             return _of(self._carrier.recv([received], rank, tag), received)
 
-        return self._run("recv", tensors, [], start, _fill(tensors), None)
+        return self._run(Collective("recv", tensors, [], _fill(tensors)), start)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         pairs = zip(outputs, inputs, strict=True)
@@ -519,41 +485,6 @@ class NcclLikeGroup(_ProcessGroup):
     reduce_scatter_single = _reduce_scatter_base
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
-
-    def _reduce(
-        self,
-        kind: str,
-        writes: Sequence[torch.Tensor],
-        reads: Sequence[torch.Tensor],
-        sends: Sequence[torch.Tensor],
-        opts: Any,
-        parts: Sequence[Part] = (),
-    ) -> dist.Work:
-        wanted: Any = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-        operation = next((known for known in _REDUCE if wanted == known), None)
-        if operation is None:
-            raise ValueError(f"{kind}: NCCL has only {[known.name for known in _REDUCE]}")
-        is_mean = operation is dist.ReduceOp.AVG
-        factor = wanted.__getstate__()[1] if operation is dist.ReduceOp.PREMUL_SUM else None
-        dtype = reads[0].dtype
-        if dtype in FLOAT8 or (dtype is torch.bool and is_mean):
-            raise TypeError(f"{kind}: NCCL reduces no {dtype} by {operation.name}")
-
-        def receive(received: list[torch.Tensor]) -> None:
-            for target in writes:
-                values = [each.view(dtype) for each in received]
-                if {each.numel() for each in values} != {target.numel()}:
-                    raise ValueError(f"{kind}: ranks sent {[v.numel() for v in values]} elements")
-                if is_mean and dtype.is_floating_point:  # as NCCL: before
-                    values = [each / len(values) for each in values]
-                if factor is not None:  # other ranks have the same
-                    values = [each * factor for each in values]
-                total = reduce(_REDUCE[operation], values)
-                if is_mean and not dtype.is_floating_point:
-                    total = total // len(values)
-                _write(target, total)
-
-        return self._all(f"{kind} {operation.name}", writes, reads, sends, receive, opts, parts)
 
     def _split(
         self, kind: str, tensor: torch.Tensor, sizes: Sequence[int]
@@ -595,6 +526,40 @@ _REDUCE: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
+def _reduction(
+    kind: str,
+    writes: Sequence[torch.Tensor],
+    reads: Sequence[torch.Tensor],
+    opts: Any,
+    parts: Sequence[Part] = (),
+) -> Collective:
+    wanted: Any = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+    operation = next((known for known in _REDUCE if wanted == known), None)
+    if operation is None:
+        raise ValueError(f"{kind}: NCCL has only {[known.name for known in _REDUCE]}")
+    is_mean = operation is dist.ReduceOp.AVG
+    factor = wanted.__getstate__()[1] if operation is dist.ReduceOp.PREMUL_SUM else None
+    dtype = reads[0].dtype
+    if dtype in FLOAT8 or (dtype is torch.bool and is_mean):
+        raise TypeError(f"{kind}: NCCL reduces no {dtype} by {operation.name}")
+
+    def receive(received: list[torch.Tensor]) -> None:
+        for target in writes:
+            values = [each.view(dtype) for each in received]
+            if {each.numel() for each in values} != {target.numel()}:
+                raise ValueError(f"{kind}: ranks sent {[v.numel() for v in values]} elements")
+            if is_mean and dtype.is_floating_point:  # as NCCL: before
+                values = [each / len(values) for each in values]
+            if factor is not None:  # other ranks have the same
+                values = [each * factor for each in values]
+            total = reduce(_REDUCE[operation], values)
+            if is_mean and not dtype.is_floating_point:
+                total = total // len(values)
+            _write(target, total)
+
+    return Collective(f"{kind} {operation.name}", writes, reads, receive, opts, parts)
+
+
 def _are_equal(tensors: Sequence[torch.Tensor]) -> bool:
     return len({tensor.numel() for tensor in tensors}) == 1
 
@@ -626,6 +591,10 @@ def _fill(targets: Sequence[torch.Tensor]) -> Receive:
             _write(target, arrived)
 
     return receive
+
+
+def _fill_from(rank: int, target: torch.Tensor) -> Receive:
+    return lambda received: _write(target, received[rank])
 
 
 def _write(target: torch.Tensor, values: torch.Tensor) -> None:

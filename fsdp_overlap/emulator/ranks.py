@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.emulator.device import EnqueuedCollective
 from fsdp_overlap.emulator.dispatch import tensors_in
-from fsdp_overlap.emulator.torch_module import Stream, active, current_stream, is_available, stream
+from fsdp_overlap.emulator.torch_module import active, is_available
+from fsdp_overlap.emulator.works import FinishedWork
 from fsdp_overlap.torch_internals import (
     DisableTorchFunction,
-    current_graph_task_id,
     disable_current_modes,
     name_of_group,
-    queue_callback,
 )
 
 BACKEND = "in_name_only"
@@ -196,85 +192,6 @@ def _fill_with_zeros(tensors: Sequence[torch.Tensor]) -> None:
     with disable_current_modes(), DisableTorchFunction():
         for tensor in tensors:
             tensor.detach().zero_()
-
-
-class FinishedWork(dist.Work):
-    """Work of which nothing is left to do for the host. The device may have ``enqueued`` it."""
-
-    def __init__(
-        self, outputs: Sequence[torch.Tensor] = (), enqueued: EnqueuedCollective | None = None
-    ) -> None:
-        super().__init__()
-        self._outputs = list(outputs)
-        self._enqueued = enqueued
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        if self._enqueued is not None:
-            self._enqueued.wait()
-        self._outputs.clear()
-        return True
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        self.wait()
-
-    def is_completed(self) -> bool:
-        return True
-
-    def result(self) -> list[torch.Tensor]:
-        return self._outputs
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        return future_of(self, self._outputs)
-
-
-class WorkFuture(torch.futures.Future[Any]):
-    """What is told of an asynchronous collective, as futures of torch on a GPU: to wait for it lets
-    the current stream wait, and callbacks run on a stream of their own."""
-
-    _wait_for_work: Callable[[], object] = bool
-
-    def wait(self) -> Any:
-        value = super().wait()
-        self._wait_for_work()
-        if is_available():
-            for tensor in tensors_in(value):  # as torch's: who waits uses them
-                active().release_after(tensor, active().current)
-        return value
-
-    def then(self, callback: Callable[[Any], Any]) -> Any:
-        if not is_available():
-            return super().then(callback)
-        side = Stream()
-        with stream(side):
-            self.wait()
-            result = callback(self)
-        return _future(lambda: current_stream().wait_stream(side), result)
-
-    def add_done_callback(self, callback: Callable[[Any], Any]) -> None:
-        self.then(callback)
-
-
-def _future(wait: Callable[[], Any], value: Any) -> WorkFuture:
-    """Return a future of ``value``. Within a backward, C++ waits for it when the backward ends, as
-    the reducer of ``DistributedDataParallel`` does."""
-    future = WorkFuture()
-    future._wait_for_work = wait
-    future.set_result(value)
-    if current_graph_task_id() >= 0:
-        queue_callback(partial(_call, future.wait))
-    return future
-
-
-def _call(wait: Callable[[], object]) -> None:
-    wait()
-
-
-def future_of(work: dist.Work, outputs: Sequence[torch.Tensor]) -> WorkFuture:
-    """Return the future of ``work`` that writes ``outputs``."""
-    return _future(work.wait, list(outputs))
 
 
 dist.Backend.register_backend(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 from unittest.mock import patch
@@ -82,28 +82,9 @@ def running(device: EmulatedDevice) -> Iterator[EmulatedDevice]:
             FakeTensorMode.cache_clear()  # it has the device's number
 
 
-def _dispatch_of_thread() -> Dispatch | None:
-    modes = get_current_dispatch_mode_stack()
-    return next((mode for mode in reversed(modes) if isinstance(mode, Dispatch)), None)
-
-
 def sees_this_thread() -> bool:
     """Return whether a device sees what this thread does now."""
-    return _dispatch_of_thread() is not None
-
-
-@contextmanager
-def making_on_device() -> Iterator[None]:
-    """Put on the device what C++ makes within, on its own account."""
-    dispatch = _dispatch_of_thread()
-    if dispatch is None:
-        yield
-        return
-    before, dispatch.makes_on_device = dispatch.makes_on_device, True
-    try:
-        yield
-    finally:
-        dispatch.makes_on_device = before
+    return any(isinstance(mode, Dispatch) for mode in get_current_dispatch_mode_stack())
 
 
 class Modes:
@@ -117,7 +98,7 @@ class Modes:
     @contextmanager
     def on_in_thread(self) -> Iterator[None]:
         """Have the device see what this thread does."""
-        dispatch = Dispatch(self.device, self._functional, self.backwards.runs_here)
+        dispatch = Dispatch(self.device, self._functional)
         with dispatch, Calls(self.device, dispatch, self.backwards):
             yield
 
@@ -143,13 +124,7 @@ class Modes:
 
     def differentiate(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``run``, which lets the engine run a backward."""
-
-        def run_in_engine(*args: Any, **kwargs: Any) -> Any:
-            dispatch = self._dispatch()
-            with nullcontext() if dispatch is None else dispatch.called_by_engine():
-                return run(*args, **kwargs)
-
-        return self.seeing(self.backwards.differentiate, run_in_engine, *args, **kwargs)
+        return self.seeing(self.backwards.differentiate, run, *args, **kwargs)
 
 
 @contextmanager

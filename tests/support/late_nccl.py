@@ -18,7 +18,13 @@ import torch
 import torch.distributed as dist
 
 from fsdp_overlap.emulator import torch_module as streams
-from fsdp_overlap.emulator.nccl_like import Arrival, Delivery, NcclLikeGroup, unseen
+from fsdp_overlap.emulator.nccl_like import (
+    Arrival,
+    Collective,
+    Delivery,
+    NcclLikeGroup,
+    unseen,
+)
 from fsdp_overlap.emulator.queues import Queue
 
 
@@ -55,14 +61,14 @@ def late_collectives() -> Iterator[Late]:
         streams.Stream.wait_stream,
     )
 
-    def carry(group: Any, kind: str, *_: Any) -> dist.Work:
+    def carry(group: Any, collective: Collective, *_: Any) -> dist.Work:
         before = list(late.left(streams.active().current))
 
         def run() -> None:
             for future in before:
                 future.result()
             with suppress(RuntimeError), unseen():  # a rank may be gone
-                group._exchange(kind, [torch.empty(0)] * group.size())
+                group._exchange(collective.kind, [torch.empty(0)] * group.size())
 
         if group not in communicators:
             communicators[group] = ThreadPoolExecutor(1)
