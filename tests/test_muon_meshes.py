@@ -245,7 +245,8 @@ def step_stacks(shape: tuple[int, ...], layout: str) -> Any:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     model, twin = Stacks(mesh["tp"]), Stacks(None)
     fully_shard(model, FsdpContext(mesh[names[:-1]], layout=LAYOUTS[layout]))
-    optimizer, twin_optimizer = Muon(model, **EXACT), Muon(twin, **EXACT)
+    options: dict[str, Any] = {"algorithms": {"*": "muon"}, **EXACT}
+    optimizer, twin_optimizer = Muon(model, **options), Muon(twin, **options)
     seen = Spy()
     for _ in range(2):
         for mine, its in zip(model.parameters(), twin.parameters(), strict=True):

@@ -14,7 +14,7 @@ from fsdp_overlap.optim import exchange
 from fsdp_overlap.optim.adamw import AdamW, FusedAdamW
 from fsdp_overlap.optim.exchange import Exchange, plan_rounds
 from fsdp_overlap.optim.matrices import Split, part_rows
-from fsdp_overlap.optim.muon_param_groups import ALGORITHMS, muon_param_groups
+from fsdp_overlap.optim.muon_param_groups import ALGORITHMS, choice_table, muon_param_groups
 from fsdp_overlap.optim.newton_schulz import COEFFICIENTS, Polynomial, polynomials
 from fsdp_overlap.optim.orthogonalization import MatmulOptions, Task, run, run_rounds, tasks_of
 from fsdp_overlap.optim.owner_groups import OwnerGroup, OwnerGroups
@@ -40,10 +40,10 @@ class Muon(torch.optim.Optimizer):
     is that of the unsharded model. Parameters that are not sharded are stepped too, on every rank.
 
     Args:
-        params: a model, or parameters or groups as for any optimizer. In a model, AdamW steps the
-            embeddings, the output head (the last matrix, if it has the shape of the largest
-            embedding), the convolutions, and all that is neither a matrix nor a stack of several.
-            Muon steps the rest. Parameters and groups are stepped by Muon, but groups with
+        params: a model, or parameters or groups as for any optimizer. In a model Muon steps the
+            hidden matrices and stacks of them, and AdamW the embeddings, the outputs, the routers
+            of experts, the convolutions and all that is not a matrix: ``print(optimizer)`` shows
+            them in a table. Parameters and groups are stepped by Muon, but groups with
             ``"algorithm": "adamw"`` by AdamW.
         ns_coefficients: ``"quintic"``, torch's default; ``"polar_express"`` (arXiv 2505.16932),
             which comes closer to orthogonal matrices; numbers ``(a, b, c)``; or such a tuple for
@@ -93,9 +93,11 @@ class Muon(torch.optim.Optimizer):
         self._moment_dtype = options.get("moment_dtype")
         self.ns_dtype = ns_dtype
         self._prefetch_next_forward = prefetch_next_forward
+        self._choice_table = ""
         self._reset()
         if isinstance(params, nn.Module):
-            params = muon_param_groups(params, algorithms or {}, split or {})
+            model, params = params, muon_param_groups(params, algorithms or {}, split or {})
+            self._choice_table = choice_table(model, params)
         elif algorithms or split:
             raise ValueError(
                 "algorithms= and split= name parameters of a model: pass the model, or groups of "
@@ -138,8 +140,12 @@ class Muon(torch.optim.Optimizer):
         if not isinstance(group["split"], int):
             group["split"] = tuple(group["split"])
 
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}\n{self._choice_table}".rstrip()
+
     def __getstate__(self) -> dict[str, Any]:
-        names = ("_adamw_options", "_moment_dtype", "ns_dtype", "_prefetch_next_forward")
+        names = ["_adamw_options", "_moment_dtype", "ns_dtype"]
+        names += ["_prefetch_next_forward", "_choice_table"]
         return super().__getstate__() | {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

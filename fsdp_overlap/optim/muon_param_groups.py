@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from math import prod
 from typing import Any, TypeVar
 
 from torch import nn
 
 from fsdp_overlap.optim.matrices import Split
-from fsdp_overlap.torch_internals import ConvNd
+from fsdp_overlap.optim.parameter_kinds import HIDDEN, parameter_kinds
 
 ALGORITHMS = ("muon", "adamw")
 
@@ -20,13 +20,15 @@ T = TypeVar("T")
 def muon_param_groups(
     model: nn.Module, algorithms: Mapping[str, str], split: Mapping[str, Split]
 ) -> list[dict[str, Any]]:
-    """Return a param group for each algorithm and split that occurs in ``model``, Muon's first.
+    """Return a param group for each algorithm and split that occurs in ``model``, Muon's first. By
+    default hidden matrices are Muon's (:func:`parameter_kinds`).
 
     Raises:
         ValueError: a pattern matches no parameter, an algorithm is unknown, or ``split`` names a
             parameter that AdamW steps.
     """
-    chosen = _default_algorithms(model)
+    kinds = parameter_kinds(model)
+    chosen = {name: "muon" if kind == HIDDEN else "adamw" for name, kind in kinds.items()}
     for pattern, algorithm in algorithms.items():
         if algorithm not in ALGORITHMS:
             raise ValueError(f"algorithms[{pattern!r}] = {algorithm!r}: use 'muon' or 'adamw'")
@@ -45,37 +47,6 @@ def muon_param_groups(
     return [group for _, group in sorted(groups.items(), key=lambda item: item[0][0] == "adamw")]
 
 
-def _default_algorithms(model: nn.Module) -> dict[str, str]:
-    """Return the algorithm for each parameter name. Muon takes matrices and stacks of matrices, but
-    no embeddings, no convolutions and not the output head. The head is the last matrix, if it has
-    the shape of the largest embedding."""
-    embeddings = set()
-    others = set()
-    for module in model.modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            embeddings.add(module.weight)
-        elif isinstance(module, ConvNd):
-            others.add(module.weight)
-    named = dict(model.named_parameters())
-    matrices = [
-        name
-        for name, parameter in named.items()
-        if _is_matrix(parameter) and parameter not in embeddings and parameter not in others
-    ]
-    # Only the largest embedding counts: one of positions may have the shape of a matrix by chance.
-    largest = max(embeddings, key=lambda parameter: parameter.numel(), default=None)
-    if largest is not None and matrices and named[matrices[-1]].shape == largest.shape:
-        matrices.pop()
-    return {name: "muon" if name in matrices else "adamw" for name in named}
-
-
-def _is_matrix(parameter: nn.Parameter) -> bool:
-    """Return whether it is a matrix or a stack of several. A stack of one is something else, for
-    example learned positions ``[1, n, d]``."""
-    is_stack = parameter.dim() > 2 and prod(parameter.shape[:-2]) > 1
-    return (parameter.dim() == 2 or is_stack) and parameter.is_floating_point()
-
-
 def _by_name(names: Mapping[str, Any], patterns: Mapping[str, T], what: str) -> dict[str, T]:
     """Return the value of each of ``names`` that a pattern matches, that of the last one if several
     match."""
@@ -87,3 +58,28 @@ def _by_name(names: Mapping[str, Any], patterns: Mapping[str, T], what: str) -> 
             raise ValueError(f"{what}: {pattern!r} matches no parameter; there are {some}, ...")
         value_of.update(dict.fromkeys(matching, value))
     return value_of
+
+
+def choice_table(model: nn.Module, groups: list[dict[str, Any]]) -> str:
+    """Return a table of what steps the parameters of ``model``: a line for each kind of parameter
+    and algorithm. Numbers in names, as of blocks, are left out."""
+    algorithm_of = {p: group["algorithm"] for group in groups for p in group["params"]}
+    parameters = dict(model.named_parameters())
+    lines: dict[tuple[str, str], list[nn.Parameter]] = {}
+    names: dict[tuple[str, str], dict[str, None]] = {}
+    for name, kind in parameter_kinds(model).items():
+        line = algorithm_of[parameters[name]], kind
+        lines.setdefault(line, []).append(parameters[name])
+        names.setdefault(line, {})[re.sub(r"(?<![^.])\d+(?![^.])", "*", name)] = None
+    rows = [("algorithm", "kind", "parameters", "elements", "names")]
+    for line in sorted(lines, key=lambda line: (line[0] != "muon", line[1] != HIDDEN, line[1])):
+        elements = sum(parameter.numel() for parameter in lines[line])
+        rows.append((*line, f"{len(lines[line])}", f"{elements:,}", ", ".join(names[line])))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    alignments = "<<>><"
+    return "\n".join(
+        "  ".join(
+            f"{cell:{a}{w}}" for cell, a, w in zip(row, alignments, widths, strict=True)
+        ).rstrip()
+        for row in rows
+    )
