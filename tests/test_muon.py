@@ -288,7 +288,7 @@ def test_groups_have_options_of_their_own() -> None:
         ({"algorithms": {"norm.weight": "muon"}}, r"not a parameter of shape \(8,\)"),
         ({"split": {"square.weight": 3}}, "split=3 does not divide the 8 rows"),
         ({"split": {"square.weight": (3, 4)}}, r"split=\(3, 4\) makes 7 rows"),
-        ({"split": {"words.weight": 2}}, "'words.weight', which AdamW steps"),
+        ({"split": {"words.weight": 2}}, "names 'words.weight', for which algorithm is 'adamw'"),
         ({"ns_coefficients": "cubic"}, "use 'quintic' or 'polar_express'"),
         ({"ns_coefficients": (1.0, 2.0)}, "3 numbers"),
         ({"ns_steps": 0}, "ns_steps=0"),

@@ -6,6 +6,7 @@ results with fewer kernels and collectives. torch's Muon does not work on sharde
 
 from fsdp_overlap.optim.adamw import AdamW
 from fsdp_overlap.optim.clipping import clip_grad_norm_
+from fsdp_overlap.optim.layer_wise import LayerWise
 from fsdp_overlap.optim.muon import Muon
 
-__all__ = ["AdamW", "Muon", "clip_grad_norm_"]
+__all__ = ["AdamW", "LayerWise", "Muon", "clip_grad_norm_"]

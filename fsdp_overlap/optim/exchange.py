@@ -6,7 +6,7 @@ while the products of another run. Replicated chunks are sent once; results go t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import zip_longest
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from fsdp_overlap.comm.collectives import all_to_all
 from fsdp_overlap.comm.comm_streams import CommStream
 from fsdp_overlap.optim.matrices import (
+    MatrixBatch,
     MatrixChunk,
     MatrixPartition,
     SharedMatrices,
@@ -47,25 +48,28 @@ class OwnerAssignment:
 
 @lru_cache(maxsize=64)
 def plan_rounds(
-    partitions: tuple[MatrixPartition, ...], world_size: int, round_elements: int
+    partitions: tuple[MatrixPartition, ...],
+    world_size: int,
+    round_elements: int,
+    cost: Callable[[MatrixBatch | SharedMatrices], float] = flops_of,
 ) -> tuple[tuple[OwnerAssignment, ...], ...]:
     """Assign all shared matrices to owners, and return the assignments of each round.
 
-    The matrices with the most work come first. Each goes to the rank with the least work, unshared
-    matrices included. Among equal ranks, the one that holds most of the matrix gets it. If some
-    ranks hold all of it, it goes to one of these.
+    The matrices with the most work, which is their ``cost``, come first. Each goes to the rank with
+    the least work, unshared matrices included. Among equal ranks, the one that holds most of the
+    matrix gets it. If some ranks hold all of it, it goes to one of these.
     """
-    loads = [0] * world_size
+    loads = [0.0] * world_size
     for partition in partitions:
         for rank, batches in partition.unshared.items():
-            loads[rank] += sum(map(flops_of, batches))
+            loads[rank] += sum(map(cost, batches))
     shared = [
         (index, matrices)
         for index, partition in enumerate(partitions)
         for matrices in partition.shared
     ]
     owned: list[list[OwnerAssignment]] = [[] for _ in loads]
-    for index, matrices in sorted(shared, key=lambda item: -flops_of(item[1])):
+    for index, matrices in sorted(shared, key=lambda item: -cost(item[1])):
         held: dict[int, int] = {}
         for chunk in matrices.chunks:
             for rank in chunk.ranks:
@@ -75,7 +79,7 @@ def plan_rounds(
             held if is_uncut else range(world_size),
             key=lambda rank: (loads[rank], -held.get(rank, 0), rank),
         )
-        loads[owner] += flops_of(matrices)
+        loads[owner] += cost(matrices)
         replica = partitions[index].replicas[owner]
         owned[owner].append(OwnerAssignment(index, matrices, owner, replica))
     by_owner = [

@@ -120,6 +120,23 @@ class MatrixPartition:
     unshared: dict[int, tuple[MatrixBatch, ...]]
     shared: tuple[SharedMatrices, ...]
     replicas: tuple[int, ...]
+    tile: Tile | None = None
+    """The tile that has all the matrices uncut. ``None`` if tiles cut them."""
+
+
+def matrix_number(shape: Sequence[int], split: Split, tile: Tile, start: int) -> int:
+    """Return the number of a matrix among all those of a parameter of ``shape``, wherever they lie.
+    ``start`` is the matrix's first element in the flattened ``tile``, which cuts no matrix."""
+    before, first = divmod(start, tile.shape[-2] * tile.shape[-1])
+    index, stride = 0, 1
+    for size, part, offset in zip(
+        shape[-3::-1], tile.shape[-3::-1], tile.offsets[-3::-1], strict=True
+    ):
+        before, place = divmod(before, part)
+        index += (place + offset) * stride
+        stride *= size
+    rows = [*accumulate(part_rows(shape, split), initial=0)]
+    return index * (len(rows) - 1) + rows.index(first // tile.shape[-1] + tile.offsets[-2])
 
 
 def part_rows(shape: Sequence[int], split: Split) -> tuple[int, ...]:
@@ -172,18 +189,18 @@ def partition_matrices(
     if not tiles:
         return MatrixPartition({}, (), replicas)
     if len(tiles) == 1 and (parts := uncut_part_rows(shape, split, tiles[0])) is not None:
-        return _partition_tile(tiles[0].shape, parts, held, replicas)
+        return _partition_tile(tiles[0], parts, held, replicas)
     return MatrixPartition({}, tuple(_across_tiles(shape, split, tiles, held)), replicas)
 
 
 def _partition_tile(
-    shape: tuple[int, ...],
+    tile: Tile,
     parts: tuple[int, ...],
     held: dict[ShardRange, tuple[int, ...]],
     replicas: tuple[int, ...],
 ) -> MatrixPartition:
     """Return the partition of a tile that cuts no matrix part. ``parts`` are their rows."""
-    *_, rows, columns = shape
+    *_, rows, columns = tile.shape
     starts = [rows_before * columns for rows_before in accumulate(parts, initial=0)]
     matrix = rows * columns
 
@@ -211,7 +228,7 @@ def _partition_tile(
         if start_of(first) < shard.start:
             cut.add(first)
             first += 1
-        if shard.stop < prod(shape) and start_of(last) < shard.stop:
+        if shard.stop < tile.numel and start_of(last) < shard.stop:
             cut.add(last)
         if len(ranks) == 1:
             unshared[ranks[0]] = tuple(batches(first, last))
@@ -229,7 +246,7 @@ def _partition_tile(
             if shard.start < stop and start < shard.stop
         )
         shared.append(SharedMatrices(1, height, columns, chunks))
-    return MatrixPartition(unshared, tuple(shared), replicas)
+    return MatrixPartition(unshared, tuple(shared), replicas, tile)
 
 
 def _across_tiles(

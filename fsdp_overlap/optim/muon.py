@@ -7,24 +7,28 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.comm.comm_streams import CommStream, make_comm_stream
 from fsdp_overlap.optim import exchange
 from fsdp_overlap.optim.adamw import AdamW, FusedAdamW
 from fsdp_overlap.optim.exchange import Exchange, plan_rounds
-from fsdp_overlap.optim.matrices import Split, part_rows
-from fsdp_overlap.optim.muon_param_groups import ALGORITHMS, choice_table, muon_param_groups
+from fsdp_overlap.optim.matrices import Split
+from fsdp_overlap.optim.matrix_param_groups import (
+    check_matrices,
+    choice_table,
+    matrix_param_groups,
+)
 from fsdp_overlap.optim.newton_schulz import COEFFICIENTS, Polynomial, polynomials
 from fsdp_overlap.optim.orthogonalization import MatmulOptions, Task, run, run_rounds, tasks_of
 from fsdp_overlap.optim.owner_groups import OwnerGroup, OwnerGroups
 from fsdp_overlap.optim.post_optim_prefetch import PostOptimPrefetch
-from fsdp_overlap.optim.spans import local_of
 from fsdp_overlap.optim.states import pack, restore
 from fsdp_overlap.optim.updates import MuonSettings, Update
-from fsdp_overlap.tensor.extension import is_subclass
 from fsdp_overlap.tensor.operands import record_edits
-from fsdp_overlap.tensor.row_tensor import Sharded
+
+ALGORITHMS = ("muon", "adamw")
+
+_INSTEAD = 'give it to AdamW, by the names in algorithms= or in a group with "algorithm": "adamw"'
 
 _OF_ADAMW = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
 
@@ -96,8 +100,11 @@ class Muon(torch.optim.Optimizer):
         self._choice_table = ""
         self._reset()
         if isinstance(params, nn.Module):
-            model, params = params, muon_param_groups(params, algorithms or {}, split or {})
-            self._choice_table = choice_table(model, params)
+            model = params
+            params = matrix_param_groups(
+                model, "algorithm", ALGORITHMS, algorithms or {}, split or {}
+            )
+            self._choice_table = choice_table(model, "algorithm", params)
         elif algorithms or split:
             raise ValueError(
                 "algorithms= and split= name parameters of a model: pass the model, or groups of "
@@ -310,32 +317,4 @@ def _check_group(group: dict[str, Any]) -> None:
         )
     polynomials(group["ns_coefficients"], group["ns_steps"])
     for parameter in group["params"]:
-        _check_matrices(parameter, group["split"])
-
-
-def _check_matrices(parameter: torch.Tensor, split: Split) -> None:
-    shape = tuple(parameter.shape)
-    if parameter.dim() < 2 or not local_of(parameter).is_floating_point():
-        raise ValueError(
-            f"Muon orthogonalizes matrices, not a parameter of shape {shape} and "
-            f"{parameter.dtype}: give that to AdamW, by the names in algorithms= or in a group "
-            'with "algorithm": "adamw"'
-        )
-    if is_subclass(local_of(parameter)):
-        raise TypeError(
-            f"a parameter of shape {shape} is a {type(local_of(parameter)).__name__}, and Muon "
-            "computes with plain tensors: give it to AdamW, by the names in algorithms= or in a "
-            'group with "algorithm": "adamw"'
-        )
-    is_sharded = isinstance(parameter, Sharded)
-    if isinstance(parameter, DTensor) and not is_sharded:
-        raise TypeError(
-            f"a parameter of shape {shape} is a DTensor with placements {parameter.placements}, "
-            "of another library: shard it by fsdp_overlap.fully_shard"
-        )
-    if not is_sharded and not parameter.is_contiguous():
-        raise ValueError(
-            f"a parameter of shape {shape} is not contiguous (strides {parameter.stride()}); "
-            "replace its data by .contiguous() first"
-        )
-    part_rows(shape, split)
+        check_matrices(parameter, group["split"], "Muon", _INSTEAD)

@@ -96,7 +96,7 @@ def _copy_in(batch: Sequence[Task], matrices: Sequence[torch.Tensor]) -> None:
         for values, chunk in (*chunks, *task.received):
             for place, first, last in chunk_views(target, chunk):
                 copies.append((place, values[first:last].view(place.shape)))
-    _copy_all(copies)
+    copy_all(copies)
 
 
 def _copy_out(batch: Sequence[Task], matrices: Sequence[torch.Tensor]) -> None:
@@ -112,10 +112,10 @@ def _copy_out(batch: Sequence[Task], matrices: Sequence[torch.Tensor]) -> None:
             for place, first, last in chunk_views(source, chunk):
                 copies.append((target[first:last].view(place.shape), place))
     move(slices, values)
-    _copy_all(copies)
+    copy_all(copies)
 
 
-def _copy_all(copies: Sequence[Copy]) -> None:
+def copy_all(copies: Sequence[Copy]) -> None:
     """Make all copies together: on a GPU in few launches."""
     if copies:
         targets, sources = zip(*copies, strict=True)

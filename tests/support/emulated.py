@@ -49,8 +49,8 @@ class Program:
         shard(self.model, self.ctx, **options)
         self.optimizer: Any = None
         if optimizer is not None:
-            # Muon is for a whole model.
-            takes_model = optimizer.__name__ == "Muon"
+            # These are for a whole model.
+            takes_model = optimizer.__name__ in ("Muon", "layer_wise")
             what = self.model if takes_model else self.model.parameters()
             self.optimizer = optimizer(what, lr=0.01, **(optimizer_options or {}))
 

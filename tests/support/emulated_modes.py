@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -22,7 +23,7 @@ from fsdp_overlap.checkpoint import ShardStager
 from fsdp_overlap.emulator import Stream, current_stream, fake_ranks, stream
 from fsdp_overlap.engine import grads
 from fsdp_overlap.layout import BlockAtomic, Flat, LayoutRule, PerTensor, TensorAtomic, pieces
-from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_, exchange
+from fsdp_overlap.optim import AdamW, LayerWise, Muon, clip_grad_norm_, exchange
 from fsdp_overlap.weights import WeightResharder, export_weights, save_weights
 from fsdp_overlap.weights import exchange as weights_exchange
 from support.emulated import Program, trained
@@ -77,6 +78,16 @@ for title, layout in {"flat": Flat(), "rows": PerTensor()}.items():
     )
 MODES["prefetch 1, rows"] = trained(layout=PerTensor())
 MODES["Muon, rows"] = trained(optimizer=Muon, layout=PerTensor())
+
+
+def layer_wise(model: nn.Module, lr: float) -> LayerWise:
+    return LayerWise(model, partial(torch.optim.Muon, lr=lr))
+
+
+for name, layout in {**LAYOUTS, "rows": PerTensor()}.items():
+    MODES[f"layer-wise, {name}"] = trained(optimizer=layer_wise, layout=layout)
+MODES["layer-wise, copies"] = trained(optimizer=layer_wise, dims=(2, 2))
+MODES["layer-wise, offloaded"] = trained(optimizer=layer_wise, shard_options=dict(OFFLOAD))
 for dims in ((2, 2), (4, 1), (1, 4)):
     for divides in (False, True):
         for dtype in (None, torch.float64):

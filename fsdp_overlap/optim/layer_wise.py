@@ -1,0 +1,547 @@
+"""Runs an ordinary optimizer of matrices on sharded parameters: each rank steps whole matrices."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_overlap.comm.collectives import all_to_all
+from fsdp_overlap.comm.comm_streams import HostWorkHandle
+from fsdp_overlap.optim.adamw import AdamW
+from fsdp_overlap.optim.exchange import (
+    BufferPlan,
+    MessageBuffer,
+    OwnerAssignment,
+    gather_scatter_plan,
+    plan_rounds,
+)
+from fsdp_overlap.optim.matrices import (
+    MatrixBatch,
+    MatrixChunk,
+    SharedMatrices,
+    Split,
+    flops_of,
+    matrix_number,
+)
+from fsdp_overlap.optim.matrix_param_groups import (
+    check_matrices,
+    choice_table,
+    matrix_param_groups,
+)
+from fsdp_overlap.optim.orthogonalization import chunk_views, copy_all
+from fsdp_overlap.optim.owner_groups import OwnerGroup, OwnerGroups
+from fsdp_overlap.optim.spans import local_of
+from fsdp_overlap.tensor.operands import record_edits
+from fsdp_overlap.tensor.placement import is_on_mesh
+from fsdp_overlap.tensor.row_tensor import Sharded
+
+Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+"""Makes an ordinary optimizer of parameters."""
+
+Cost = Callable[[MatrixBatch | SharedMatrices], float]
+"""What a step of matrices costs, in any unit. ``count``, ``rows`` and ``columns`` say how many they
+are, and how large each is."""
+
+
+_NOT_OPTIONS = {"params", "param_names", "layer_wise", "split"}
+
+_INSTEAD = 'by layer_wise= or in a group with "layer_wise": False leave it to the others'
+
+
+class _Shard:
+    """This rank's shard of one parameter, its gradient's and where messages about it are made."""
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self.value = local_of(parameter).detach().view(-1)
+        gradient = parameter.grad
+        self.gradient = (
+            None if gradient is None else local_of(gradient).reshape(-1).to(self.value.dtype)
+        )
+        self.device = self.value.device
+        if isinstance(parameter, Sharded) and not is_on_mesh(self.value, parameter._spec):
+            self.device = torch.device(parameter.device_mesh.device_type)  # offloaded
+
+    def own_gradient(self) -> torch.Tensor:
+        assert self.gradient is not None
+        return self.gradient
+
+
+class _Matrix:
+    """One matrix that this rank steps: ``plain`` is what the optimizer is given."""
+
+    def __init__(self, parameter: torch.Tensor, number: int, shape: tuple[int, int]) -> None:
+        self.parameter = parameter
+        self.number = number
+        self.shape = shape
+        dtype, device = local_of(parameter).dtype, local_of(parameter).device
+        # A placeholder without memory: a step gives it the values.
+        self.plain = nn.Parameter(torch.empty(1, dtype=dtype, device=device).expand(shape))
+
+    def set(self, value: torch.Tensor, gradient: torch.Tensor) -> None:
+        self.plain.data = value.view(self.shape)
+        self.plain.grad = gradient.view(self.shape)
+
+    def drop(self) -> torch.Tensor:
+        """Return the values, and let go of all memory."""
+        value = self.plain.data
+        self.plain.grad = None
+        self.plain.data = value.new_empty(1).expand(self.shape)
+        return value
+
+
+@dataclass(frozen=True, eq=False)
+class _OwnMatrices:
+    """Matrices that follow each other in this rank's shard, which no other rank has."""
+
+    parameter: torch.Tensor
+    start: int
+    """The place of their first element in the shard."""
+    matrices: list[_Matrix]
+
+    def begin(self) -> None:
+        """Let the optimizer work in the shard."""
+        shard = _Shard(self.parameter)
+        if shard.gradient is None:
+            return
+        rows, columns = self.matrices[0].shape
+        end = self.start + len(self.matrices) * rows * columns
+        shape = len(self.matrices), rows, columns
+        values = shard.value[self.start : end].view(shape)
+        gradients = shard.gradient[self.start : end].view(shape)
+        for matrix, value, gradient in zip(self.matrices, values, gradients, strict=True):
+            matrix.set(value, gradient)
+
+    def end(self) -> None:
+        """Let go of the shard, whose memory may be another one in the next step."""
+        shard = _Shard(self.parameter).value
+        for index, matrix in enumerate(self.matrices):
+            if matrix.plain.grad is not None:
+                value = matrix.drop()
+                first = self.start + index * value.numel()
+                target = shard[first : first + value.numel()].view(matrix.shape)
+                if value.data_ptr() != target.data_ptr():  # some replace a parameter's data
+                    target.copy_(value)
+
+
+@dataclass(frozen=True, eq=False)
+class _SharedParameters:
+    """Parameters of which several ranks hold the same matrices, or parts of them, and the ranks
+    that step these."""
+
+    parameters: tuple[torch.Tensor, ...]
+    assignments: tuple[OwnerAssignment, ...]
+    owned: dict[OwnerAssignment, list[_Matrix]]
+
+
+class LayerWise(torch.optim.Optimizer):
+    """Steps the matrices of a model by an ordinary optimizer, such as ``torch.optim.Muon``, SOAP,
+    Shampoo or Adafactor, which is given each of them whole, as a plain parameter.
+
+    Each matrix is stepped by one rank. If one rank holds all of it, as under the layout
+    ``TensorAtomic()``, the optimizer works in the shard's memory, and :meth:`step` sends nothing.
+    If ranks hold parts of a matrix, or replicas, they send their parts of the gradient and the
+    parameter to one of them, which sends the result back. Results are those of the unsharded model.
+
+    Args:
+        params: a model, or parameters or groups as for any optimizer. In a model ``factory`` is
+            given the hidden matrices (see :class:`Muon`), and ``others`` all other parameters. Of
+            parameters and groups ``others`` is given groups with ``"layer_wise": False``.
+        factory: makes the optimizer of a list of matrices. A stack ``[n, rows, columns]`` is ``n``
+            matrices. Called once for each group.
+        others: makes the optimizer of a list of sharded parameters, which must work on their
+            elements.
+        layer_wise: which parameters of the model ``factory`` is given (True) or ``others``. The
+            keys are names of parameters, or patterns.
+        split: the parts of a parameter that are matrices of their own, as for :class:`Muon`.
+        cost: what a step of matrices costs, by which ranks are balanced.
+
+    Options of the groups, learning rates among them, are those of the optimizers that ``factory``
+    and ``others`` make. State dicts have the state of each matrix by its number in the parameter,
+    on the rank that steps it, so that ``torch.distributed.checkpoint`` loads them under any number
+    of ranks, mesh and layout. A state dict of the optimizer itself can be loaded, too.
+
+    Raises:
+        TypeError, ValueError: an option or a parameter is one that this cannot work with.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        factory: Factory,
+        others: Factory = AdamW,
+        *,
+        layer_wise: Mapping[str, bool] | None = None,
+        split: Mapping[str, Split] | None = None,
+        cost: Cost = flops_of,
+    ) -> None:
+        self._factory = factory
+        self._others = others
+        self._cost = cost
+        self._optimizers: list[torch.optim.Optimizer] = []
+        """One for each group. That of a group of matrices has none, until :meth:`_prepare`."""
+        self._matrices: dict[torch.Tensor, list[_Matrix]] = {}
+        """Those that this rank steps, by parameter."""
+        self._own: list[_OwnMatrices] = []
+        self._shared: list[_SharedParameters] = []
+        self._owner_groups = OwnerGroups()
+        self._choice_table = ""
+        if isinstance(params, nn.Module):
+            model, values = params, (True, False)
+            params = matrix_param_groups(model, "layer_wise", values, layer_wise or {}, split or {})
+            self._choice_table = choice_table(model, "layer_wise", params)
+        elif layer_wise or split:
+            raise ValueError(
+                "layer_wise= and split= name parameters of a model: pass the model, or groups of "
+                'parameters with "layer_wise" and "split" in each'
+            )
+        super().__init__(params, {"layer_wise": True, "split": 1})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            if group["layer_wise"]:
+                for parameter in group["params"]:
+                    check_matrices(parameter, group["split"], "LayerWise", _INSTEAD)
+                optimizer = self._factory([nn.Parameter(torch.zeros(1, 1))])
+            else:
+                optimizer = self._others(group["params"])
+            options = _options_of(optimizer)
+        except Exception:
+            self.param_groups.pop()
+            raise
+        for name, value in options.items():
+            group.setdefault(name, value)
+        if not group["layer_wise"]:
+            optimizer.param_groups = [group]
+        self._optimizers.append(optimizer)
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}\n{self._choice_table}".rstrip()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step the parameters that have a gradient.
+
+        If several ranks hold parts of a matrix, this must be called on every rank of its mesh, and
+        the same parameters must have gradients on all of them, as backward leaves them.
+
+        If it raises, some parameters have moved and others not: call ``ctx.reset()`` on every rank,
+        and load a checkpoint.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._prepare()
+        try:
+            exchanges = list(self._gather())
+            for own in self._own:
+                own.begin()
+            for group, optimizer in zip(self.param_groups, self._optimizers, strict=True):
+                if any(parameter.grad is not None for parameter in group["params"]):
+                    self._step_group(group, optimizer)
+            for own in self._own:
+                own.end()
+            for exchange in exchanges:
+                exchange.scatter()
+        except BaseException as error:
+            if self._shared:
+                self._owner_groups.abort(error)
+            raise
+        record_edits(p for p in self._stepped_matrices() if p.grad is not None)
+        return loss
+
+    def _step_group(self, group: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
+        if not group["layer_wise"]:
+            optimizer.step()
+            self.state.update(optimizer.state)
+            return
+        matrices = [m for p in group["params"] for m in self._matrices[p]]
+        if all(matrix.plain.grad is None for matrix in matrices):
+            return
+        (own_group,) = optimizer.param_groups
+        own_group.update((name, group[name]) for name in group.keys() - _NOT_OPTIONS)
+        optimizer.step()
+        # Some count their steps there.
+        group.update((name, own_group[name]) for name in own_group.keys() - _NOT_OPTIONS)
+        for matrix in matrices:
+            if matrix.plain in optimizer.state:
+                state = optimizer.state[matrix.plain]
+                self.state[matrix.parameter][str(matrix.number)] = state
+
+    def _stepped_matrices(self) -> Iterator[torch.Tensor]:
+        for group in self.param_groups:
+            if group["layer_wise"]:
+                yield from group["params"]
+
+    # ---- who steps what ----
+
+    def _prepare(self) -> None:
+        """Find which matrices this rank steps. Collective at the first call."""
+        self._owner_groups.drop_ended()
+        groups = [group for group in self.param_groups if group["layer_wise"]]
+        self._owner_groups.add((p, group["split"]) for group in groups for p in group["params"])
+        new = {p: g["split"] for g in groups for p in g["params"] if p not in self._matrices}
+        if not new:
+            return
+        sharing: dict[tuple[OwnerGroup, torch.dtype], list[torch.Tensor]] = {}
+        for parameter in new:
+            self._matrices[parameter] = []
+            ownership = self._owner_groups.ownership_of(parameter)
+            for batch in ownership.partition.unshared.get(ownership.rank, ()):
+                self._add_own(parameter, batch)
+            if ownership.owner_group is not None:
+                key = ownership.owner_group, local_of(parameter).dtype
+                sharing.setdefault(key, []).append(parameter)
+        for (owner_group, _), parameters in sharing.items():
+            self._add_shared(owner_group, tuple(parameters))
+        for parameter in new:  # also on ranks that step none: checkpoints look for all
+            numbers = (str(matrix.number) for matrix in self._matrices[parameter])
+            self.state[parameter] = {number: {} for number in numbers}
+        for index, group in enumerate(self.param_groups):
+            if group["layer_wise"] and group["params"][0] in new:
+                plain = [m.plain for p in group["params"] for m in self._matrices[p]]
+                if plain:
+                    self._optimizers[index] = self._factory(plain)
+
+    def _add_own(self, parameter: torch.Tensor, batch: MatrixBatch) -> None:
+        ownership = self._owner_groups.ownership_of(parameter)
+        tile, shape = ownership.partition.tile, tuple(parameter.shape)
+        assert tile is not None
+        matrices = [
+            _Matrix(
+                parameter, matrix_number(shape, ownership.split, tile, one.start), one.shape[1:]
+            )
+            for one in batch.split(1)
+        ]
+        self._own.append(_OwnMatrices(parameter, batch.start - ownership.start, matrices))
+        self._matrices[parameter] += matrices
+
+    def _add_shared(self, owner_group: OwnerGroup, parameters: tuple[torch.Tensor, ...]) -> None:
+        partitions = tuple(self._owner_groups.ownership_of(p).partition for p in parameters)
+        size = len(owner_group.ranks)
+        rounds = plan_rounds(partitions, size, sys.maxsize, self._cost)
+        if not rounds:
+            return
+        (assignments,) = rounds
+        owned: dict[OwnerAssignment, list[_Matrix]] = {}
+        for one in assignments:
+            if one.owner == owner_group.rank:
+                owned[one] = list(self._shared_matrices(parameters[one.parameter], one.matrices))
+                self._matrices[parameters[one.parameter]] += owned[one]
+        self._shared.append(_SharedParameters(parameters, assignments, owned))
+
+    def _shared_matrices(
+        self, parameter: torch.Tensor, matrices: SharedMatrices
+    ) -> Iterator[_Matrix]:
+        ownership = self._owner_groups.ownership_of(parameter)
+        tile, shape = ownership.partition.tile, tuple(parameter.shape)
+        for index in range(matrices.count):
+            if tile is None:
+                number = ownership.partition.shared.index(matrices)
+            else:
+                start = matrices.chunks[0].start + index * matrices.rows * matrices.columns
+                number = matrix_number(shape, ownership.split, tile, start)
+            yield _Matrix(parameter, number, (matrices.rows, matrices.columns))
+
+    def _gather(self) -> Iterator[_Exchange]:
+        """Give owners the values and gradients of shared matrices."""
+        for shared in self._shared:
+            assignments = tuple(
+                one
+                for one in shared.assignments
+                if shared.parameters[one.parameter].grad is not None
+            )
+            owner_group = self._owner_groups.ownership_of(shared.parameters[0]).owner_group
+            if assignments and owner_group is not None:
+                self._owner_groups.begin_step(owner_group)
+                yield _Exchange(shared, assignments, self._owner_groups, owner_group.group)
+
+    # ---- state dicts ----
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this class, which has the states of the matrices that this rank
+        steps. That of another rank has not: load with ``torch.distributed.checkpoint`` then. One of
+        the optimizer of an unsharded model has all.
+
+        Collective before the first step.
+
+        Raises:
+            ValueError: groups differ, or the state of a matrix that this rank steps is missing.
+                Nothing was changed then.
+        """
+        self._prepare()
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        own = [parameter for group in self.param_groups for parameter in group["params"]]
+        if [len(g["params"]) for g in state_dict["param_groups"]] != [
+            len(g["params"]) for g in self.param_groups
+        ]:
+            raise ValueError("the state dict has other groups of parameters")
+        states = {p: state_dict["state"].get(i) for i, p in zip(saved, own, strict=True)}
+        of_matrices = {
+            matrix: self._state_of(matrix, states[parameter])
+            for parameter, matrices in self._matrices.items()
+            for matrix in matrices
+        }
+        kept = ("layer_wise", "split")  # another optimizer's state dict lacks them
+        groups = [
+            {name: mine[name] for name in kept} | its
+            for mine, its in zip(self.param_groups, state_dict["param_groups"], strict=True)
+        ]
+        super().load_state_dict({**state_dict, "state": {}, "param_groups": groups})
+        for parameter, matrices in self._matrices.items():
+            self.state[parameter] = {str(each.number): of_matrices[each] for each in matrices}
+        for group, optimizer in zip(self.param_groups, self._optimizers, strict=True):
+            parameters = group["params"]
+            if group["layer_wise"]:
+                for matrix in (each for p in parameters for each in self._matrices[p]):
+                    if of_matrices[matrix]:
+                        optimizer.state[matrix.plain] = of_matrices[matrix]
+                continue
+            numbered = {i: states[p] for i, p in enumerate(parameters) if states[p]}
+            options = {**group, "params": list(range(len(parameters)))}
+            optimizer.load_state_dict({"state": numbered, "param_groups": [options]})
+            optimizer.param_groups = [group]
+            self.state.update(optimizer.state)
+
+    def _state_of(self, matrix: _Matrix, states: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return a copy of the state of ``matrix`` among the loaded ``states`` of its parameter, on
+        the device where it is stepped."""
+        if states is None:  # saved before the first step
+            return {}
+        shape = tuple(matrix.parameter.shape)
+        if states and not all(name.isdigit() for name in states) and matrix.shape == shape:
+            state = states  # of an optimizer that stepped the whole parameter
+        elif str(matrix.number) in states:
+            state = states[str(matrix.number)]
+        else:
+            raise ValueError(
+                f"the state dict lacks matrix {matrix.number} of a parameter of shape {shape}, "
+                "which this rank steps: it was saved on another rank; save and load with "
+                "torch.distributed.checkpoint"
+            )
+        return {
+            name: value if name == "step" else _moved(value, matrix.plain.device)
+            for name, value in copy.deepcopy(dict(state)).items()
+        }
+
+
+class _Exchange:
+    """Shared matrices in one step: made, it has given owners the values and gradients."""
+
+    def __init__(
+        self,
+        shared: _SharedParameters,
+        assignments: tuple[OwnerAssignment, ...],
+        owner_groups: OwnerGroups,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._shared = shared
+        self._group = group
+        self._owned = {one: shared.owned[one] for one in assignments if one in shared.owned}
+        self._plan = gather_scatter_plan(assignments, group.rank(), group.size())
+        self._starts = [owner_groups.ownership_of(p).start for p in shared.parameters]
+        stepped = {one.parameter for one in assignments}
+        self._shards = {index: _Shard(shared.parameters[index]) for index in stepped}
+        values = self._gather(lambda shard: shard.value)
+        gradients = self._gather(_Shard.own_gradient)
+        for one, matrices in self._owned.items():
+            shape = one.matrices.count, one.matrices.rows, one.matrices.columns
+            for matrix, value, gradient in zip(
+                matrices, values[one].view(shape), gradients[one].view(shape), strict=True
+            ):
+                matrix.set(value, gradient)
+
+    def _gather(self, of: Callable[[_Shard], torch.Tensor]) -> dict[OwnerAssignment, torch.Tensor]:
+        """Return the matrices that this rank owns, ``[count * rows, columns]`` each."""
+        send = self._buffer(self._plan.gather_send)
+        copy_all([(view, self._slice(of, one, chunk)) for one, chunk, view in send.chunks])
+        received = self._exchange(self._plan.gather_recv, send)
+        whole = {one: self._empty(one) for one in self._owned}
+        values = [(one, chunk, self._slice(of, one, chunk)) for one, chunk in self._own_chunks()]
+        copy_all(
+            [
+                (place, value[first:last].view(place.shape))
+                for one, chunk, value in (*values, *received.chunks)
+                for place, first, last in chunk_views(whole[one], chunk)
+            ]
+        )
+        return whole
+
+    def scatter(self) -> None:
+        """Give all ranks that hold parts of the matrices their new values."""
+        whole = {
+            one: torch.cat([matrix.drop() for matrix in matrices])
+            for one, matrices in self._owned.items()
+        }
+        send = self._buffer(self._plan.scatter_send)
+        values = [(one, chunk, self._value(one, chunk)) for one, chunk in self._own_chunks()]
+        copy_all(
+            [
+                (target[first:last].view(place.shape), place)
+                for one, chunk, target in (*values, *send.chunks)
+                for place, first, last in chunk_views(whole[one], chunk)
+            ]
+        )
+        received = self._exchange(self._plan.scatter_recv, send)
+        copy_all([(self._value(one, chunk), view) for one, chunk, view in received.chunks])
+
+    def _own_chunks(self) -> Iterator[tuple[OwnerAssignment, MatrixChunk]]:
+        """Yield those that this rank holds of the matrices that it owns."""
+        for one in self._owned:
+            for chunk in one.matrices.chunks:
+                if self._group.rank() in chunk.ranks:
+                    yield one, chunk
+
+    def _value(self, one: OwnerAssignment, chunk: MatrixChunk) -> torch.Tensor:
+        return self._slice(lambda shard: shard.value, one, chunk)
+
+    def _slice(
+        self, of: Callable[[_Shard], torch.Tensor], one: OwnerAssignment, chunk: MatrixChunk
+    ) -> torch.Tensor:
+        start = self._starts[one.parameter]
+        return of(self._shards[one.parameter])[chunk.first - start : chunk.last - start]
+
+    def _empty(self, one: OwnerAssignment) -> torch.Tensor:
+        shard, matrices = self._shards[one.parameter], one.matrices
+        shape = matrices.count * matrices.rows, matrices.columns
+        return torch.empty(shape, dtype=shard.value.dtype, device=shard.device)
+
+    def _buffer(self, plan: BufferPlan) -> MessageBuffer:
+        shard = next(iter(self._shards.values()))
+        return MessageBuffer(plan, shard.value.dtype, shard.device)
+
+    def _exchange(self, plan: BufferPlan, send: MessageBuffer) -> MessageBuffer:
+        received = self._buffer(plan)
+        pending = all_to_all(received.flat, send.flat, received.sizes, send.sizes, self._group)
+        HostWorkHandle("all_to_all", "LayerWise", pending, None).wait()
+        return received
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {key: _moved(each, device) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_moved(each, device) for each in value)
+    return value
+
+
+def _options_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    if len(optimizer.param_groups) != 1:
+        raise ValueError(
+            f"{type(optimizer).__name__} made {len(optimizer.param_groups)} groups of one list of "
+            "parameters: pass groups to LayerWise instead"
+        )
+    return {
+        k: v for k, v in optimizer.param_groups[0].items() if k not in ("params", "param_names")
+    }

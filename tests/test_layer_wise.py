@@ -1,0 +1,514 @@
+"""``LayerWise``: ordinary optimizers of matrices on sharded parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.profiler import profile
+
+from fsdp_overlap import BlockAtomic, Flat, FsdpContext, PerTensor, TensorAtomic, fully_shard
+from fsdp_overlap.optim import LayerWise
+from support import experts, tensor_parallel
+from support.ranks import run_ranks
+from support.tensor_parallel import ROWS, batches, loss_of, parallelize
+
+LAYOUTS: dict[str, Any] = {
+    "flat": Flat(),
+    "blocks": BlockAtomic(rows=4),
+    "whole": TensorAtomic(),
+    "rows": PerTensor(),
+}
+
+
+class Model(nn.Module):
+    """Blocks whose matrices have unequal sizes, stacks among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(20, 12)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(12, 20, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.words(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(12)
+        self.up = nn.Linear(12, 18)
+        self.stack = nn.Parameter(torch.randn(3, 18, 18) / 5)
+        self.down = nn.Linear(18, 12, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(self.norm(x))
+        for matrix in self.stack:
+            hidden = torch.tanh(hidden @ matrix)
+        return x + self.down(hidden)
+
+
+def muon(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Muon(parameters, lr=0.02, weight_decay=0.1)
+
+
+def adafactor(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(parameters, lr=0.02)
+
+
+class Whitening(torch.optim.Optimizer):
+    """As Shampoo: factors for rows and columns, in a list, and a count in the group."""
+
+    def __init__(self, parameters: Any, lr: float = 0.02) -> None:
+        super().__init__(parameters, {"lr": lr, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["steps"] += 1
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
+                assert gradient.dim() == 2
+                state = self.state[parameter]
+                if not state:
+                    state["factors"] = [torch.eye(n, dtype=gradient.dtype) for n in gradient.shape]
+                left, right = state["factors"]
+                left += gradient @ gradient.mT
+                right += gradient.mT @ gradient
+                for factor in (left, right):
+                    values, vectors = torch.linalg.eigh(factor)
+                    root = vectors @ values.pow(-0.25).diag() @ vectors.mT
+                    gradient = root @ gradient if factor is left else gradient @ root
+                # Some replace the data instead of editing it.
+                parameter.data = parameter.data - group["lr"] * gradient
+
+
+def whitening(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return Whitening(parameters)
+
+
+FACTORIES: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "muon": muon,
+    "adafactor": adafactor,
+    "whitening": whitening,
+}
+
+
+def of_pytorch_optimizer(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    library = pytest.importorskip("pytorch_optimizer")
+    groups: Any = [{"params": parameters, "use_muon": True}] if "Muon" in name else parameters
+    made: torch.optim.Optimizer = getattr(library, name)(groups, lr=0.01)
+    return made
+
+
+def of_heavyball(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    library = pytest.importorskip("heavyball")
+    library.utils.compile_mode = None
+    made: torch.optim.Optimizer = library.SOAP(parameters, lr=0.01)
+    return made
+
+
+def of_emerging_optimizers(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    library = pytest.importorskip("emerging_optimizers.soap", reason="needs Python 3.12")
+    made: torch.optim.Optimizer = library.SOAP(parameters, lr=0.01)
+    return made
+
+
+REGISTRY = {
+    name: partial(of_pytorch_optimizer, name)
+    for name in ("SOAP", "Shampoo", "ScalableShampoo", "AdaFactor", "CAME", "NorMuon")
+}
+REGISTRY |= {
+    "heavyball's SOAP": of_heavyball,
+    "emerging-optimizers' SOAP": of_emerging_optimizers,
+}
+
+
+def others(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def build(
+    layout: str, shape: tuple[int, ...] = (), dtype: torch.dtype = torch.float64
+) -> tuple[Any, FsdpContext]:
+    model: Any = twin(dtype)
+    mesh = None
+    if shape:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    ctx = FsdpContext(mesh, layout=LAYOUTS[layout])
+    ctx.plan_layout([*model.blocks, model])
+    for block in model.blocks:
+        fully_shard(block, ctx)
+    fully_shard(model, ctx)
+    return model, ctx
+
+
+def twin(dtype: torch.dtype = torch.float64) -> Model:
+    torch.manual_seed(1)
+    return Model().to(dtype)
+
+
+def plain(model: nn.Module, factory: Any) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of an unsharded model. Stacks are parameters of their own."""
+    matrices = [p for name, p in model.named_parameters() if "up.weight" in name or "down" in name]
+    stacks = [p for name, p in model.named_parameters() if "stack" in name]
+    model.pieces = [nn.Parameter(matrix.detach()) for stack in stacks for matrix in stack]
+    rest = [p for p in model.parameters() if not any(p is q for q in (*matrices, *stacks))]
+    return [factory([*matrices, *model.pieces]), others(rest)]
+
+
+def train(model: Any, optimizers: list[torch.optim.Optimizer], steps: int, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        tokens = torch.randint(20, (4, 6), generator=generator)
+        model(tokens).square().mean().backward()
+        stacks = [p for name, p in model.named_parameters() if "stack" in name]
+        for index, piece in enumerate(getattr(model, "pieces", ())):
+            piece.grad = stacks[index // 3].grad[index % 3]
+        for optimizer in optimizers:
+            optimizer.step()
+        for index, piece in enumerate(getattr(model, "pieces", ())):
+            stacks[index // 3].data[index % 3].copy_(piece.data)
+            piece.data = stacks[index // 3].data[index % 3]
+        model.zero_grad()
+
+
+def same(model: nn.Module, other: nn.Module) -> None:
+    for (name, mine), its in zip(model.named_parameters(), other.parameters(), strict=True):
+        whole = mine.full_tensor() if isinstance(mine, DTensor) else mine
+        torch.testing.assert_close(whole, its, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def equals_twin(
+    layout: str, shape: tuple[int, ...], name: str, dtype: torch.dtype = torch.float64
+) -> None:
+    factory = (FACTORIES | REGISTRY)[name]
+    model, _ = build(layout, shape, dtype)
+    other = twin(dtype)
+    optimizer, its = LayerWise(model, factory, others), plain(other, factory)
+    for seed in range(3):
+        train(model, [optimizer], 1, seed)
+        train(other, its, 1, seed)
+        same(model, other)
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+@pytest.mark.parametrize("shape", [(), (2, 2)], ids=["sharded", "replicated"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_equals_unsharded_training(layout: str, shape: tuple[int, ...], name: str) -> None:
+    run_ranks(equals_twin, 4, layout, shape, name)
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+@pytest.mark.parametrize("layout", ["flat", "whole"])
+def test_optimizers_of_others_work_as_they_are(layout: str, name: str) -> None:
+    library = {"h": "heavyball", "e": "emerging_optimizers.soap"}.get(name[0], "pytorch_optimizer")
+    pytest.importorskip(library, exc_type=ImportError)
+    dtype = torch.float32 if "heavyball" in name else torch.float64
+    run_ranks(equals_twin, 4, layout, (), name, dtype)
+
+
+# Meshes
+
+
+def train_in_tiles(shape: tuple[int, ...], layout: str, split: bool) -> int:
+    names = ("replicate", "shard", "tp")[3 - len(shape) :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    ctx = FsdpContext(mesh[names[:-1]], layout=LAYOUTS[layout])
+    model = tensor_parallel.shard(parallelize(tensor_parallel.plain(), mesh["tp"]), ctx)
+    other = tensor_parallel.plain()
+    splits: Any = {"*.wq.weight": 4, "*.wk.weight": (3, 5)} if split else {}
+    optimizers = [LayerWise(each, whitening, others, split=splits) for each in (model, other)]
+    rank = dist.get_rank() // shape[-1]
+    for tokens, targets in batches(3, dist.get_world_size() // shape[-1]):
+        loss_of(model, tokens.split(ROWS)[rank], targets.split(ROWS)[rank]).backward()
+        loss_of(other, tokens, targets).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        tensor_parallel.same(model, other, "value")
+    return matrices_of(optimizers[0])
+
+
+def matrices_of(optimizer: LayerWise) -> int:
+    """Return of how many matrices this rank has states."""
+    return sum(len(s) for s in optimizer.state.values() if all(str(k).isdigit() for k in s))
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout", "split"),
+    [
+        ((2, 2), "flat", False),
+        ((2, 2), "flat", True),
+        ((2, 2), "whole", False),
+        ((1, 2, 2), "blocks", True),
+        ((2, 1, 2), "flat", True),
+    ],
+)
+def test_tensor_parallelism(shape: tuple[int, ...], layout: str, split: bool) -> None:
+    found = run_ranks(train_in_tiles, 4, shape, layout, split)
+    torch.manual_seed(0)
+    model = tensor_parallel.plain()
+    splits: Any = {"*.wq.weight": 4, "*.wk.weight": (3, 5)} if split else {}
+    alone = LayerWise(model, whitening, others, split=splits)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    alone.step()
+    assert sum(found) == matrices_of(alone)  # each is stepped once
+
+
+def train_experts(layout: str) -> None:
+    whole, shards, ep = experts.meshes()
+    model, other = experts.Moe(ep, True), experts.Moe(None)
+    ctx = FsdpContext(whole, layout=LAYOUTS[layout])
+    units = [layer.experts for layer in model]
+    ctx.plan_layout([*units, *model, model], meshes=dict.fromkeys(units, shards))
+    experts.shard(model, whole, shards, ctx)
+    optimizer, its = LayerWise(model, whitening, others), LayerWise(other, whitening, others)
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(3):
+        x = torch.randn(4, experts.ROWS, experts.WIDTH, generator=generator, dtype=torch.double)
+        model(x[dist.get_rank()]).square().mean().backward()
+        torch.stack([other(rows).square().mean() for rows in x]).mean().backward()
+        with CommDebugMode() as issued:
+            optimizer.step()
+        assert not (layout == "whole" and issued.get_total_counts())
+        its.step()
+        for each in (optimizer, its):
+            each.zero_grad()
+        experts.compare(model, other, ep, of_gradients=False)
+
+
+@pytest.mark.parametrize("layout", ["flat", "blocks", "whole"])
+def test_experts(layout: str) -> None:
+    run_ranks(train_experts, 4, layout)
+
+
+# What is sent
+
+
+def collectives(layout: str) -> int:
+    model, _ = build(layout)
+    optimizer = LayerWise(model, whitening, others)
+    train(model, [optimizer], 1)
+    model(torch.zeros(1, 4, dtype=torch.int64)).square().mean().backward()
+    with profile() as seen:
+        optimizer.step()
+    return sum(event.name.startswith("gloo:") for event in seen.events())
+
+
+def test_whole_matrices_are_stepped_without_communication() -> None:
+    assert run_ranks(collectives, 4, "whole") == [0] * 4
+    assert run_ranks(collectives, 4, "flat") == [3] * 4  # values, gradients, results
+
+
+# Options and states
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    named = dict(model.named_parameters())
+    ups = [p for name, p in named.items() if "up.weight" in name]
+    downs = [p for name, p in named.items() if "down" in name]
+    rest = [p for p in named.values() if not any(p is q for q in (*ups, *downs))]
+    return [
+        {"params": ups, "lr": 0.03},
+        {"params": downs, "weight_decay": 0.0},
+        {"params": rest, "layer_wise": False},
+    ]
+
+
+def train_in_groups(layout: str) -> None:
+    model, _ = build(layout)
+    other = twin()
+    optimizer = LayerWise(groups_of(model), muon, others)
+    ups, downs, rest = (group["params"] for group in groups_of(other))
+    its = [
+        torch.optim.Muon(ups, lr=0.03, weight_decay=0.1),
+        torch.optim.Muon(downs, lr=0.02, weight_decay=0.0),
+        others(rest),
+    ]
+    model.blocks[0].up.weight.requires_grad_(False)
+    other.blocks[0].up.weight.requires_grad_(False)
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in (optimizer, *its)]
+    for seed in range(3):
+        train(model, [optimizer], 1, seed)
+        train(other, its, 1, seed)
+        for scheduler in schedulers:
+            scheduler.step()
+        same(model, other)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.03 / 8, 0.02 / 8, 0.01 / 8]
+
+
+@pytest.mark.parametrize("layout", ["flat", "whole"])
+def test_groups_have_options_that_schedulers_change(layout: str) -> None:
+    run_ranks(train_in_groups, 2, layout)
+
+
+def save(folder: str, layout: str, name: str) -> list[torch.Tensor]:
+    """Three steps; returns the parameters two steps after the checkpoint."""
+    model, _ = build(layout)
+    optimizer = LayerWise(model, FACTORIES[name], others)
+    train(model, [optimizer], 3)
+    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.save(states, checkpoint_id=folder)
+    train(model, [optimizer], 2, 1)
+    return [parameter.full_tensor() for parameter in model.parameters()]
+
+
+def load(folder: str, layout: str, shape: tuple[int, ...], name: str) -> list[torch.Tensor]:
+    model, _ = build(layout, shape)
+    optimizer = LayerWise(model, FACTORIES[name], others)
+    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.load(states, checkpoint_id=folder)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=states["model"],
+        optim_state_dict=states["optimizer"],
+    )
+    train(model, [optimizer], 2, 1)
+    return [parameter.full_tensor() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_checkpoints_move_between_worlds_layouts_and_meshes(name: str, tmp_path: Path) -> None:
+    [expected, *_] = run_ranks(save, 2, str(tmp_path), "whole", name)
+    for world_size, layout, shape in (
+        (3, "whole", ()),
+        (4, "flat", ()),
+        (4, "rows", (2, 2)),
+        (1, "blocks", ()),
+    ):
+        for found in run_ranks(load, world_size, str(tmp_path), layout, shape, name):
+            for mine, its in zip(found, expected, strict=True):
+                torch.testing.assert_close(mine, its)
+
+
+def load_plain(layout: str) -> None:
+    other = twin()
+    ups, downs, _ = (group["params"] for group in groups_of(other))
+    its = torch.optim.Muon([{"params": ups}, {"params": downs}], lr=0.02)
+    train(other, [its], 2)
+    model, _ = build(layout)
+    optimizer = LayerWise(groups_of(model)[:2], muon)
+    model.load_state_dict(other.state_dict())
+    optimizer.load_state_dict(its.state_dict())
+    train(model, [optimizer], 2, 1)
+    train(other, [its], 2, 1)
+    same(model, other)
+
+
+@pytest.mark.parametrize("layout", ["flat", "whole"])
+def test_the_state_of_an_unsharded_optimizer_can_be_loaded(layout: str) -> None:
+    run_ranks(load_plain, 2, layout)
+
+
+def load_of_another_rank() -> None:
+    model, _ = build("whole")
+    optimizer = LayerWise(model, muon, others)
+    train(model, [optimizer], 1)
+    states = [None, None]
+    dist.all_gather_object(states, optimizer.state_dict())
+    optimizer.load_state_dict(states[dist.get_rank()])
+    before = list(optimizer.state_dict()["state"])
+    with pytest.raises(ValueError, match=r"lacks matrix \d of a parameter of shape"):
+        optimizer.load_state_dict(states[1 - dist.get_rank()])
+    assert list(optimizer.state_dict()["state"]) == before
+
+
+def test_the_state_of_another_rank_is_refused() -> None:
+    run_ranks(load_of_another_rank, 2)
+
+
+# Between steps
+
+
+def reset_between(layout: str) -> None:
+    model, ctx = build(layout)
+    other = twin()
+    optimizer, its = LayerWise(model, whitening, others), plain(other, whitening)
+    train(model, [optimizer], 1)
+    train(other, its, 1)
+    ctx.reset()
+    model.set_zero_stage(2)
+    for seed in range(2):  # full parameters are kept, and gathered again after a step
+        train(model, [optimizer], 1, seed)
+        train(other, its, 1, seed)
+        same(model, other)
+
+
+@pytest.mark.parametrize("layout", ["flat", "whole"])
+def test_after_a_reset_and_at_zero_stage_2(layout: str) -> None:
+    run_ranks(reset_between, 2, layout)
+
+
+def without_gradients() -> None:
+    model, _ = build("flat")
+    other = twin()
+    optimizer, its = LayerWise(model, whitening, others), plain(other, whitening)
+    for each in (model, other):
+        for optimizers in ([optimizer],) if each is model else (its,):
+            each(torch.zeros(1, 4, dtype=torch.int64)).square().mean().backward()
+            each.blocks[1].up.weight.grad = None
+            for piece in getattr(each, "pieces", ()):
+                piece.grad = None
+            for block in each.blocks:
+                block.stack.grad = None
+            for one in optimizers:
+                one.step()
+    same(model, other)
+    model.zero_grad()
+    optimizer.step()
+    same(model, other)
+
+
+def test_parameters_without_a_gradient_stay() -> None:
+    run_ranks(without_gradients, 2)
+
+
+def stepped_stacks(of_up: float) -> int:
+    """Rank 2 has the ``up`` of each block. Returns how many matrices of stacks this rank steps."""
+    model, _ = build("flat")
+    optimizer = LayerWise(
+        model, whitening, others, cost=lambda matrices: of_up if matrices.columns == 12 else 1.0
+    )
+    train(model, [optimizer], 1)
+    return sum(len(states) for p, states in optimizer.state.items() if p.dim() == 3)
+
+
+def test_ranks_are_balanced_by_cost() -> None:
+    assert run_ranks(stepped_stacks, 3, 1000.0)[2] == 0
+    found = run_ranks(stepped_stacks, 3, 0.0)
+    assert min(found) > 0
+    assert sum(found) == 9
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda m: LayerWise(m.parameters(), muon), "LayerWise steps matrices, not a parameter"),
+        (lambda m: LayerWise(m, muon, layer_wise={"*.none": True}), "matches no parameter"),
+        (lambda m: LayerWise(m, muon, split={"head.weight": 2}), "split names 'head.weight'"),
+        (lambda m: LayerWise(m.parameters(), muon, split={"x": 2}), "pass the model, or groups"),
+    ],
+)
+def test_mistakes(make: Callable[[nn.Module], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(Model())
