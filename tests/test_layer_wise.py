@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -481,6 +483,69 @@ def without_gradients() -> None:
 
 def test_parameters_without_a_gradient_stay() -> None:
     run_ranks(without_gradients, 2)
+
+
+def counted(name: str) -> Any:
+    """Of three ranks two own no matrix."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 6))
+    fully_shard(model, FsdpContext(layout=TensorAtomic()))
+    optimizer = LayerWise(model, REGISTRY[name], layer_wise={"1.weight": False})
+    for _ in range(3):
+        model(torch.ones(2, 6)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer.param_groups[0]["step"]
+
+
+def test_ranks_without_matrices_count_steps_too() -> None:
+    assert run_ranks(counted, 3, "SOAP") == [3] * 3
+
+
+def fail_once(layout: str) -> None:
+    """A step raises on one rank. After a reset and a load training goes on as if it had not."""
+    model, ctx = build(layout)
+    other = twin()
+    optimizer, its = LayerWise(model, whitening, others), plain(other, whitening)
+    train(model, [optimizer], 1)
+    train(other, its, 1)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    fails = torch.linalg.LinAlgError if dist.get_rank() == 0 else RuntimeError
+    with pytest.raises(fails), patch("torch.linalg.eigh", broken):
+        train(model, [optimizer], 1, 1)
+    ctx.reset()
+    model.zero_grad()
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    train(model, [optimizer], 1, 1)
+    train(other, its, 1, 1)
+    same(model, other)
+
+
+def broken(*args: Any) -> Any:
+    if dist.get_rank() == 0:
+        raise torch.linalg.LinAlgError("no eigenvalues")
+    return EIGH(*args)
+
+
+EIGH = torch.linalg.eigh
+
+
+def test_a_step_that_raised_on_one_rank_ends_on_all_and_training_goes_on() -> None:
+    run_ranks(fail_once, 2, "flat")
+
+
+def change_split() -> None:
+    model, _ = build("whole")
+    optimizer = LayerWise(model, muon, others)
+    train(model, [optimizer], 1)
+    optimizer.param_groups[0]["split"] = 2
+    with pytest.raises(ValueError, match='"split" of a group was 1, and is 2'):
+        train(model, [optimizer], 1)
+
+
+def test_a_split_stays() -> None:
+    run_ranks(change_split, 1)
 
 
 def stepped_stacks(of_up: float) -> int:

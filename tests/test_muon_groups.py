@@ -30,7 +30,7 @@ def on_a_grid(mesh: DeviceMesh) -> dist.ProcessGroup:
     tiles = distribute_tensor(torch.ones(4, 4), mesh["tp"], [Shard(0)], src_data_rank=None)
     model = nn.ParameterList([nn.Parameter(tiles)])
     fully_shard(model, FsdpContext(mesh["dp"]))
-    groups = OwnerGroups()
+    groups = OwnerGroups("Muon")
     groups.add([(model[0], 1)])
     owner_group = groups.ownership_of(model[0]).owner_group
     assert owner_group is not None
@@ -79,7 +79,7 @@ def apart_at_reset() -> None:
     model = nn.ParameterList([nn.Parameter(tiles)])
     ctx = FsdpContext(mesh["dp"])
     fully_shard(model, ctx)
-    groups = OwnerGroups()
+    groups = OwnerGroups("Muon")
 
     def group() -> LaggingGroup:
         groups.drop_ended()

@@ -188,9 +188,10 @@ class LayerWise(torch.optim.Optimizer):
         """One for each group. That of a group of matrices has none, until :meth:`_prepare`."""
         self._matrices: dict[torch.Tensor, list[_Matrix]] = {}
         """Those that this rank steps, by parameter."""
+        self._splits: dict[torch.Tensor, Split] = {}
         self._own: list[_OwnMatrices] = []
         self._shared: list[_SharedParameters] = []
-        self._owner_groups = OwnerGroups()
+        self._owner_groups = OwnerGroups("LayerWise")
         self._choice_table = ""
         if isinstance(params, nn.Module):
             model, values = params, (True, False)
@@ -241,6 +242,8 @@ class LayerWise(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._prepare()
+        for matrix in (each for matrices in self._matrices.values() for each in matrices):
+            matrix.plain.grad = None  # as a step that raised has left it
         try:
             exchanges = list(self._gather())
             for own in self._own:
@@ -264,15 +267,12 @@ class LayerWise(torch.optim.Optimizer):
             optimizer.step()
             self.state.update(optimizer.state)
             return
-        matrices = [m for p in group["params"] for m in self._matrices[p]]
-        if all(matrix.plain.grad is None for matrix in matrices):
-            return
+        # Also if this rank owns none of the matrices: some count their steps in the group.
         (own_group,) = optimizer.param_groups
         own_group.update((name, group[name]) for name in group.keys() - _NOT_OPTIONS)
         optimizer.step()
-        # Some count their steps there.
         group.update((name, own_group[name]) for name in own_group.keys() - _NOT_OPTIONS)
-        for matrix in matrices:
+        for matrix in (each for p in group["params"] for each in self._matrices[p]):
             if matrix.plain in optimizer.state:
                 state = optimizer.state[matrix.plain]
                 self.state[matrix.parameter][str(matrix.number)] = state
@@ -288,8 +288,17 @@ class LayerWise(torch.optim.Optimizer):
         """Find which matrices this rank steps. Collective at the first call."""
         self._owner_groups.drop_ended()
         groups = [group for group in self.param_groups if group["layer_wise"]]
+        for group in groups:
+            for parameter in group["params"]:
+                if self._splits.setdefault(parameter, group["split"]) != group["split"]:
+                    raise ValueError(
+                        f'"split" of a group was {self._splits[parameter]}, and is '
+                        f"{group['split']}: optimizers have states of the matrices that there were"
+                    )
         self._owner_groups.add((p, group["split"]) for group in groups for p in group["params"])
-        new = {p: g["split"] for g in groups for p in g["params"] if p not in self._matrices}
+        new = dict.fromkeys(
+            p for group in groups for p in group["params"] if p not in self._matrices
+        )
         if not new:
             return
         sharing: dict[tuple[OwnerGroup, torch.dtype], list[torch.Tensor]] = {}

@@ -130,7 +130,7 @@ class Muon(torch.optim.Optimizer):
         """Make anew everything but the user's options and the state."""
         self._adamw = FusedAdamW(self._moment_dtype)
         self._comm_streams: dict[torch.device, CommStream] = {}
-        self._owner_groups = OwnerGroups()
+        self._owner_groups = OwnerGroups("Muon")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if param_group.get("algorithm") == "adamw":

@@ -89,13 +89,14 @@ class Ownership:
 
 
 class OwnerGroups:
-    """The owner groups of the parameters that one optimizer steps.
+    """The owner groups of the parameters that one ``optimizer`` steps. Errors have its name.
 
     An owner group has the ranks along those dimensions of a parameter's mesh along which ranks hold
     parts of the same matrices, or replicas of them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, optimizer: str) -> None:
+        self._optimizer = optimizer
         self._ownerships: dict[torch.Tensor, Ownership] = {}
         self._groups: dict[tuple[ref[GroupCache], Sequence[int]], OwnerGroup] = {}
         self._own_cache = GroupCache(separate=False)
@@ -136,7 +137,7 @@ class OwnerGroups:
             # Ranges follow from tiles, so ranks of tensor parallelism may have other ranges.
             group.connect(self._cache_of(group.mesh_info))
             own = [_shard_range(parameter) for parameter, _ in members]
-            ranges_by_rank = gather_objects(own, group.group, group.device, "Muon")
+            ranges_by_rank = gather_objects(own, group.group, group.device, self._optimizer)
             for member, ranges in zip(members, zip(*ranges_by_rank, strict=True), strict=True):
                 self._add(*member, group, ranges)
 
@@ -160,7 +161,7 @@ class OwnerGroups:
         connected = [group for group in self._groups.values() if group.is_connected]
         for mesh_info in {group.mesh_info for group in connected}:
             if mesh_info is not None:
-                mesh_info.error_monitor.give_up("Muon.step()", error)
+                mesh_info.error_monitor.give_up(f"{self._optimizer}.step()", error)
         self._own_cache.close()
         self._own_cache = GroupCache(separate=False)
 

@@ -11,8 +11,13 @@ from torch import nn
 from harness import optimizers
 
 
-def layer_wise(model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
-    """A step of torch's optimizers on an unsharded model, of which each rank steps a part.
+def layer_wise(
+    model: nn.Module,
+    dtype: torch.dtype,
+    optimize: Callable[[nn.Module, torch.dtype], Callable[[], None]] = optimizers.torchs,
+) -> Callable[[], None]:
+    """A step of torch's optimizers, or others, on an unsharded model, of which each rank steps a
+    part.
 
     Matrices are dealt by work, the largest first, to the rank with the least. Then every rank
     sends what it stepped to the others: one broadcast for each rank, all at once, from the very
@@ -28,7 +33,7 @@ def layer_wise(model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
         dealt[owner].append(parameter)
     flats = [_flatten(parameters) for parameters in dealt]
     mine = nn.ParameterList(dealt[rank])
-    step_mine = optimizers.torchs(mine, dtype)
+    step_mine = optimize(mine, dtype)
 
     def step() -> None:
         step_mine()

@@ -1,0 +1,121 @@
+"""A step of an ordinary optimizer of matrices: under LayerWise, layer-wise, and unsharded.
+
+The model, gradients and samples are those of `muon.py`. The optimizer is torch's Muon, or SOAP of
+pytorch-optimizer; AdamW steps the norms.
+
+- unsharded: on every rank all of it, at the same time. So does DDP step;
+- layer-wise: the same optimizer on whole matrices that are dealt to ranks, which send each other
+  what they stepped;
+- LayerWise under `TensorAtomic()`, which sends nothing: what others need they gather in the next
+  forward, under compute; and under `Flat()`, which cuts matrices.
+
+A step of W ranks should take 1/W of the unsharded one's time, within 1.1 times that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from pytorch_optimizer import SOAP
+from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
+
+import muon
+from checkpoint import Block
+from fsdp_overlap import Flat, TensorAtomic
+from fsdp_overlap.optim import AdamW, LayerWise
+from harness import options, output, processes, turns
+from harness.layer_wise import layer_wise
+from harness.measurement import Measurement, Ratio
+from harness.optimizers import ADAMW, LR
+
+UNSHARDED, DEALT = "unsharded", "layer-wise"
+WHOLE, FLAT = "LayerWise, TensorAtomic()", "LayerWise, Flat()"
+STEP = "step"
+MATRICES: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "muon": partial(torch.optim.Muon, lr=LR),
+    "soap": partial(SOAP, lr=LR),
+}
+
+
+def plain(name: str, model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
+    """Make the optimizers of an unsharded model. Return their step."""
+    parameters = list(model.parameters())
+    steps = [
+        MATRICES[name]([p for p in parameters if p.dim() == 2]).step,
+        torch.optim.AdamW([p for p in parameters if p.dim() != 2], **ADAMW, fused=True).step,
+    ]
+
+    def step() -> None:
+        for each in steps:
+            each()
+
+    return step
+
+
+def ours(name: str, model: nn.Module) -> Callable[[], None]:
+    return LayerWise(model, MATRICES[name], partial(AdamW, **ADAMW)).step
+
+
+def run_rank(args: argparse.Namespace) -> None:
+    """Measure on this rank; rank 0 reports the slowest rank's times."""
+    processes.join_ranks(timeout_s=args.timeout)
+    models = {name: muon.build(args, Block) for name in (UNSHARDED, DEALT, WHOLE, FLAT)}
+    muon.shard(models[WHOLE], TensorAtomic())
+    muon.shard(models[FLAT], Flat())
+    optimize = partial(plain, args.optimizer)
+    steps = {
+        UNSHARDED: optimize(models[UNSHARDED], torch.bfloat16),
+        DEALT: layer_wise(models[DEALT], torch.bfloat16, optimize),
+        WHOLE: ours(args.optimizer, models[WHOLE]),
+        FLAT: ours(args.optimizer, models[FLAT]),
+    }
+    collectives = {}
+    for name, step in steps.items():
+        for _ in range(2):  # SOAP only looks at the gradient in its first
+            muon.give_gradients(models[name])
+            with CommDebugMode() as issued:
+                step()
+        collectives[name] = issued.get_total_counts()
+        muon.check(name, models[name], models[UNSHARDED], "bfloat16")
+    with turns.quiet_gc():
+        samplers = {name: turns.timed(step) for name, step in steps.items()}
+        mine = turns.alternate(samplers, args.rounds, 1)
+    processes.finish({"step_ms": processes.of_slowest_rank(mine), "collectives": collectives})
+
+
+def measurement_of(args: argparse.Namespace, result: dict[str, Any]) -> Measurement:
+    samples = result["step_ms"]
+    collectives = {name: [float(count)] for name, count in result["collectives"].items()}
+    about = (
+        f"{args.optimizer}, {args.ranks} ranks, {args.blocks} blocks of 12*{args.width}^2; "
+        f"{args.rounds} rounds"
+    )
+    figures = output.figures_of(STEP, "ms", samples)
+    figures += output.figures_of("collectives a step", "", collectives, at_most={WHOLE: 0})
+    ratios = [
+        Ratio.between(STEP, WHOLE, UNSHARDED, samples, at_most=1.1 / args.ranks),
+        Ratio.between(STEP, WHOLE, DEALT, samples),
+        Ratio.between(STEP, FLAT, UNSHARDED, samples),
+        Ratio.between(STEP, FLAT, DEALT, samples),
+    ]
+    return options.measurement(args, about, figures, ratios)
+
+
+def main() -> None:
+    parser = options.parser(__doc__, ranks=2, blocks=8, width=512, rounds=5, timeout=1800.0)
+    parser.add_argument("--optimizer", choices=MATRICES, default="soap")
+    args = parser.parse_args()
+    if processes.is_rank():
+        return run_rank(args)
+    result = processes.launch_ranks(args.ranks, sys.argv[1:], args.timeout)
+    output.publish(measurement_of(args, result), args.json, args.plot)
+
+
+if __name__ == "__main__":
+    main()
