@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -565,6 +566,29 @@ def test_ranks_are_balanced_by_cost() -> None:
     assert sum(found) == 9
 
 
+class Slow(Whitening):
+    """One rank thinks that matrices of 12 columns take long."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            if any(p.grad is not None and p.shape[1] == 12 for p in group["params"]):
+                time.sleep(0.03 * dist.get_rank())
+
+
+def measured_stacks() -> int:
+    model, _ = build("flat")
+    optimizer = LayerWise(model, Slow, others, cost="measured")
+    train(model, [optimizer], 1)
+    return sum(len(states) for p, states in optimizer.state.items() if p.dim() == 3)
+
+
+def test_ranks_are_balanced_by_what_was_measured() -> None:
+    found = run_ranks(measured_stacks, 3)
+    assert found[2] == 0  # it has the matrices of 12 columns
+    assert sum(found) == 9
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -572,6 +596,7 @@ def test_ranks_are_balanced_by_cost() -> None:
         (lambda m: LayerWise(m, muon, layer_wise={"*.none": True}), "matches no parameter"),
         (lambda m: LayerWise(m, muon, split={"head.weight": 2}), "split names 'head.weight'"),
         (lambda m: LayerWise(m.parameters(), muon, split={"x": 2}), "pass the model, or groups"),
+        (lambda m: LayerWise(m, muon, cost="flops"), "cost='flops': use \"measured\""),
     ],
 )
 def test_mistakes(make: Callable[[nn.Module], object], message: str) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,8 @@ from torch import nn
 
 from fsdp_overlap.comm.collectives import all_to_all
 from fsdp_overlap.comm.comm_streams import HostWorkHandle
+from fsdp_overlap.comm.objects import gather_objects
+from fsdp_overlap.comm.streams import has_streams, streams_of
 from fsdp_overlap.optim.adamw import AdamW
 from fsdp_overlap.optim.exchange import (
     BufferPlan,
@@ -25,6 +29,7 @@ from fsdp_overlap.optim.exchange import (
 from fsdp_overlap.optim.matrices import (
     MatrixBatch,
     MatrixChunk,
+    MatrixPartition,
     SharedMatrices,
     Split,
     flops_of,
@@ -160,7 +165,9 @@ class LayerWise(torch.optim.Optimizer):
         layer_wise: which parameters of the model ``factory`` is given (True) or ``others``. The
             keys are names of parameters, or patterns.
         split: the parts of a parameter that are matrices of their own, as for :class:`Muon`.
-        cost: what a step of matrices costs, by which ranks are balanced.
+        cost: what a step of matrices costs, by which ranks are balanced. ``"measured"``: how long a
+            matrix of each shape took ``factory``'s optimizer before the first step, as the mean of
+            the ranks that share matrices.
 
     Options of the groups, learning rates among them, are those of the optimizers that ``factory``
     and ``others`` make. State dicts have the state of each matrix by its number in the parameter,
@@ -179,7 +186,7 @@ class LayerWise(torch.optim.Optimizer):
         *,
         layer_wise: Mapping[str, bool] | None = None,
         split: Mapping[str, Split] | None = None,
-        cost: Cost = flops_of,
+        cost: Cost | Literal["measured"] = flops_of,
     ) -> None:
         self._factory = factory
         self._others = others
@@ -193,6 +200,8 @@ class LayerWise(torch.optim.Optimizer):
         self._shared: list[_SharedParameters] = []
         self._owner_groups = OwnerGroups("LayerWise")
         self._choice_table = ""
+        if isinstance(cost, str) and cost != "measured":
+            raise ValueError(f'cost={cost!r}: use "measured", or a function of matrices')
         if isinstance(params, nn.Module):
             model, values = params, (True, False)
             params = matrix_param_groups(model, "layer_wise", values, layer_wise or {}, split or {})
@@ -337,16 +346,39 @@ class LayerWise(torch.optim.Optimizer):
     def _add_shared(self, owner_group: OwnerGroup, parameters: tuple[torch.Tensor, ...]) -> None:
         partitions = tuple(self._owner_groups.ownership_of(p).partition for p in parameters)
         size = len(owner_group.ranks)
-        rounds = plan_rounds(partitions, size, sys.maxsize, self._cost)
-        if not rounds:
+        if not any(partition.shared for partition in partitions):
             return
-        (assignments,) = rounds
+        cost = self._cost
+        if isinstance(cost, str):
+            self._owner_groups.begin_step(owner_group)
+            cost = self._measured_cost(owner_group, parameters[0], partitions)
+        (assignments,) = plan_rounds(partitions, size, sys.maxsize, cost)
         owned: dict[OwnerAssignment, list[_Matrix]] = {}
         for one in assignments:
             if one.owner == owner_group.rank:
                 owned[one] = list(self._shared_matrices(parameters[one.parameter], one.matrices))
                 self._matrices[parameters[one.parameter]] += owned[one]
         self._shared.append(_SharedParameters(parameters, assignments, owned))
+
+    def _measured_cost(
+        self,
+        owner_group: OwnerGroup,
+        example: torch.Tensor,
+        partitions: Sequence[MatrixPartition],
+    ) -> Cost:
+        """Return the mean over ranks of what a step took. Collective over the owner group."""
+        dtype, device = local_of(example).dtype, _Shard(example).device
+        found: set[tuple[int, int]] = set()
+        for partition in partitions:
+            unshared = chain.from_iterable(partition.unshared.values())
+            found.update((batch.rows, batch.columns) for batch in unshared)
+            found.update((matrices.rows, matrices.columns) for matrices in partition.shared)
+        shapes = sorted(found)
+        mine = [_seconds(self._factory, torch.zeros(s, dtype=dtype, device=device)) for s in shapes]
+        of_ranks = gather_objects(mine, owner_group.group, owner_group.device, "LayerWise")
+        means = [sum(each) / len(each) for each in zip(*of_ranks, strict=True)]
+        mean_of = dict(zip(shapes, means, strict=True))
+        return lambda matrices: matrices.count * mean_of[matrices.rows, matrices.columns]
 
     def _shared_matrices(
         self, parameter: torch.Tensor, matrices: SharedMatrices
@@ -533,6 +565,23 @@ class _Exchange:
         pending = all_to_all(received.flat, send.flat, received.sizes, send.sizes, self._group)
         HostWorkHandle("all_to_all", "LayerWise", pending, None).wait()
         return received
+
+
+def _seconds(factory: Factory, values: torch.Tensor) -> float:
+    """Return how long a step of one matrix takes. The first one, which makes the states, is left
+    out. Some optimizers do more in every tenth step."""
+    plain = nn.Parameter(values)
+    optimizer = factory([plain])
+    generator = torch.Generator().manual_seed(0)  # the user's stays as it is
+    began = 0.0
+    for index in range(11):
+        plain.grad = torch.randn(values.shape, generator=generator).to(values)
+        optimizer.step()
+        if index in (0, 10):
+            if has_streams(values.device):
+                streams_of(values.device).synchronize()
+            began, before = time.perf_counter(), began
+    return (began - before) / 10
 
 
 def _moved(value: Any, device: torch.device) -> Any:
