@@ -2,7 +2,7 @@
 # What `fsdp-overlap races` finds, in three tables: right programs, published faults of libraries, and
 # waits of libraries that are left out. Environments of other releases are made on first use, in a
 # folder that `--cache FOLDER` names. Torch's examples are cloned, unless `--examples FOLDER` names a
-# checkout. Everything takes about an hour.
+# checkout. Everything takes about half an hour, and longer the first time.
 set -uo pipefail
 here=$(dirname "$0")
 python=$here/../../.venv/bin/python
