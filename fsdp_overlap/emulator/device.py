@@ -18,7 +18,7 @@ from fsdp_overlap.emulator.allocator import Allocator, MemoryBlock, MemPool
 from fsdp_overlap.emulator.conflicts import Conflict
 from fsdp_overlap.emulator.findings import Finding, Findings, FoundAccess, Sync, steady
 from fsdp_overlap.emulator.history import History
-from fsdp_overlap.emulator.memory import Access, TrackedMemory
+from fsdp_overlap.emulator.memory import Access, Span, TrackedMemory
 from fsdp_overlap.emulator.queues import Moment, Queue
 from fsdp_overlap.emulator.sites import Site, call_site
 from fsdp_overlap.torch_internals import without_transform
@@ -352,8 +352,8 @@ class EmulatedDevice:
         stamp = queue.add()
         for tensor in tensors:
             memory = self.memory_of(tensor)
-            access = Access(stamp, name, site, is_write, *extent(tensor))
-            if access.start != access.stop:
+            access = Access(stamp, name, site, is_write, Span.of(tensor))
+            if access.span.width:
                 self.compare(access, queue, memory)
                 memory.note(access)
 
@@ -547,18 +547,6 @@ class EmulatedDevice:
     def _take_from_dead(self) -> None:
         while self._dead:
             self._take(self._dead.popleft())
-
-
-def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the bytes of its storage between ``tensor``'s first and last element."""
-    if tensor.numel() == 0:
-        return 0, 0
-    size = tensor.element_size()
-    start = int(tensor.storage_offset()) * size
-    last = sum(
-        (int(n) - 1) * int(stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    return start, start + (last + 1) * size
 
 
 def compare_issued(ranks: Sequence[Sequence[IssuedCollective]]) -> Finding | None:

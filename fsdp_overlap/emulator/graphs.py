@@ -23,10 +23,10 @@ import torch
 
 from fsdp_overlap.emulator import torch_module
 from fsdp_overlap.emulator.allocator import MemoryBlock, MemPool
-from fsdp_overlap.emulator.device import EmulatedDevice, IssuedCollective, Operation, extent
+from fsdp_overlap.emulator.device import EmulatedDevice, IssuedCollective, Operation
 from fsdp_overlap.emulator.dispatch import tensors_in
 from fsdp_overlap.emulator.findings import Finding, FoundAccess
-from fsdp_overlap.emulator.memory import Access, TrackedMemory
+from fsdp_overlap.emulator.memory import Access, Span, TrackedMemory
 from fsdp_overlap.emulator.queues import Clock, Moment, Queue, Stamp
 from fsdp_overlap.emulator.sites import Site, call_site
 from fsdp_overlap.emulator.torch_module import Stream, active, synchronize
@@ -117,7 +117,7 @@ class Node:
     clock: dict[Queue, int]
     name: str
     site: Site
-    accesses: Sequence[tuple[Slot, int, int, bool]]
+    accesses: Sequence[tuple[Slot, Span, bool]]
     """The bytes, and whether they are written."""
     call: tuple[Callable[..., Any], Any, Any, Sequence[View | None]] | None
     """What to call with which arguments, in which views stand for tensors, and for each tensor that
@@ -179,7 +179,7 @@ class Capture:
             if (tick := queue.clock.get(other.index, 0)) > start
         }
         accesses = [
-            (self.slot_of(tensor), *extent(tensor), is_write)
+            (self.slot_of(tensor), Span.of(tensor), is_write)
             for tensors, is_write in ((operation.reads, False), (operation.writes, True))
             for tensor in tensors
             if tensor.numel() and not self._is_number(tensor)
@@ -465,9 +465,9 @@ class CUDAGraph:
         device.history.enqueue(branch, node.name, node.site)
         if node.issued is not None:
             device.issued.append(node.issued)
-        for slot, start, stop, is_write in node.accesses:
+        for slot, span, is_write in node.accesses:
             memory = resolved[slot][1]
-            access = Access(stamp, node.name, node.site, is_write, start, stop)
+            access = Access(stamp, node.name, node.site, is_write, span)
             device.compare(access, branch, memory)
             memory.note(access)
 
