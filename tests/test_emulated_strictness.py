@@ -1078,3 +1078,15 @@ def test_spans_hide_no_byte_that_is_shared() -> None:
         within = span.start < other_span.stop and other_span.start < span.stop
         apart += within and not span.overlaps(other_span)
     assert apart > 100
+
+
+def test_a_wait_for_the_whole_device_is_one(device: EmulatedDevice) -> None:
+    streams = [Stream() for _ in range(3)]
+    x = torch.zeros(8, device=HERE)
+    for side in streams:
+        with stream(side):
+            x.sum()  # races: allow
+    torch.get_device_module(HERE).synchronize()
+    assert [sync.operation for sync in device.syncs] == ["synchronize"]
+    x.add_(1)
+    assert not device.findings

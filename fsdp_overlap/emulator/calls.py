@@ -247,7 +247,7 @@ class Calls(TorchFunctionMode):
         if self.device.is_here(tensor):
             if func == torch.Tensor.numpy:
                 raise TypeError(f"numpy() of a tensor on {self._here} ({call_site()}): use cpu()")
-            device.wait_on_host(device.mark(device.current), func.__name__)
+            device.wait_for_current(func.__name__)
         device.run(Operation(func.__name__, [tensor], []), on_host=True)
         if has_values(tensor):
             return func(tensor, *args, **kwargs)

@@ -517,7 +517,7 @@ def _tell_location(storage: Any) -> str | None:
     device, tensor = active(), _tensor_of(storage)
     is_here = device.is_here(tensor)
     if is_here:
-        device.wait_on_host(device.mark(device.current), "save")
+        device.wait_for_current("save")
     device.run(Operation("save", [tensor], []), on_host=True)
     return f"{DEVICE_TYPE}:{device.index}" if is_here else None
 
@@ -532,7 +532,7 @@ def _put_where_told(storage: Any, location: str) -> Any:
     tensor = _tensor_of(storage)
     if not active().knows(tensor):
         active().place(tensor, on_device=True)
-        active().wait_on_host(active().mark(active().current), "load")
+        active().wait_for_current("load")
         return storage
     return storage if active().is_here(tensor) else _storage_to_cuda(storage)
 

@@ -303,14 +303,23 @@ class EmulatedDevice:
         self.history.wait(stream, moment, call_site())
 
     @_locked
-    def wait_on_host(self, moment: Moment, operation: str, is_promised: bool = True) -> None:
-        """Make the host wait for ``moment``. A wait that nobody has promised takes time, and orders
-        nothing."""
+    def wait_on_host(self, operation: str, *moments: Moment, is_promised: bool = True) -> None:
+        """Make the host wait for ``moments`` in ``operation``. A wait that nobody has promised
+        takes time, and orders nothing."""
         site = call_site()
         self.syncs.append(Sync(operation, site, self.steps))
-        self.host.learn(moment.clock if is_promised else {}, moment.ends)
-        if is_promised:
-            self.history.wait(self.host, moment, site)
+        for moment in moments:
+            self.host.learn(moment.clock if is_promised else {}, moment.ends)
+            if is_promised:
+                self.history.wait(self.host, moment, site)
+
+    def wait_for_current(self, operation: str, is_promised: bool = True) -> None:
+        """Make the host wait for the current stream."""
+        self.wait_on_host(operation, self.mark(self.current), is_promised=is_promised)
+
+    def wait_for_all(self, operation: str, is_promised: bool = True) -> None:
+        """Make the host wait for all streams."""
+        self.wait_on_host(operation, *map(Moment.of, self.queues[1:]), is_promised=is_promised)
 
     @_locked
     def is_done(self, moment: Moment) -> bool:
@@ -423,10 +432,6 @@ class EmulatedDevice:
                 self._drop(other)
             self._in_flight.add(enqueued)
         return enqueued
-
-    def pass_barrier(self) -> None:
-        """Make the host wait for a barrier, a collective that is enqueued on the current stream."""
-        self.wait_on_host(self.mark(self.current), "barrier")
 
     def wait_for(self, enqueued: EnqueuedCollective) -> None:
         """Let the current stream wait for a collective. Its tensors are kept no longer."""

@@ -273,9 +273,9 @@ class Dispatch(TorchDispatchMode):
         call = call._replace(output=output)
         device.run(Operation(about.name, reads, writes, call, staged=staged), not runs_here)
         if about.gives_value and on_device:
-            self._wait(about)
+            device.wait_for_current(about.name)
         for _ in not_direct:
-            self._wait(about, is_promised=not does_not_wait)
+            device.wait_for_current(about.name, is_promised=not does_not_wait)
         return output
 
     def _is_ours(self, value: object) -> bool:
@@ -301,7 +301,7 @@ class Dispatch(TorchDispatchMode):
         if not self.device.knows(output):
             self.device.place(output, bool(thread.makes_on_device), thread.makes_pinned)
             if thread.makes_on_device:
-                self.device.wait_on_host(self.device.mark(self.device.current), "tensor")
+                self.device.wait_for_current("tensor")
         return output
 
     def _is_on_device(self, about: OpTraits, tensors: Sequence[torch.Tensor]) -> bool:
@@ -352,10 +352,6 @@ class Dispatch(TorchDispatchMode):
         host = crossing.on_host
         # torch copies what is not contiguous by way of pageable memory.
         return self.device.memory_of(host).is_pinned and host.is_contiguous()
-
-    def _wait(self, about: OpTraits, is_promised: bool = True) -> None:
-        device = self.device
-        device.wait_on_host(device.mark(device.current), about.name, is_promised)
 
 
 class Crossing(NamedTuple):

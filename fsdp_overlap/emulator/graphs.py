@@ -215,7 +215,7 @@ class Capture:
             wait(queue, moment)
 
     def wait_on_host(
-        self, wait_on_host: Any, moment: Any, operation: str, is_promised: bool = True
+        self, wait_on_host: Any, operation: str, *moments: Any, is_promised: bool = True
     ) -> None:
         self._fail("cudaErrorStreamCaptureUnsupported", f"the host waits in {operation}")
 

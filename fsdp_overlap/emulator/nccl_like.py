@@ -451,7 +451,7 @@ class NcclLikeGroup(_ProcessGroup):
 
     def barrier(self, opts: Any = None) -> dist.Work:
         if streams.is_available():
-            streams.active().pass_barrier()
+            streams.active().wait_for_current("barrier")
         nothing = [torch.empty(0)] * self.size()
         return self._all(Collective("barrier", [], [], _fill(nothing), opts), nothing)
 

@@ -146,7 +146,7 @@ class FakeProcessGroup(_ProcessGroup):
 
     def barrier(self, opts: object = None) -> dist.Work:
         if is_available():
-            active().pass_barrier()
+            active().wait_for_current("barrier")
         return FinishedWork()
 
     def reduce_scatter_tensor_coalesced(
