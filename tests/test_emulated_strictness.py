@@ -855,7 +855,7 @@ def test_memory_that_another_stream_used_comes_back_when_that_is_found_done(
         if waits:
             side.synchronize()
     assert device.allocator.reserved == (1 if waits else 3) * (16 << 20)
-    torch.get_device_module(HERE).empty_cache()  # which waits for all
+    torch.get_device_module(HERE).empty_cache()  # which finds out
     assert device.allocator.reserved == 0
     assert not device.findings
 
@@ -1090,3 +1090,12 @@ def test_a_wait_for_the_whole_device_is_one(device: EmulatedDevice) -> None:
     assert [sync.operation for sync in device.syncs] == ["synchronize"]
     x.add_(1)
     assert not device.findings
+
+
+def test_emptying_the_cache_orders_nothing(device: EmulatedDevice) -> None:
+    side, x = Stream(), torch.zeros(8, device=HERE)
+    torch.get_device_module(HERE).empty_cache()
+    with stream(side):
+        x.add_(1)
+    assert [sync.operation for sync in device.syncs] == ["empty_cache"]
+    assert kinds(device) == ["race"]
