@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from fsdp_overlap.emulator.backwards import Backwards
 from fsdp_overlap.emulator.device import EmulatedDevice, Operation
 from fsdp_overlap.emulator.dispatch import NAME, PLAIN, Dispatch, has_values, inner_of, tensors_in
-from fsdp_overlap.emulator.findings import call_site
+from fsdp_overlap.emulator.sites import call_site
 from fsdp_overlap.torch_internals import (
     OpOverload,
     default_device,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from fsdp_overlap.torch_internals import (
     FakeTensor,
     HigherOrderOperator,
     TorchDispatchMode,
+    disable_current_modes,
     has_kernel,
     run_kernel_of_cuda,
     tree_map_only,
@@ -352,6 +354,13 @@ class Dispatch(TorchDispatchMode):
         host = crossing.on_host
         # torch copies what is not contiguous by way of pageable memory.
         return self.device.memory_of(host).is_pinned and host.is_contiguous()
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Hide from the emulated device what is done within, such as what a collective consists of."""
+    with disable_current_modes(), DisableTorchFunction():
+        yield
 
 
 class Crossing(NamedTuple):
