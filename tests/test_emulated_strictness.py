@@ -4,11 +4,13 @@ that relies on it is found, and a right one is not. `docs/emulated_device.md` ha
 from __future__ import annotations
 
 import gc
+import random
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -29,6 +31,7 @@ from fsdp_overlap.emulator import (
     stream,
 )
 from fsdp_overlap.emulator.allocator import MemPool
+from fsdp_overlap.emulator.memory import Span
 from fsdp_overlap.emulator.nccl_like import BACKEND, NcclLikeGroup, unseen
 from fsdp_overlap.emulator.threads import DeviceThread
 from support.emulated import HERE, Seconds, kinds
@@ -852,7 +855,7 @@ def test_memory_that_another_stream_used_comes_back_when_that_is_found_done(
         if waits:
             side.synchronize()
     assert device.allocator.reserved == (1 if waits else 3) * (16 << 20)
-    torch.get_device_module(HERE).empty_cache()  # which waits for all
+    torch.get_device_module(HERE).empty_cache()  # which finds out
     assert device.allocator.reserved == 0
     assert not device.findings
 
@@ -1001,3 +1004,98 @@ def test_garbage_that_is_collected_while_memory_is_looked_for_is_freed_later(
     torch.ones(1, device=HERE)
     assert device.allocator.allocated == 0
     assert not device.findings
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_shared"),
+    [
+        (lambda x: x[:, :4], lambda x: x[:, 4:], False),
+        (lambda x: x[:, :5], lambda x: x[:, 4:], True),
+        (lambda x: x[:, 4:], lambda x: x[1:, :5], True),
+        (lambda x: x[:, 6:], lambda x: x[1, :3], False),
+        (lambda x: x[:, 6:], lambda x: x[1, 3:7], True),
+        (lambda x: x[:, 6:], lambda x: x[1:3], True),
+        (lambda x: x[::2], lambda x: x[1::2], False),
+        (lambda x: x[::2], lambda x: x[1::3], True),
+        (lambda x: x.T[:4], lambda x: x.T[4:], False),
+        (lambda x: x[:, ::2], lambda x: x[:, 1::2], False),
+        (lambda x: x, lambda x: x[:, 4:], True),
+    ],
+)
+def test_parts_that_lie_between_each_other_share_no_bytes(
+    device: EmulatedDevice,
+    one: Callable[[torch.Tensor], torch.Tensor],
+    other: Callable[[torch.Tensor], torch.Tensor],
+    is_shared: bool,
+) -> None:
+    for first, second in ((one, other), (other, one)):
+        x, side = torch.zeros(8, 8, device=HERE), Stream()
+        side.wait_stream(current_stream())
+        first(x).add_(1)
+        with stream(side):
+            second(x).add_(1)
+        current_stream().wait_stream(side)
+    assert kinds(device) == (["race"] if is_shared else [])
+
+
+def test_a_part_with_gaps_does_not_hide_what_lies_in_them(device: EmulatedDevice) -> None:
+    x, side = torch.zeros(8, 8, device=HERE), Stream()
+    side.wait_stream(current_stream())
+    x[:, 1::2].add_(1)
+    x[:, ::2].add_(1)  # around it
+    with stream(side):
+        x[:, 1::2].add_(1)
+    assert kinds(device) == ["race"]
+
+
+def bytes_of(tensor: torch.Tensor) -> set[int]:
+    indices = product(*map(range, tensor.shape))
+    first = [
+        tensor.storage_offset() + sum(i * s for i, s in zip(index, tensor.stride(), strict=True))
+        for index in indices
+    ]
+    size = tensor.element_size()
+    return {size * at + byte for at in first for byte in range(size)}
+
+
+def test_spans_hide_no_byte_that_is_shared() -> None:
+    draw = random.Random(0)
+    buffer = torch.empty(600, dtype=torch.int16)
+    views = [
+        buffer.as_strided(
+            [draw.randint(0, 4) for _ in range(dims)],
+            [draw.choice((0, 1, 2, 3, 4, 6, 12, 24)) for _ in range(dims)],
+            draw.randint(0, 40),
+        )
+        for dims in range(4)
+        for _ in range(60)
+    ]
+    apart = 0
+    for one, other in product([(Span.of(view), bytes_of(view)) for view in views], repeat=2):
+        (span, mine), (other_span, others) = one, other
+        assert span.overlaps(other_span) or not mine & others
+        assert others <= mine or not span.covers(other_span) or not others
+        within = span.start < other_span.stop and other_span.start < span.stop
+        apart += within and not span.overlaps(other_span)
+    assert apart > 100
+
+
+def test_a_wait_for_the_whole_device_is_one(device: EmulatedDevice) -> None:
+    streams = [Stream() for _ in range(3)]
+    x = torch.zeros(8, device=HERE)
+    for side in streams:
+        with stream(side):
+            x.sum()  # races: allow
+    torch.get_device_module(HERE).synchronize()
+    assert [sync.operation for sync in device.syncs] == ["synchronize"]
+    x.add_(1)
+    assert not device.findings
+
+
+def test_emptying_the_cache_orders_nothing(device: EmulatedDevice) -> None:
+    side, x = Stream(), torch.zeros(8, device=HERE)
+    torch.get_device_module(HERE).empty_cache()
+    with stream(side):
+        x.add_(1)
+    assert [sync.operation for sync in device.syncs] == ["empty_cache"]
+    assert kinds(device) == ["race"]

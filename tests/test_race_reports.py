@@ -28,7 +28,15 @@ from fsdp_overlap.emulator import (
     running,
 )
 from fsdp_overlap.emulator.queues import RECENT
-from fsdp_overlap.races.report import HEADINGS, RaceReport, describe, summary, to_json, write_page
+from fsdp_overlap.races.report import (
+    HEADINGS,
+    RaceReport,
+    describe,
+    faults_of,
+    summary,
+    to_json,
+    write_page,
+)
 from fsdp_overlap.races.rules import RULES, name_of_rule
 from support.browser import find_browser
 from support.emulated import kinds
@@ -70,7 +78,7 @@ def test_a_race_names_both_lines_the_streams_and_the_wait_that_is_missing(run: R
     """)
     assert describe(device.findings) == "\n".join(
         (
-            "race: 2 operations on the same memory that nothing orders",
+            "race: operations on the same memory that nothing orders",
             "  zeros on the default stream writes    train.py:4 in <module>",
             "  add_ on stream 2 (train.py:3) writes  train.py:7 in step",
             "  missing: stream 2 (train.py:3) has to wait for the default stream before "
@@ -95,10 +103,38 @@ def test_the_same_lines_are_one_finding(run: Run) -> None:
     counts = [(f.first.operation, f.second.operation, f.count) for f in device.findings]
     assert counts == [("mul_", "add_", 3), ("add_", "mul_", 2)]
     assert describe(device.findings[:1]).startswith(
-        "race: 2 operations on the same memory that nothing orders (3 times)\n"
+        "race: operations on the same memory that nothing orders (3 times)\n"
     )
     device.findings.clear()
     assert not device.findings
+
+
+def test_findings_that_one_wait_would_mend_are_one_fault(run: Run) -> None:
+    device = run("""\
+        with stream(side):
+            x.add_(1)
+            x.mul_(2)
+        y = x.exp() + x
+        side.wait_stream(current_stream())
+        with stream(side): x.sin_()
+        x.neg()
+    """)
+    operations = [each.first.operation for each in device.findings if each.first is not None]
+    assert operations == ["zeros", "mul_", "mul_", "sin_"]
+    faults = [each["findings"] for each in to_json(device)["faults"]]
+    assert faults == [[0], [1, 2], [3]]
+    texts = describe(device.findings).split("\n\n")
+    assert len(texts) == 3
+    assert texts[1] == "\n".join(
+        (
+            "race: operations on the same memory that nothing orders (2 times)",
+            "  mul_ on stream 2 (train.py:3) writes  train.py:7 in <module>",
+            "  exp on the default stream reads       train.py:8 in <module>",
+            "  add on the default stream reads       train.py:8 in <module>",
+            f"  missing: {device.findings[1].missing}",
+            f"  waits: {device.findings[1].last_wait}",
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -428,7 +464,7 @@ def test_waits_of_each_of_the_last_steps_are_reported(
 PROGRAM = """\
     from fsdp_overlap.emulator import active
     copy = x.to("cpu", non_blocking=True)
-    copy.sum()
+    copy.sum(); copy.exp()
     for step in range(3):
         side.wait_stream(current_stream())
         with stream(side): x.add_(1)
@@ -452,8 +488,12 @@ def test_the_json_form(run: Run) -> None:
     device = run(PROGRAM)
     found = json.loads(json.dumps(to_json(device)))
     assert found.keys() == {
-        "format", "torch", "operations", "steps", "findings", "allowed", "waits", "rules"
+        "format", "torch", "operations", "steps", "faults", "findings", "allowed", "waits", "rules"
     }  # fmt: skip
+    assert sorted(i for each in found["faults"] for i in each["findings"]) == list(
+        range(len(device.findings))
+    )
+    assert len(found["faults"]) < len(device.findings)
     assert [each["kind"] for each in found["findings"]] == kinds(device)
     assert {each["kind"] for each in found["findings"]} == {"race", "reuse"}
     assert {each["kind"] for each in found["waits"]} == {"sync"}
@@ -480,7 +520,7 @@ def test_the_json_form(run: Run) -> None:
         assert each["heading"] == HEADINGS[each["kind"]]
         assert each.keys() == first.keys()
     assert summary(device) == (
-        f"{len(device.findings)} faults, {len(device.allowed)} allowed, "
+        f"{len(found['faults'])} faults, {len(device.allowed)} allowed, "
         "1 wait of the host in each step"
     )
 
@@ -564,14 +604,15 @@ def page(run: Run, tmp_path: Path) -> Iterator[tuple[EmulatedDevice, Page]]:
 
 def test_the_page_shows_each_finding_with_its_timeline(page: tuple[EmulatedDevice, Page]) -> None:
     device, shown = page
-    assert shown.locator("section.finding").count() == len(device.findings)
+    faults = faults_of(device.findings)
+    assert shown.locator("section.finding").count() == len(faults)
     assert shown.locator("section.finding svg").count() == len(device.findings)
     assert shown.locator("#rules dt").all_text_contents() == list(RULES)
     missing = [each.strip() for each in shown.locator("dd.missing").all_text_contents()]
-    assert missing == [finding.missing for finding in device.findings]
+    assert missing == [fault.findings[0].missing for fault in faults]
     assert "<b>expected</b>" in (shown.locator("#allowed").text_content() or "")
     assert "item()" in (shown.locator("#waits").text_content() or "")
-    last = shown.locator("section.finding").last
+    last = shown.locator(".timeline").last
     assert last.locator(".first, .second").count() == 2
     assert last.locator("line.missing").count() == 1
 
@@ -580,7 +621,7 @@ def test_the_missing_wait_points_from_the_first_to_the_second(
     page: tuple[EmulatedDevice, Page],
 ) -> None:
     _, shown = page
-    last = shown.locator("section.finding").last
+    last = shown.locator(".timeline").last
     boxes = [last.locator(f".{which} rect").bounding_box() for which in ("first", "second")]
     arrow = last.locator("line.missing").bounding_box()
     assert boxes[0] is not None

@@ -156,9 +156,11 @@ class Allocator:
             return
         for waiting in self._waiting.values():
             while waiting and waiting[0].is_done():
-                block = waiting.popleft().block
-                self._unsafe.get(_key(block), {}).pop(block, None)
-                self._put_back(block)
+                self._put_back_held(waiting.popleft())
+
+    def _put_back_held(self, held: _HeldBlock) -> None:
+        self._unsafe.get(_key(held.block), {}).pop(held.block, None)
+        self._put_back(held.block)
 
     def _owner(self, pool: MemPool | None) -> Owner:
         if pool is None:
@@ -183,8 +185,10 @@ class Allocator:
 
     def release_free(self) -> None:
         """Give what is not in use back to the device: whole segments, or the pages at the end of
-        expandable ones. Memory of pools stays theirs."""
-        self.put_back_what_is_done()
+        expandable ones, also of blocks that other streams used. Memory of pools stays theirs."""
+        for waiting in self._waiting.values():
+            while waiting:
+                self._put_back_held(waiting.popleft())
         self._release(None)
 
     def _release(self, owner: Owner) -> None:
@@ -209,8 +213,7 @@ class Allocator:
             mine = [held for held in waiting if held.block.pool is pool]
             self._waiting[used] = deque(held for held in waiting if held.block.pool is not pool)
             for held in mine:
-                self._unsafe.get(_key(held.block), {}).pop(held.block, None)
-                self._put_back(held.block)
+                self._put_back_held(held)
         for free in self._free.values():
             for block in free:
                 if block.pool is pool:

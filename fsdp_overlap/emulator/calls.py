@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from fsdp_overlap.emulator.backwards import Backwards
 from fsdp_overlap.emulator.device import EmulatedDevice, Operation
 from fsdp_overlap.emulator.dispatch import NAME, PLAIN, Dispatch, has_values, inner_of, tensors_in
-from fsdp_overlap.emulator.findings import call_site
+from fsdp_overlap.emulator.sites import call_site
 from fsdp_overlap.torch_internals import (
     OpOverload,
     default_device,
@@ -247,7 +247,7 @@ class Calls(TorchFunctionMode):
         if self.device.is_here(tensor):
             if func == torch.Tensor.numpy:
                 raise TypeError(f"numpy() of a tensor on {self._here} ({call_site()}): use cpu()")
-            device.wait_on_host(device.mark(device.current), func.__name__)
+            device.wait_for_current(func.__name__)
         device.run(Operation(func.__name__, [tensor], []), on_host=True)
         if has_values(tensor):
             return func(tensor, *args, **kwargs)

@@ -27,7 +27,8 @@ from torch.distributed.tensor.experimental import register_sharding
 
 from fsdp_overlap.emulator import graphs, torch_module
 from fsdp_overlap.emulator.device import EmulatedDevice, Operation
-from fsdp_overlap.emulator.findings import call_site
+from fsdp_overlap.emulator.dispatch import unseen
+from fsdp_overlap.emulator.sites import call_site
 from fsdp_overlap.emulator.torch_module import (
     active,
     current_device,
@@ -36,11 +37,9 @@ from fsdp_overlap.emulator.torch_module import (
 )
 from fsdp_overlap.emulator.triton_kernels import noting_triton
 from fsdp_overlap.torch_internals import (
-    DisableTorchFunction,
     ProfilerBase,
     attention_on_host,
     c10d,
-    disable_current_modes,
     shaping_dtensors_on_host,
     telling_accelerator,
     telling_raw_stream,
@@ -365,7 +364,7 @@ _STATES_KEPT = 10_000
 
 
 def _get_rng_state(device: object = None) -> torch.Tensor:
-    with disable_current_modes(), DisableTorchFunction():
+    with unseen():
         state = torch.get_rng_state()
         number = hash(state.numpy().tobytes()) & (1 << 62) - 1
         told = torch.tensor([number, 0]).view(torch.uint8)
@@ -376,7 +375,7 @@ def _get_rng_state(device: object = None) -> torch.Tensor:
 
 
 def _set_rng_state(state: torch.Tensor, device: object = None) -> None:
-    with disable_current_modes(), DisableTorchFunction():
+    with unseen():
         key = state.numpy().tobytes()
         known = _states.get(key)
         if known is None:
@@ -499,7 +498,7 @@ def _profile_host(self: Any, *, activities: Any = None, **options: Any) -> None:
 
 
 def _tensor_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    with disable_current_modes(), DisableTorchFunction():
+    with unseen():
         return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
@@ -517,7 +516,7 @@ def _tell_location(storage: Any) -> str | None:
     device, tensor = active(), _tensor_of(storage)
     is_here = device.is_here(tensor)
     if is_here:
-        device.wait_on_host(device.mark(device.current), "save")
+        device.wait_for_current("save")
     device.run(Operation("save", [tensor], []), on_host=True)
     return f"{DEVICE_TYPE}:{device.index}" if is_here else None
 
@@ -532,7 +531,7 @@ def _put_where_told(storage: Any, location: str) -> Any:
     tensor = _tensor_of(storage)
     if not active().knows(tensor):
         active().place(tensor, on_device=True)
-        active().wait_on_host(active().mark(active().current), "load")
+        active().wait_for_current("load")
         return storage
     return storage if active().is_here(tensor) else _storage_to_cuda(storage)
 

@@ -18,7 +18,7 @@ from fsdp_overlap.emulator.allocator import Allocator, MemoryBlock, MemPool
 from fsdp_overlap.emulator.conflicts import Conflict
 from fsdp_overlap.emulator.findings import Finding, Findings, FoundAccess, Sync, steady
 from fsdp_overlap.emulator.history import History
-from fsdp_overlap.emulator.memory import Access, TrackedMemory
+from fsdp_overlap.emulator.memory import Access, Span, TrackedMemory
 from fsdp_overlap.emulator.queues import Moment, Queue
 from fsdp_overlap.emulator.sites import Site, call_site
 from fsdp_overlap.torch_internals import without_transform
@@ -303,14 +303,23 @@ class EmulatedDevice:
         self.history.wait(stream, moment, call_site())
 
     @_locked
-    def wait_on_host(self, moment: Moment, operation: str, is_promised: bool = True) -> None:
-        """Make the host wait for ``moment``. A wait that nobody has promised takes time, and orders
-        nothing."""
+    def wait_on_host(self, operation: str, *moments: Moment, is_promised: bool = True) -> None:
+        """Make the host wait for ``moments`` in ``operation``. A wait that nobody has promised
+        takes time, and orders nothing."""
         site = call_site()
         self.syncs.append(Sync(operation, site, self.steps))
-        self.host.learn(moment.clock if is_promised else {}, moment.ends)
-        if is_promised:
-            self.history.wait(self.host, moment, site)
+        for moment in moments:
+            self.host.learn(moment.clock if is_promised else {}, moment.ends)
+            if is_promised:
+                self.history.wait(self.host, moment, site)
+
+    def wait_for_current(self, operation: str, is_promised: bool = True) -> None:
+        """Make the host wait for the current stream."""
+        self.wait_on_host(operation, self.mark(self.current), is_promised=is_promised)
+
+    def wait_for_all(self, operation: str, is_promised: bool = True) -> None:
+        """Make the host wait for all streams."""
+        self.wait_on_host(operation, *map(Moment.of, self.queues[1:]), is_promised=is_promised)
 
     @_locked
     def is_done(self, moment: Moment) -> bool:
@@ -352,8 +361,8 @@ class EmulatedDevice:
         stamp = queue.add()
         for tensor in tensors:
             memory = self.memory_of(tensor)
-            access = Access(stamp, name, site, is_write, *extent(tensor))
-            if access.start != access.stop:
+            access = Access(stamp, name, site, is_write, Span.of(tensor))
+            if access.span.width:
                 self.compare(access, queue, memory)
                 memory.note(access)
 
@@ -423,10 +432,6 @@ class EmulatedDevice:
                 self._drop(other)
             self._in_flight.add(enqueued)
         return enqueued
-
-    def pass_barrier(self) -> None:
-        """Make the host wait for a barrier, a collective that is enqueued on the current stream."""
-        self.wait_on_host(self.mark(self.current), "barrier")
 
     def wait_for(self, enqueued: EnqueuedCollective) -> None:
         """Let the current stream wait for a collective. Its tensors are kept no longer."""
@@ -547,18 +552,6 @@ class EmulatedDevice:
     def _take_from_dead(self) -> None:
         while self._dead:
             self._take(self._dead.popleft())
-
-
-def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the bytes of its storage between ``tensor``'s first and last element."""
-    if tensor.numel() == 0:
-        return 0, 0
-    size = tensor.element_size()
-    start = int(tensor.storage_offset()) * size
-    last = sum(
-        (int(n) - 1) * int(stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    return start, start + (last + 1) * size
 
 
 def compare_issued(ranks: Sequence[Sequence[IssuedCollective]]) -> Finding | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from fsdp_overlap.torch_internals import (
     FakeTensor,
     HigherOrderOperator,
     TorchDispatchMode,
+    disable_current_modes,
     has_kernel,
     run_kernel_of_cuda,
     tree_map_only,
@@ -273,9 +275,9 @@ class Dispatch(TorchDispatchMode):
         call = call._replace(output=output)
         device.run(Operation(about.name, reads, writes, call, staged=staged), not runs_here)
         if about.gives_value and on_device:
-            self._wait(about)
+            device.wait_for_current(about.name)
         for _ in not_direct:
-            self._wait(about, is_promised=not does_not_wait)
+            device.wait_for_current(about.name, is_promised=not does_not_wait)
         return output
 
     def _is_ours(self, value: object) -> bool:
@@ -301,7 +303,7 @@ class Dispatch(TorchDispatchMode):
         if not self.device.knows(output):
             self.device.place(output, bool(thread.makes_on_device), thread.makes_pinned)
             if thread.makes_on_device:
-                self.device.wait_on_host(self.device.mark(self.device.current), "tensor")
+                self.device.wait_for_current("tensor")
         return output
 
     def _is_on_device(self, about: OpTraits, tensors: Sequence[torch.Tensor]) -> bool:
@@ -353,9 +355,12 @@ class Dispatch(TorchDispatchMode):
         # torch copies what is not contiguous by way of pageable memory.
         return self.device.memory_of(host).is_pinned and host.is_contiguous()
 
-    def _wait(self, about: OpTraits, is_promised: bool = True) -> None:
-        device = self.device
-        device.wait_on_host(device.mark(device.current), about.name, is_promised)
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Hide from the emulated device what is done within, such as what a collective consists of."""
+    with disable_current_modes(), DisableTorchFunction():
+        yield
 
 
 class Crossing(NamedTuple):

@@ -8,9 +8,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from fsdp_overlap.emulator.history import Timeline
-from fsdp_overlap.emulator.sites import Line, Site, call_site
-
-__all__ = ["Finding", "Findings", "FoundAccess", "Sync", "call_site", "steady"]
+from fsdp_overlap.emulator.sites import Line, Site
 
 _ALLOW = re.compile(r"#\s*races:\s*allow\b[\s:,-]*(.*)")
 

@@ -23,16 +23,14 @@ import torch
 
 from fsdp_overlap.emulator import torch_module
 from fsdp_overlap.emulator.allocator import MemoryBlock, MemPool
-from fsdp_overlap.emulator.device import EmulatedDevice, IssuedCollective, Operation, extent
-from fsdp_overlap.emulator.dispatch import tensors_in
+from fsdp_overlap.emulator.device import EmulatedDevice, IssuedCollective, Operation
+from fsdp_overlap.emulator.dispatch import tensors_in, unseen
 from fsdp_overlap.emulator.findings import Finding, FoundAccess
-from fsdp_overlap.emulator.memory import Access, TrackedMemory
+from fsdp_overlap.emulator.memory import Access, Span, TrackedMemory
 from fsdp_overlap.emulator.queues import Clock, Moment, Queue, Stamp
 from fsdp_overlap.emulator.sites import Site, call_site
 from fsdp_overlap.emulator.torch_module import Stream, active, synchronize
 from fsdp_overlap.torch_internals import (
-    DisableTorchFunction,
-    disable_current_modes,
     tree_map_only,
 )
 
@@ -117,7 +115,7 @@ class Node:
     clock: dict[Queue, int]
     name: str
     site: Site
-    accesses: Sequence[tuple[Slot, int, int, bool]]
+    accesses: Sequence[tuple[Slot, Span, bool]]
     """The bytes, and whether they are written."""
     call: tuple[Callable[..., Any], Any, Any, Sequence[View | None]] | None
     """What to call with which arguments, in which views stand for tensors, and for each tensor that
@@ -179,7 +177,7 @@ class Capture:
             if (tick := queue.clock.get(other.index, 0)) > start
         }
         accesses = [
-            (self.slot_of(tensor), *extent(tensor), is_write)
+            (self.slot_of(tensor), Span.of(tensor), is_write)
             for tensors, is_write in ((operation.reads, False), (operation.writes, True))
             for tensor in tensors
             if tensor.numel() and not self._is_number(tensor)
@@ -215,7 +213,7 @@ class Capture:
             wait(queue, moment)
 
     def wait_on_host(
-        self, wait_on_host: Any, moment: Any, operation: str, is_promised: bool = True
+        self, wait_on_host: Any, operation: str, *moments: Any, is_promised: bool = True
     ) -> None:
         self._fail("cudaErrorStreamCaptureUnsupported", f"the host waits in {operation}")
 
@@ -261,7 +259,7 @@ class Capture:
             slot = self.slot_of(tensor)
             if is_new and not slot.is_of_pool:
                 self._accesses[memory] = list(memory.accesses)
-                with _unseen():
+                with unseen():
                     self._bytes.append((slot, _bytes_of(tensor.untyped_storage()).clone()))
 
     def _is_number(self, tensor: torch.Tensor) -> bool:
@@ -270,8 +268,8 @@ class Capture:
 
     def _view(self, tensor: torch.Tensor) -> Any:
         if self._is_number(tensor):
-            with _unseen():
-                return tensor.clone()
+            with unseen():
+                return tensor.detach().clone()
         slot, offset = self.slot_of(tensor), int(tensor.storage_offset())
         return View(slot, tensor.dtype, offset, tuple(tensor.shape), tensor.stride())
 
@@ -323,7 +321,7 @@ class Capture:
         for slot, before in self._bytes:
             storage = slot.storage()
             if storage is not None and slot.is_there(self.device):
-                with _unseen():
+                with unseen():
                     _bytes_of(storage).copy_(before)
         for slot in self.slots.values():
             if slot.is_of_pool and slot.is_there(self.device):
@@ -409,7 +407,7 @@ class CUDAGraph:
         for node, run in zip(capture.nodes, self._prepare(capture, resolved), strict=True):
             self._order(device, node, before, bases, resolved)
             if run is not None:
-                with _unseen(), patch.object(device, "issue", lambda *_: None):
+                with unseen(), torch.no_grad(), patch.object(device, "issue", lambda *_: None):
                     run()
         for queue, branch in self._branches.items():
             branch.clock = {branch.index: bases[queue] + self._counts[queue]}
@@ -465,9 +463,9 @@ class CUDAGraph:
         device.history.enqueue(branch, node.name, node.site)
         if node.issued is not None:
             device.issued.append(node.issued)
-        for slot, start, stop, is_write in node.accesses:
+        for slot, span, is_write in node.accesses:
             memory = resolved[slot][1]
-            access = Access(stamp, node.name, node.site, is_write, start, stop)
+            access = Access(stamp, node.name, node.site, is_write, span)
             device.compare(access, branch, memory)
             memory.note(access)
 
@@ -483,7 +481,7 @@ class CUDAGraph:
                     return view.of(resolved[view.slot][0])
                 return torch.empty(view.shape, dtype=view.dtype)  # it has no elements
 
-            with _unseen():
+            with unseen():
                 calls = [_bound(node, tensor) for node in capture.nodes]
             self._prepared = key, calls
         return self._prepared[1]
@@ -571,20 +569,13 @@ def _under_way(device: EmulatedDevice) -> Capture | None:
     return _captures.get(device)
 
 
-@contextmanager
-def _unseen() -> Iterator[None]:
-    """Hide from the device how a replay is made."""
-    with disable_current_modes(), DisableTorchFunction(), torch.no_grad():
-        yield
-
-
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 def _fill_with_nan(storage: torch.UntypedStorage) -> None:
     """Set all bits, as in memory that nobody has written."""
-    with _unseen():
+    with unseen():
         _bytes_of(storage).fill_(255)
 
 

@@ -4,21 +4,70 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from math import gcd
 from typing import NamedTuple
+
+import torch
 
 from fsdp_overlap.emulator.queues import Queue, Stamp
 from fsdp_overlap.emulator.sites import Site
 
 
+class Span(NamedTuple):
+    """The bytes ``[start, stop)`` of a piece of memory. With a ``pitch`` only those that lie less
+    than ``width`` bytes after a multiple of it, from ``start`` on, and perhaps not all of them."""
+
+    start: int
+    stop: int
+    width: int
+    pitch: int = 0
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Span:
+        """Return the bytes of its storage that ``tensor`` lies in."""
+        size, count = tensor.element_size(), tensor.numel()
+        start = int(tensor.storage_offset()) * size
+        if count == 0:
+            return cls(0, 0, 0)
+        if tensor.is_contiguous():
+            return cls(start, start + count * size, count * size)
+        width, pitch, last = size, 0, size
+        # From the innermost dimension outwards: those without gaps make longer rows, and others
+        # are steps from row to row.
+        steps = zip(tensor.stride(), tensor.shape, strict=True)
+        for stride, times in sorted((stride * size, times) for stride, times in steps if times > 1):
+            last += stride * (times - 1)
+            if pitch or stride > width:
+                pitch = gcd(pitch, stride)
+            else:
+                width = last
+        return cls(start, start + last, width, pitch)
+
+    def overlaps(self, other: Span) -> bool:
+        """Return whether the two may share bytes."""
+        if self.start >= other.stop or other.start >= self.stop:
+            return False
+        pitch = gcd(self.pitch, other.pitch)
+        if not pitch:
+            return True
+        offset = (other.start - self.start) % pitch
+        return offset < self.width or offset + other.width > pitch
+
+    def covers(self, other: Span) -> bool:
+        """Return whether this has all bytes of ``other``, as far as is known."""
+        if self.pitch:
+            return self == other
+        return self.start <= other.start and other.stop <= self.stop
+
+
 class Access(NamedTuple):
-    """An operation reads or writes the bytes ``[start, stop)`` of a piece of memory."""
+    """An operation reads or writes a ``span`` of a piece of memory."""
 
     stamp: Stamp
     operation: str
     site: Site
     writes: bool
-    start: int
-    stop: int
+    span: Span
     freed_at: Site | None = None
     """Where the memory was freed since. It has another owner now."""
 
@@ -45,8 +94,11 @@ class TrackedMemory:
         """Yield earlier accesses that conflict with ``access``, which is enqueued on ``queue`` now:
         they are to the same bytes, one of the two writes, and nothing orders them before it."""
         for earlier in self.accesses:
-            is_shared = earlier.start < access.stop and access.start < earlier.stop
-            if is_shared and (access.writes or earlier.writes) and not queue.knows(earlier.stamp):
+            if (
+                (access.writes or earlier.writes)
+                and not queue.knows(earlier.stamp)
+                and access.span.overlaps(earlier.span)
+            ):
                 yield earlier
 
     def note(self, access: Access) -> None:
@@ -56,8 +108,8 @@ class TrackedMemory:
         self.accesses = [
             earlier
             for earlier in self.accesses
-            if not (access.start <= earlier.start and earlier.stop <= access.stop)
-            or not (access.writes or (earlier.stamp.queue == mine and not earlier.writes))
+            if not (access.writes or (earlier.stamp.queue == mine and not earlier.writes))
+            or not access.span.covers(earlier.span)
         ]
         self.accesses.append(access)
 
@@ -77,6 +129,5 @@ class TrackedMemory:
     def take_over(self, accesses: Iterable[Access]) -> None:
         """Add the last accesses of the memory's former owners. They count for all of its bytes:
         which ones they touched is not known."""
-        self.accesses.extend(
-            access._replace(start=0, stop=max(self.nbytes, 1)) for access in accesses
-        )
+        whole = max(self.nbytes, 1)
+        self.accesses.extend(access._replace(span=Span(0, whole, whole)) for access in accesses)

@@ -39,10 +39,9 @@ import torch.distributed as dist
 
 from fsdp_overlap.emulator import graphs
 from fsdp_overlap.emulator import torch_module as streams
+from fsdp_overlap.emulator.dispatch import unseen
 from fsdp_overlap.emulator.works import EmulatedWork
 from fsdp_overlap.torch_internals import (
-    DisableTorchFunction,
-    disable_current_modes,
     names_of_groups,
 )
 
@@ -73,13 +72,6 @@ class Part(NamedTuple):
     kind: str
     reads: Sequence[torch.Tensor]
     writes: Sequence[torch.Tensor]
-
-
-@contextmanager
-def unseen() -> Iterator[None]:
-    """Show the emulated device a collective, and not how it is made up."""
-    with disable_current_modes(), DisableTorchFunction():
-        yield
 
 
 def replayable(method: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
@@ -451,7 +443,7 @@ class NcclLikeGroup(_ProcessGroup):
 
     def barrier(self, opts: Any = None) -> dist.Work:
         if streams.is_available():
-            streams.active().pass_barrier()
+            streams.active().wait_for_current("barrier")
         nothing = [torch.empty(0)] * self.size()
         return self._all(Collective("barrier", [], [], _fill(nothing), opts), nothing)
 

@@ -9,12 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.emulator.dispatch import tensors_in
+from fsdp_overlap.emulator.dispatch import tensors_in, unseen
 from fsdp_overlap.emulator.torch_module import active, is_available
 from fsdp_overlap.emulator.works import FinishedWork
 from fsdp_overlap.torch_internals import (
-    DisableTorchFunction,
-    disable_current_modes,
     name_of_group,
 )
 
@@ -146,7 +144,7 @@ class FakeProcessGroup(_ProcessGroup):
 
     def barrier(self, opts: object = None) -> dist.Work:
         if is_available():
-            active().pass_barrier()
+            active().wait_for_current("barrier")
         return FinishedWork()
 
     def reduce_scatter_tensor_coalesced(
@@ -166,7 +164,7 @@ class FakeProcessGroup(_ProcessGroup):
 
 def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     # The emulated device is to see a collective, and not how it is made up.
-    with disable_current_modes(), DisableTorchFunction(), torch.no_grad():
+    with unseen(), torch.no_grad():
         for target, source in zip(targets, sources, strict=True):
             there = target.untyped_storage().nbytes() and source.untyped_storage().nbytes()
             if target.shape == source.shape and there and target.is_meta == source.is_meta:
@@ -175,21 +173,21 @@ def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> N
 
 def _copy_to_all(output: torch.Tensor, input: torch.Tensor, ranks: int) -> None:
     if input.numel() and output.numel() == ranks * input.numel():
-        with DisableTorchFunction(), disable_current_modes():
+        with unseen():
             parts, source = output.detach().view(ranks, -1), input.detach().reshape(1, -1)
         _copy([parts], [source.expand_as(parts)])
 
 
 def _copy_own_part(output: torch.Tensor, input: torch.Tensor, rank: int) -> None:
     if output.numel() and input.numel() % output.numel() == 0:
-        with DisableTorchFunction(), disable_current_modes():
+        with unseen():
             parts, target = input.detach().reshape(-1, output.numel()), output.detach().view(-1)
             own = parts[rank % len(parts)]
         _copy([target], [own])
 
 
 def _fill_with_zeros(tensors: Sequence[torch.Tensor]) -> None:
-    with disable_current_modes(), DisableTorchFunction():
+    with unseen():
         for tensor in tensors:
             tensor.detach().zero_()
 

@@ -14,11 +14,11 @@ from unittest.mock import patch
 
 import torch
 
+from fsdp_overlap.emulator.dispatch import unseen
 from fsdp_overlap.emulator.sites import attributed_to, call_site
 from fsdp_overlap.torch_internals import (
     DisableTorchFunction,
     DisableTorchFunctionSubclass,
-    disable_current_modes,
     get_current_dispatch_mode_stack,
     get_current_function_mode_stack,
     is_torch_function_all_disabled,
@@ -127,7 +127,7 @@ def following_threads(
         if seen:
             with nullcontext() if is_seen() else seeing():
                 return call(*args, **kwargs)
-        with disable_current_modes(), DisableTorchFunction():
+        with unseen():
             return call(*args, **kwargs)
 
     def submit_and_follow(

@@ -218,7 +218,7 @@ class Event:
 
     def synchronize(self) -> None:
         if self._moment is not None:
-            active().wait_on_host(self._moment, "Event.synchronize")
+            active().wait_on_host("Event.synchronize", self._moment)
 
     def elapsed_time(self, end: Event) -> float:
         """Return the milliseconds from this event to ``end``."""
@@ -289,7 +289,7 @@ class Stream:
         return self.queue.is_captured
 
     def synchronize(self) -> None:
-        active().wait_on_host(Moment.of(self.queue), "Stream.synchronize")
+        active().wait_on_host("Stream.synchronize", Moment.of(self.queue))
 
 
 def current_stream(device: object = None) -> Stream:
@@ -344,8 +344,8 @@ def synchronize(device: object = None) -> None:
         return  # torch's profiler calls this wherever a device of this kind is registered
     index = _index(device)
     active().use(index)
-    for queue in active().queues[1:] if index == active().index else ():
-        active().wait_on_host(Moment.of(queue), "synchronize")
+    if index == active().index:
+        active().wait_for_all("synchronize")
 
 
 def is_available() -> bool:
@@ -433,7 +433,8 @@ def reset_peak_memory_stats(device: object = None) -> None:
 
 
 def empty_cache() -> None:
-    synchronize()  # what was freed may still be in use
+    # Nobody promises that the host waits, but what was freed may still be in use.
+    active().wait_for_all("empty_cache", is_promised=False)
     active().allocator.release_free()
 
 

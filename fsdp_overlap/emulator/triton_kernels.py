@@ -20,8 +20,8 @@ from unittest.mock import patch
 import torch
 
 from fsdp_overlap.emulator.device import EmulatedDevice, Operation
-from fsdp_overlap.emulator.dispatch import tensors_in
-from fsdp_overlap.torch_internals import DisableTorchFunction, disable_current_modes
+from fsdp_overlap.emulator.dispatch import tensors_in, unseen
+from fsdp_overlap.torch_internals import DisableTorchFunction
 
 _INTERPRET = "TRITON_INTERPRET"
 
@@ -50,7 +50,7 @@ def noting_triton(device: EmulatedDevice, is_seen: Callable[[], bool]) -> Iterat
     @wraps(interpret)
     def run_on_host(kernel: Any, *args: Any, **kwargs: Any) -> Any:
         given = tensors_in([*args, *kwargs.values()])
-        with disable_current_modes(), DisableTorchFunction():
+        with unseen():
             before = [_bytes_of(tensor).clone() for tensor in given]
             output = interpret(kernel, *args, **kwargs)
             pairs = zip(given, before, strict=True)

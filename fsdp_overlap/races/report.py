@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -23,7 +23,7 @@ FORMAT = 1
 """The version of the JSON form."""
 
 HEADINGS = {
-    "race": "2 operations on the same memory that nothing orders",
+    "race": "operations on the same memory that nothing orders",
     "reuse": "memory used again before operations of its last owner",
     "freed": "an operation on memory that was freed",
     "context": "a thread that uses another device",
@@ -77,36 +77,67 @@ def _report(found: EmulatedDevice | RaceReport) -> RaceReport:
     return found if isinstance(found, RaceReport) else RaceReport.of(found)
 
 
+@dataclass(frozen=True)
+class Fault:
+    """Findings that one wait would mend, of the same streams and at the same place, or a finding by
+    itself. All are of one kind, and break one rule."""
+
+    findings: list[Finding]
+
+    @property
+    def heading(self) -> str:
+        """What kind of fault it is, and how often it was seen."""
+        kind, count = self.findings[0].kind, sum(finding.count for finding in self.findings)
+        return f"{kind}: {HEADINGS[kind]}" + (f" ({count} times)" if count > 1 else "")
+
+    @property
+    def accesses(self) -> list[FoundAccess]:
+        """The earlier operations, and then the later ones."""
+        accesses = [each.first for each in self.findings] + [each.second for each in self.findings]
+        return [access for access in dict.fromkeys(accesses) if access is not None]
+
+    @property
+    def sites(self) -> list[tuple[str, Site]]:
+        """Where memory was freed, and where it was taken again."""
+        sites = [("freed", each.freed_at) for each in self.findings]
+        sites += [("taken again", each.taken_at) for each in self.findings]
+        return [(what, site) for what, site in dict.fromkeys(sites) if site is not None]
+
+    @property
+    def notes(self) -> list[tuple[str, str]]:
+        """What is said of it, and under which name."""
+        notes = [("missing", each.missing) for each in self.findings]
+        notes += [("waits", each.last_wait) for each in self.findings]
+        notes += [("allowed", each.allowed) for each in self.findings]
+        return [(name, note) for name, note in dict.fromkeys(notes) if note]
+
+
+def faults_of(findings: Iterable[Finding]) -> list[Fault]:
+    """Group ``findings`` by the wait that is missing."""
+    faults: dict[Hashable, Fault] = {}
+    for each in findings:
+        key = (each.kind, each.rule, each.missing) if each.missing else each
+        faults.setdefault(key, Fault([])).findings.append(each)
+    return list(faults.values())
+
+
 def describe(findings: Iterable[Finding]) -> str:
-    """Return the findings as text, each with the lines of the program and of its libraries."""
-    return "\n\n".join(map(_describe_one, findings))
+    """Return the findings as text, each with the lines of the program and of its libraries. Those
+    that one wait would mend are one fault."""
+    return "\n\n".join(map(_describe_fault, faults_of(findings)))
 
 
-def heading(finding: Finding) -> str:
-    """Return what kind of fault it is, and how often it was seen."""
-    times = f" ({finding.count} times)" if finding.count > 1 else ""
-    return f"{finding.kind}: {HEADINGS[finding.kind]}{times}"
-
-
-def _describe_one(finding: Finding) -> str:
-    rows: list[tuple[str, Site | None]] = [
-        (str(access), access.site)
-        for access in (finding.first, finding.second)
-        if access is not None
-    ]
-    rows += [("freed", finding.freed_at), ("taken again", finding.taken_at)]
-    rows = [(what, site) for what, site in rows if site is not None]
+def _describe_fault(fault: Fault) -> str:
+    rows = [(str(access), access.site) for access in fault.accesses] + fault.sites
     width = min(_WIDEST, max((len(what) for what, _ in rows), default=0))
-    lines = [heading(finding)]
+    lines = [fault.heading]
     if not rows:
-        lines.append(f"  {finding.text}")
+        lines.append(f"  {fault.findings[0].text}")
     for what, site in rows:
-        assert site is not None
         shown = _lines_of(site)
         lines.append(f"  {what:{width}}  {shown[0]}")
         lines += [" " * (width + 4) + line for line in shown[1:]]
-    notes = {"missing": finding.missing, "waits": finding.last_wait, "allowed": finding.allowed}
-    lines += [f"  {name}: {note}" for name, note in notes.items() if note]
+    lines += [f"  {name}: {note}" for name, note in fault.notes]
     return "\n".join(lines)
 
 
@@ -125,6 +156,7 @@ def to_json(found: EmulatedDevice | RaceReport) -> dict[str, Any]:
         "torch": torch.__version__,
         "operations": report.operations,
         "steps": report.steps,
+        "faults": [_fault_json(fault, report.findings) for fault in faults_of(report.findings)],
         "findings": [_finding_json(finding) for finding in report.findings],
         "allowed": [_finding_json(finding) for finding in report.allowed],
         "waits": [_finding_json(finding) for finding in report.waits],
@@ -132,6 +164,15 @@ def to_json(found: EmulatedDevice | RaceReport) -> dict[str, Any]:
             name: {"text": rule.text, "source": rule.source, "url": rule.url}
             for name, rule in RULES.items()
         },
+    }
+
+
+def _fault_json(fault: Fault, findings: Sequence[Finding]) -> dict[str, Any]:
+    return {
+        "heading": fault.heading,
+        "rule": name_of_rule(fault.findings[0]),
+        "missing": fault.findings[0].missing,
+        "findings": [findings.index(each) for each in fault.findings],
     }
 
 
@@ -208,9 +249,12 @@ def write_page(found: EmulatedDevice | RaceReport, path: str | os.PathLike[str])
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["site"] = _site_json
     timelines = (finding.timeline for finding in report.findings)
     page = environment.get_template("races.html").render(
-        found=to_json(report), drawings=[None if each is None else draw(each) for each in timelines]
+        found=to_json(report),
+        faults=faults_of(report.findings),
+        drawings=[None if each is None else draw(each) for each in timelines],
     )
     Path(path).write_text(page, encoding="utf-8")
 
@@ -218,7 +262,7 @@ def write_page(found: EmulatedDevice | RaceReport, path: str | os.PathLike[str])
 def summary(found: EmulatedDevice | RaceReport) -> str:
     """Return in one line what was found."""
     report = _report(found)
-    faults, waits = len(report.findings), len(report.waits)
+    faults, waits = len(faults_of(report.findings)), len(report.waits)
     return (
         f"{faults} {'fault' if faults == 1 else 'faults'}, {len(report.allowed)} allowed, "
         f"{waits} {'wait' if waits == 1 else 'waits'} of the host in each step"
