@@ -14,7 +14,7 @@ from torch import nn
 from fsdp_overlap import FsdpContext, fully_shard
 from fsdp_overlap.comm.group_memory import GroupMemory
 from fsdp_overlap.emulator import EmulatedDevice, active, running
-from fsdp_overlap.emulator.nccl_like import BACKEND, Collective, NcclLikeGroup
+from fsdp_overlap.emulator.nccl_like import BACKEND, CollectiveCall, NcclLikeGroup
 from support.emulated_twins import Trained
 from support.ranks import run_ranks
 from support.twins import COPIES, Twins, loss_of
@@ -36,7 +36,7 @@ def seen(log: list[tuple[str, bool, int]]) -> Iterator[None]:
     buffer, and where that lies."""
     run = NcclLikeGroup._run
 
-    def noting(group: NcclLikeGroup, collective: Collective, *rest: Any) -> Any:
+    def noting(group: NcclLikeGroup, collective: CollectiveCall, *rest: Any) -> Any:
         kind, writes, reads, *_ = collective
         if kind.startswith("reduce_scatter"):
             operations.add(kind.split()[-1])

@@ -594,6 +594,11 @@ def test_ranks_are_balanced_by_what_was_measured() -> None:
     assert sum(found) == 9
 
 
+def test_a_copy_is_refused() -> None:
+    with pytest.raises(TypeError, match="cannot be copied or pickled: make one of the other model"):
+        copy.deepcopy(LayerWise(Model(), muon))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fsdp_overlap import FsdpContext, MeshGroups, fully_shard
 from fsdp_overlap.comm import process_groups
 from fsdp_overlap.emulator.nccl_like import BACKEND as NICKEL
-from fsdp_overlap.emulator.nccl_like import Collective, NcclLikeGroup
+from fsdp_overlap.emulator.nccl_like import CollectiveCall, NcclLikeGroup
 from support import experts
 from support.lagging import BACKEND as LAGGING
 from support.lagging import LaggingGroup, Options
@@ -102,7 +102,7 @@ def noted(log: dict[str, set[int]]) -> Iterator[None]:
     """Notes which groups each kind of collective runs on."""
     run = NcclLikeGroup._run
 
-    def noting(group: NcclLikeGroup, collective: Collective, start: Any) -> Any:
+    def noting(group: NcclLikeGroup, collective: CollectiveCall, start: Any) -> Any:
         log.setdefault(collective.kind, set()).add(id(group))
         return run(group, collective, start)
 

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_overlap import FsdpContext, QuantizedCommPolicy, fully_shard
-from fsdp_overlap.emulator.nccl_like import BACKEND, Collective, NcclLikeGroup, checking_nan
+from fsdp_overlap.emulator.nccl_like import BACKEND, CollectiveCall, NcclLikeGroup, checking_nan
 from fsdp_overlap.layout import BlockAtomic, Flat, LayoutRule, PerTensor, TensorAtomic
 from fsdp_overlap.optim import Muon, clip_grad_norm_, exchange
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
@@ -367,7 +367,7 @@ def noted(log: list[str]) -> Iterator[None]:
     """Notes what is issued, as "kind of ranks"."""
     run = NcclLikeGroup._run
 
-    def noting(group: NcclLikeGroup, collective: Collective, *rest: Any) -> Any:
+    def noting(group: NcclLikeGroup, collective: CollectiveCall, *rest: Any) -> Any:
         log.append(f"{collective.kind} of {group.size()}")
         return run(group, collective, *rest)
 

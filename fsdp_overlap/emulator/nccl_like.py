@@ -88,7 +88,7 @@ def replayable(method: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
     return call
 
 
-class Collective(NamedTuple):
+class CollectiveCall(NamedTuple):
     """What a group is to do. `receive` gets what arrives from all ranks, and writes `writes`."""
 
     kind: str
@@ -259,7 +259,7 @@ class NcclLikeGroup(_ProcessGroup):
 
     # ---- the one way that every collective goes ----
 
-    def _run(self, collective: Collective, start: Callable[[], Arrival]) -> dist.Work:
+    def _run(self, collective: CollectiveCall, start: Callable[[], Arrival]) -> dist.Work:
         """Return the work of a collective. `start` sends copies of what it reads."""
         kind, writes, reads, *_ = collective
         self._connect(kind)
@@ -277,7 +277,7 @@ class NcclLikeGroup(_ProcessGroup):
             self._coalesced.append(work)
         return work
 
-    def _carry(self, collective: Collective, start: Callable[[], Arrival]) -> Delivery:
+    def _carry(self, collective: CollectiveCall, start: Callable[[], Arrival]) -> Delivery:
         kind, writes, reads, receive, *_ = collective
         for tensor in (*writes, *reads):
             self._check(kind, tensor)
@@ -307,7 +307,7 @@ class NcclLikeGroup(_ProcessGroup):
         if tensor.device.type != "cpu":
             raise ValueError(f"{kind}: this is a group of CPUs, got {tensor.device}")
 
-    def _all(self, collective: Collective, sends: Sequence[torch.Tensor]) -> dist.Work:
+    def _all(self, collective: CollectiveCall, sends: Sequence[torch.Tensor]) -> dist.Work:
         """Return the work of a collective: `sends[r]` goes to each rank `r`, and flat bytes of each
         rank arrive."""
 
@@ -348,7 +348,7 @@ class NcclLikeGroup(_ProcessGroup):
                 Part(f"broadcast from {rank}", [source] if rank == self.rank() else [], [target])
                 for rank, target in enumerate(targets)
             ]
-        gathered = Collective(kind, targets, [source], _fill(targets), opts, parts)
+        gathered = CollectiveCall(kind, targets, [source], _fill(targets), opts, parts)
         return self._all(gathered, [source] * self.size())
 
     @replayable
@@ -357,7 +357,7 @@ class NcclLikeGroup(_ProcessGroup):
     ) -> dist.Work:
         self._check_ranges("all_gather", output, input)
         ranges = output.detach().view(-1).split([input.numel()] * self.size())
-        gathered = Collective("all_gather", [output], [input], _fill(ranges), opts)
+        gathered = CollectiveCall("all_gather", [output], [input], _fill(ranges), opts)
         return self._all(gathered, [input] * self.size())
 
     @replayable
@@ -408,7 +408,7 @@ class NcclLikeGroup(_ProcessGroup):
         sends = [tensor if is_root else tensor.detach().view(-1)[:0]] * self.size()
         kind = f"broadcast from {opts.rootRank}"
         receive = _fill_from(opts.rootRank, tensor)
-        return self._all(Collective(kind, writes, reads, receive, opts), sends)
+        return self._all(CollectiveCall(kind, writes, reads, receive, opts), sends)
 
     @replayable
     def all_to_all_single(
@@ -422,44 +422,48 @@ class NcclLikeGroup(_ProcessGroup):
         targets = self._split("all_to_all", output, output_sizes)
         sources = self._split("all_to_all", input, input_sizes)
         _check_dtypes("all_to_all", [output, input])
-        return self._all(Collective("all_to_all", [output], [input], _fill(targets), opts), sources)
+        return self._all(
+            CollectiveCall("all_to_all", [output], [input], _fill(targets), opts), sources
+        )
 
     @replayable
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        return self._all(Collective("all_to_all", outputs, inputs, _fill(outputs), opts), inputs)
+        return self._all(
+            CollectiveCall("all_to_all", outputs, inputs, _fill(outputs), opts), inputs
+        )
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
         [source], none = inputs, torch.empty(0)
         targets = outputs[0] if outputs else [none] * self.size()
         sends = [source if rank == opts.rootRank else none for rank in range(self.size())]
-        return self._all(Collective("gather", targets, [source], _fill(targets), opts), sends)
+        return self._all(CollectiveCall("gather", targets, [source], _fill(targets), opts), sends)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:
         [target] = outputs
         reads = inputs[0] if inputs else []
         receive = _fill_from(opts.rootRank, target)
-        scattered = Collective("scatter", [target], reads, receive, opts)
+        scattered = CollectiveCall("scatter", [target], reads, receive, opts)
         return self._all(scattered, reads or [target[:0]] * self.size())
 
     def barrier(self, opts: Any = None) -> dist.Work:
         if streams.is_available():
             streams.active().wait_for_current("barrier")
         nothing = [torch.empty(0)] * self.size()
-        return self._all(Collective("barrier", [], [], _fill(nothing), opts), nothing)
+        return self._all(CollectiveCall("barrier", [], [], _fill(nothing), opts), nothing)
 
     def send(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
         def start() -> Arrival:
             sent = _bytes(tensors[0]).clone()
             return _of(self._carrier.send([sent], rank, tag), sent)
 
-        return self._run(Collective("send", [], tensors, lambda _: None), start)
+        return self._run(CollectiveCall("send", [], tensors, lambda _: None), start)
 
     def recv(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
         def start() -> Arrival:
             received = torch.empty_like(_bytes(tensors[0]))
             return _of(self._carrier.recv([received], rank, tag), received)
 
-        return self._run(Collective("recv", tensors, [], _fill(tensors)), start)
+        return self._run(CollectiveCall("recv", tensors, [], _fill(tensors)), start)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         pairs = zip(outputs, inputs, strict=True)
@@ -524,7 +528,7 @@ def _reduction(
     reads: Sequence[torch.Tensor],
     opts: Any,
     parts: Sequence[Part] = (),
-) -> Collective:
+) -> CollectiveCall:
     wanted: Any = dist.ReduceOp.SUM if opts is None else opts.reduceOp
     operation = next((known for known in _REDUCE if wanted == known), None)
     if operation is None:
@@ -549,7 +553,7 @@ def _reduction(
                 total = total // len(values)
             _write(target, total)
 
-    return Collective(f"{kind} {operation.name}", writes, reads, receive, opts, parts)
+    return CollectiveCall(f"{kind} {operation.name}", writes, reads, receive, opts, parts)
 
 
 def _are_equal(tensors: Sequence[torch.Tensor]) -> bool:

@@ -42,10 +42,8 @@ from fsdp_overlap.optim.matrix_param_groups import (
 )
 from fsdp_overlap.optim.orthogonalization import chunk_views, copy_all
 from fsdp_overlap.optim.owner_groups import OwnerGroup, OwnerGroups
-from fsdp_overlap.optim.spans import local_of
+from fsdp_overlap.optim.spans import compute_device, local_of
 from fsdp_overlap.tensor.operands import record_edits
-from fsdp_overlap.tensor.placement import is_on_mesh
-from fsdp_overlap.tensor.row_tensor import Sharded
 
 Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """Makes an ordinary optimizer of parameters."""
@@ -60,22 +58,15 @@ _NOT_OPTIONS = {"params", "param_names", "layer_wise", "split"}
 _INSTEAD = 'by layer_wise= or in a group with "layer_wise": False leave it to the others'
 
 
-class _Shard:
-    """This rank's shard of one parameter, its gradient's and where messages about it are made."""
+def _value_of(parameter: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard, flat."""
+    return local_of(parameter).detach().view(-1)
 
-    def __init__(self, parameter: torch.Tensor) -> None:
-        self.value = local_of(parameter).detach().view(-1)
-        gradient = parameter.grad
-        self.gradient = (
-            None if gradient is None else local_of(gradient).reshape(-1).to(self.value.dtype)
-        )
-        self.device = self.value.device
-        if isinstance(parameter, Sharded) and not is_on_mesh(self.value, parameter._spec):
-            self.device = torch.device(parameter.device_mesh.device_type)  # offloaded
 
-    def own_gradient(self) -> torch.Tensor:
-        assert self.gradient is not None
-        return self.gradient
+def _gradient_of(parameter: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of the gradient, flat, in the dtype of the parameter."""
+    assert parameter.grad is not None
+    return local_of(parameter.grad).reshape(-1).to(local_of(parameter).dtype)
 
 
 class _Matrix:
@@ -112,27 +103,26 @@ class _OwnMatrices:
 
     def begin(self) -> None:
         """Let the optimizer work in the shard."""
-        shard = _Shard(self.parameter)
-        if shard.gradient is None:
-            return
-        rows, columns = self.matrices[0].shape
-        end = self.start + len(self.matrices) * rows * columns
-        shape = len(self.matrices), rows, columns
-        values = shard.value[self.start : end].view(shape)
-        gradients = shard.gradient[self.start : end].view(shape)
-        for matrix, value, gradient in zip(self.matrices, values, gradients, strict=True):
-            matrix.set(value, gradient)
+        if self.parameter.grad is not None:
+            values = self._each(_value_of(self.parameter))
+            gradients = self._each(_gradient_of(self.parameter))
+            for matrix, value, gradient in zip(self.matrices, values, gradients, strict=True):
+                matrix.set(value, gradient)
 
     def end(self) -> None:
         """Let go of the shard, whose memory may be another one in the next step."""
-        shard = _Shard(self.parameter).value
-        for index, matrix in enumerate(self.matrices):
-            if matrix.plain.grad is not None:
+        if self.parameter.grad is not None:
+            targets = self._each(_value_of(self.parameter))
+            for matrix, target in zip(self.matrices, targets, strict=True):
                 value = matrix.drop()
-                first = self.start + index * value.numel()
-                target = shard[first : first + value.numel()].view(matrix.shape)
                 if value.data_ptr() != target.data_ptr():  # some replace a parameter's data
                     target.copy_(value)
+
+    def _each(self, shard: torch.Tensor) -> torch.Tensor:
+        """Return the matrices in ``shard``, ``[count, rows, columns]``."""
+        rows, columns = self.matrices[0].shape
+        count = len(self.matrices)
+        return shard.narrow(0, self.start, count * rows * columns).view(count, rows, columns)
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,6 +226,12 @@ class LayerWise(torch.optim.Optimizer):
     def __repr__(self) -> str:
         return f"{super().__repr__()}\n{self._choice_table}".rstrip()
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "a LayerWise cannot be copied or pickled: make one of the other model, and load the "
+            "state dict"
+        )
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the parameters that have a gradient.
@@ -268,7 +264,7 @@ class LayerWise(torch.optim.Optimizer):
             if self._shared:
                 self._owner_groups.abort(error)
             raise
-        record_edits(p for p in self._stepped_matrices() if p.grad is not None)
+        record_edits(parameter for parameter in self._matrices if parameter.grad is not None)
         return loss
 
     def _step_group(self, group: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
@@ -285,11 +281,6 @@ class LayerWise(torch.optim.Optimizer):
             if matrix.plain in optimizer.state:
                 state = optimizer.state[matrix.plain]
                 self.state[matrix.parameter][str(matrix.number)] = state
-
-    def _stepped_matrices(self) -> Iterator[torch.Tensor]:
-        for group in self.param_groups:
-            if group["layer_wise"]:
-                yield from group["params"]
 
     # ---- who steps what ----
 
@@ -367,7 +358,7 @@ class LayerWise(torch.optim.Optimizer):
         partitions: Sequence[MatrixPartition],
     ) -> Cost:
         """Return the mean over ranks of what a step took. Collective over the owner group."""
-        dtype, device = local_of(example).dtype, _Shard(example).device
+        dtype, device = local_of(example).dtype, compute_device(example)
         found: set[tuple[int, int]] = set()
         for partition in partitions:
             unshared = chain.from_iterable(partition.unshared.values())
@@ -393,7 +384,7 @@ class LayerWise(torch.optim.Optimizer):
                 number = matrix_number(shape, ownership.split, tile, start)
             yield _Matrix(parameter, number, (matrices.rows, matrices.columns))
 
-    def _gather(self) -> Iterator[_Exchange]:
+    def _gather(self) -> Iterator[_MatrixExchange]:
         """Give owners the values and gradients of shared matrices."""
         for shared in self._shared:
             assignments = tuple(
@@ -404,7 +395,7 @@ class LayerWise(torch.optim.Optimizer):
             owner_group = self._owner_groups.ownership_of(shared.parameters[0]).owner_group
             if assignments and owner_group is not None:
                 self._owner_groups.begin_step(owner_group)
-                yield _Exchange(shared, assignments, self._owner_groups, owner_group.group)
+                yield _MatrixExchange(shared, assignments, self._owner_groups, owner_group.group)
 
     # ---- state dicts ----
 
@@ -475,8 +466,9 @@ class LayerWise(torch.optim.Optimizer):
         }
 
 
-class _Exchange:
-    """Shared matrices in one step: made, it has given owners the values and gradients."""
+class _MatrixExchange:
+    """Shared matrices in one step. Making it gives owners their values and gradients. Collective
+    over ``group``."""
 
     def __init__(
         self,
@@ -485,33 +477,36 @@ class _Exchange:
         owner_groups: OwnerGroups,
         group: dist.ProcessGroup,
     ) -> None:
-        self._shared = shared
         self._group = group
         self._owned = {one: shared.owned[one] for one in assignments if one in shared.owned}
         self._plan = gather_scatter_plan(assignments, group.rank(), group.size())
         self._starts = [owner_groups.ownership_of(p).start for p in shared.parameters]
-        stepped = {one.parameter for one in assignments}
-        self._shards = {index: _Shard(shared.parameters[index]) for index in stepped}
-        values = self._gather(lambda shard: shard.value)
-        gradients = self._gather(_Shard.own_gradient)
+        self._device = compute_device(shared.parameters[0])
+        stepped = {one.parameter: shared.parameters[one.parameter] for one in assignments}
+        self._values = {index: _value_of(parameter) for index, parameter in stepped.items()}
+        self._dtype = next(iter(self._values.values())).dtype
+        values = self._gather(self._values)
+        gradients = self._gather({index: _gradient_of(p) for index, p in stepped.items()})
         for one, matrices in self._owned.items():
-            shape = one.matrices.count, one.matrices.rows, one.matrices.columns
-            for matrix, value, gradient in zip(
-                matrices, values[one].view(shape), gradients[one].view(shape), strict=True
-            ):
+            count = one.matrices.count
+            of_each = zip(
+                matrices, values[one].chunk(count), gradients[one].chunk(count), strict=True
+            )
+            for matrix, value, gradient in of_each:
                 matrix.set(value, gradient)
 
-    def _gather(self, of: Callable[[_Shard], torch.Tensor]) -> dict[OwnerAssignment, torch.Tensor]:
-        """Return the matrices that this rank owns, ``[count * rows, columns]`` each."""
+    def _gather(self, shards: Mapping[int, torch.Tensor]) -> dict[OwnerAssignment, torch.Tensor]:
+        """Return the matrices that this rank owns, ``[count * rows, columns]`` each. ``shards`` has
+        this rank's, by parameter."""
         send = self._buffer(self._plan.gather_send)
-        copy_all([(view, self._slice(of, one, chunk)) for one, chunk, view in send.chunks])
+        copy_all([(view, self._slice(shards, one, chunk)) for one, chunk, view in send.chunks])
         received = self._exchange(self._plan.gather_recv, send)
-        whole = {one: self._empty(one) for one in self._owned}
-        values = [(one, chunk, self._slice(of, one, chunk)) for one, chunk in self._own_chunks()]
+        whole = {one: self._empty(one.matrices) for one in self._owned}
+        own = [(one, chunk, self._slice(shards, one, chunk)) for one, chunk in self._own_chunks()]
         copy_all(
             [
-                (place, value[first:last].view(place.shape))
-                for one, chunk, value in (*values, *received.chunks)
+                (place, values[first:last].view(place.shape))
+                for one, chunk, values in (*own, *received.chunks)
                 for place, first, last in chunk_views(whole[one], chunk)
             ]
         )
@@ -524,16 +519,20 @@ class _Exchange:
             for one, matrices in self._owned.items()
         }
         send = self._buffer(self._plan.scatter_send)
-        values = [(one, chunk, self._value(one, chunk)) for one, chunk in self._own_chunks()]
+        own = [
+            (one, chunk, self._slice(self._values, one, chunk)) for one, chunk in self._own_chunks()
+        ]
         copy_all(
             [
                 (target[first:last].view(place.shape), place)
-                for one, chunk, target in (*values, *send.chunks)
+                for one, chunk, target in (*own, *send.chunks)
                 for place, first, last in chunk_views(whole[one], chunk)
             ]
         )
         received = self._exchange(self._plan.scatter_recv, send)
-        copy_all([(self._value(one, chunk), view) for one, chunk, view in received.chunks])
+        copy_all(
+            [(self._slice(self._values, one, chunk), view) for one, chunk, view in received.chunks]
+        )
 
     def _own_chunks(self) -> Iterator[tuple[OwnerAssignment, MatrixChunk]]:
         """Yield those that this rank holds of the matrices that it owns."""
@@ -542,23 +541,18 @@ class _Exchange:
                 if self._group.rank() in chunk.ranks:
                     yield one, chunk
 
-    def _value(self, one: OwnerAssignment, chunk: MatrixChunk) -> torch.Tensor:
-        return self._slice(lambda shard: shard.value, one, chunk)
-
     def _slice(
-        self, of: Callable[[_Shard], torch.Tensor], one: OwnerAssignment, chunk: MatrixChunk
+        self, shards: Mapping[int, torch.Tensor], one: OwnerAssignment, chunk: MatrixChunk
     ) -> torch.Tensor:
         start = self._starts[one.parameter]
-        return of(self._shards[one.parameter])[chunk.first - start : chunk.last - start]
+        return shards[one.parameter][chunk.first - start : chunk.last - start]
 
-    def _empty(self, one: OwnerAssignment) -> torch.Tensor:
-        shard, matrices = self._shards[one.parameter], one.matrices
+    def _empty(self, matrices: SharedMatrices) -> torch.Tensor:
         shape = matrices.count * matrices.rows, matrices.columns
-        return torch.empty(shape, dtype=shard.value.dtype, device=shard.device)
+        return torch.empty(shape, dtype=self._dtype, device=self._device)
 
     def _buffer(self, plan: BufferPlan) -> MessageBuffer:
-        shard = next(iter(self._shards.values()))
-        return MessageBuffer(plan, shard.value.dtype, shard.device)
+        return MessageBuffer(plan, self._dtype, self._device)
 
     def _exchange(self, plan: BufferPlan, send: MessageBuffer) -> MessageBuffer:
         received = self._buffer(plan)
@@ -600,6 +594,5 @@ def _options_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
             f"{type(optimizer).__name__} made {len(optimizer.param_groups)} groups of one list of "
             "parameters: pass groups to LayerWise instead"
         )
-    return {
-        k: v for k, v in optimizer.param_groups[0].items() if k not in ("params", "param_names")
-    }
+    (group,) = optimizer.param_groups
+    return {name: group[name] for name in group.keys() - _NOT_OPTIONS}

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from fsdp_overlap.tensor.placement import is_on_mesh
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor, ShardEdits
 from fsdp_overlap.tensor.row_tensor import RowTensor, Sharded
 
@@ -23,6 +24,15 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a sharded tensor: a flat range, or its rows. A plain tensor is
     returned as it is."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def compute_device(parameter: torch.Tensor) -> torch.device:
+    """Return where what several ranks share of ``parameter`` is computed: on its mesh's device if
+    it is offloaded, which multiplies faster than the host, and whose backend communicates."""
+    local = local_of(parameter)
+    if isinstance(parameter, Sharded) and not is_on_mesh(local, parameter._spec):
+        return torch.device(parameter.device_mesh.device_type)
+    return local.device
 
 
 def locals_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -12,9 +12,7 @@ import torch
 from fsdp_overlap.optim.matrices import MatrixBatch, MatrixChunk, SharedMatrices
 from fsdp_overlap.optim.newton_schulz import Polynomial, polynomials
 from fsdp_overlap.optim.owner_groups import Ownership
-from fsdp_overlap.optim.spans import local_of
-from fsdp_overlap.tensor.placement import is_on_mesh
-from fsdp_overlap.tensor.row_tensor import Sharded
+from fsdp_overlap.optim.spans import compute_device, local_of
 
 T = TypeVar("T")
 
@@ -91,10 +89,7 @@ class Update:
         self.local = local_of(parameter).detach().view(-1)
         self.buffer = local_of(buffer).view(-1)
         self.gradient = local_of(parameter.grad).reshape(-1).to(self.buffer.dtype)
-        self.device = self.local.device
-        if isinstance(parameter, Sharded) and not is_on_mesh(self.local, parameter._spec):
-            # Offloaded: the device multiplies faster than the host, and its backend communicates.
-            self.device = torch.device(parameter.device_mesh.device_type)
+        self.device = compute_device(parameter)
 
 
 class UpdateSlice(NamedTuple):

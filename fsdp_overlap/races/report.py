@@ -78,7 +78,7 @@ def _report(found: EmulatedDevice | RaceReport) -> RaceReport:
 
 
 @dataclass(frozen=True)
-class Fault:
+class RaceFault:
     """Findings that one wait would mend, of the same streams and at the same place, or a finding by
     itself. All are of one kind, and break one rule."""
 
@@ -112,12 +112,12 @@ class Fault:
         return [(name, note) for name, note in dict.fromkeys(notes) if note]
 
 
-def faults_of(findings: Iterable[Finding]) -> list[Fault]:
+def faults_of(findings: Iterable[Finding]) -> list[RaceFault]:
     """Group ``findings`` by the wait that is missing."""
-    faults: dict[Hashable, Fault] = {}
+    faults: dict[Hashable, RaceFault] = {}
     for each in findings:
         key = (each.kind, each.rule, each.missing) if each.missing else each
-        faults.setdefault(key, Fault([])).findings.append(each)
+        faults.setdefault(key, RaceFault([])).findings.append(each)
     return list(faults.values())
 
 
@@ -127,7 +127,7 @@ def describe(findings: Iterable[Finding]) -> str:
     return "\n\n".join(map(_describe_fault, faults_of(findings)))
 
 
-def _describe_fault(fault: Fault) -> str:
+def _describe_fault(fault: RaceFault) -> str:
     rows = [(str(access), access.site) for access in fault.accesses] + fault.sites
     width = min(_WIDEST, max((len(what) for what, _ in rows), default=0))
     lines = [fault.heading]
@@ -167,7 +167,7 @@ def to_json(found: EmulatedDevice | RaceReport) -> dict[str, Any]:
     }
 
 
-def _fault_json(fault: Fault, findings: Sequence[Finding]) -> dict[str, Any]:
+def _fault_json(fault: RaceFault, findings: Sequence[Finding]) -> dict[str, Any]:
     return {
         "heading": fault.heading,
         "rule": name_of_rule(fault.findings[0]),

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from fsdp_overlap.emulator import torch_module as streams
 from fsdp_overlap.emulator.nccl_like import (
     Arrival,
-    Collective,
+    CollectiveCall,
     Delivery,
     NcclLikeGroup,
     unseen,
@@ -61,7 +61,7 @@ def late_collectives() -> Iterator[Late]:
         streams.Stream.wait_stream,
     )
 
-    def carry(group: Any, collective: Collective, *_: Any) -> dist.Work:
+    def carry(group: Any, collective: CollectiveCall, *_: Any) -> dist.Work:
         before = list(late.left(streams.active().current))
 
         def run() -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from fsdp_overlap.comm import symmetric_memory as library
 from fsdp_overlap.emulator import active
 from fsdp_overlap.emulator.allocator import MemPool
-from fsdp_overlap.emulator.nccl_like import Collective, NcclLikeGroup
+from fsdp_overlap.emulator.nccl_like import CollectiveCall, NcclLikeGroup
 from fsdp_overlap.torch_internals import default_store
 from fsdp_overlap.torch_internals import symmetric_memory as torchs
 
@@ -58,7 +58,7 @@ class Symmetric:
         self._patches.enter_context(patch.object(library, "backend_name", lambda *_: "nccl"))
         run = NcclLikeGroup._run
 
-        def noting(group: NcclLikeGroup, collective: Collective, *rest: Any) -> Any:
+        def noting(group: NcclLikeGroup, collective: CollectiveCall, *rest: Any) -> Any:
             kind, writes, reads, *_ = collective
             # Of one tensor each: ranks compare what they start from by a list.
             if kind.startswith(KINDS) and len(writes) == 1 and active().is_here(writes[0]):
