@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 # Tensors are small here: a thread more waits at the end of every operation, and takes the time of
 # other workers and ranks. Processes that tests start inherit it.
@@ -34,6 +35,14 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs `-m gpu` and a CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def _restore_matmul_precision() -> Iterator[None]:
+    """Programs and libraries that tests run set it for the whole process."""
+    precision = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(precision)
 
 
 def pytest_sessionfinish() -> None:

@@ -416,7 +416,7 @@ def test_memory_of_a_stage_that_is_not_what_tensors_take_breaks_a_claim() -> Non
 @pytest.mark.slow
 def test_the_memory_of_stages_is_what_tensors_take(tmp_path: Path) -> None:
     record = tmp_path / "stages.json"
-    arguments = ["--layers", "3", "--width", "256", "--json", str(record)]
+    arguments = ["--layers", "2", "--width", "256", "--json", str(record)]
     done = subprocess.run(
         [sys.executable, str(SCRIPTS / "stage_memory.py"), *arguments],
         capture_output=True,

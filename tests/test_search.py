@@ -187,7 +187,7 @@ def test_the_best_plan_is_that_of_an_exhaustive_search() -> None:
     everything = [
         replace(given, checkpointing=kind, prefetch=prefetch, stage=stage, blocks_per_unit=size)
         for kind in ("none", "full")
-        for prefetch, stage, size in product((1, 3), (2, 3), (1, 2, 4))
+        for prefetch, stage, size in product((1, 3), (2, 3), (1, 4))
     ]
     took = [taken for plan in everything if (taken := measure_once(plan, COSTS)).reserved <= limit]
     assert best.seconds <= 1.005 * min(each.seconds for each in took)
