@@ -167,6 +167,7 @@ class CommContext:
         stats = self._stats
         for label, param_groups in unit.single_all_gather or gathers_of(unit, again):
             for param_group in param_groups:
+                param_group.finish_step()
                 order_check = param_group.mesh_info.order_check
                 order_check.record(
                     param_group.index * N_KINDS, param_group, param_group.compute_dtype
@@ -183,6 +184,7 @@ class CommContext:
         assert isinstance(unit, Unit)
         for param_group in unit.param_groups:
             if param_group.outer_shard is not None:
+                param_group.finish_step()
                 param_group.outer_shard.gather(self.all_reduce_stream)
 
     def wait_for_outer_shards(self, raised: bool) -> None:

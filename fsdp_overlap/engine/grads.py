@@ -105,6 +105,19 @@ class ParamGroupGradients:
         return sizes, pieces
 
     @property
+    def spans(self) -> list[tuple[int, int]]:
+        """``(start, elements)`` of what lies end to end in a shard of the gradient, without
+        gaps."""
+        plan, rank = self.param_group.plan, self.param_group.mesh_info.plan_rank
+        spans: list[tuple[int, int]] = []
+        for start, numel in places_in_shard(plan, rank):
+            if numel and spans and sum(spans[-1]) == start:
+                spans[-1] = (spans[-1][0], spans[-1][1] + numel)
+            elif numel:
+                spans.append((start, numel))
+        return spans
+
+    @property
     def has_input(self) -> bool:
         return self.reduce_scatter_input.allocated
 
@@ -242,19 +255,31 @@ class ParamGroupGradients:
             self._options.call_hook(mean)
         if mean.dtype != self.param_group.grad_dtype:
             mean = mean.to(self.param_group.grad_dtype)
-        if self.param_group.offload is not None:
-            self.offloads.append((self.param_group.to_host(mean), unused))
+        param_group = self.param_group
+        edits = param_group.edits
+        stepper = edits.stepper if unused is None and not edits.has_hooks else None
+        if stepper is not None and stepper.take(self, mean):
             return
-        self._give(mean, unused)
+        if param_group.offload is not None:
+            copy = param_group.to_host(mean)
+            self.offloads.append((copy, unused))
+            if stepper is not None:
+                stepper.arrived(self, copy)
+            return
+        if stepper is not None:
+            stepper.arrived(self, D2HCopy(mean, None))
+        self.give(mean, unused)
 
     def offload(self) -> None:
         """Block the host until the gradients on their way to it are there, and give them to the
         parameters."""
         for copy, unused in self.offloads:
-            self._give(copy.wait(), unused)
+            self.give(copy.wait(), unused)
         self.offloads.clear()
 
-    def _give(self, mean: torch.Tensor, unused: Sequence[bool] | None) -> None:
+    def give(self, mean: torch.Tensor, unused: Sequence[bool] | None = None) -> None:
+        """Make ``mean``, this rank's shard of the gradient, the parameters' ``.grad``, or add it.
+        Keep what is ``unused``."""
         sizes, own = self._pieces
         pieces = [*mean.split_with_sizes(sizes), self._empty]
         parameters = self.param_group.sharded_parameters

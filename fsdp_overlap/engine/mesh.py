@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from operator import or_
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,7 @@ from fsdp_overlap.layout import LayoutRule, ParamGroupPlan, ParamSpec, Plan
 from fsdp_overlap.layout.pieces import in_pieces
 from fsdp_overlap.layout.planner import Planner
 from fsdp_overlap.schedule.stats import Stats
+from fsdp_overlap.tensor.pending_steps import PendingStep
 from fsdp_overlap.tensor.placement import RaggedShard, contiguous_spec
 from fsdp_overlap.tensor.ragged_dtensor import ShardEdits
 from fsdp_overlap.torch_internals import DTensorSpec
@@ -170,16 +171,57 @@ def rollback_on_error(registries: Iterable[LayoutRegistry]) -> Iterator[None]:
 # ---- Meshes, and what their ranks share ----
 
 
+class Stepper(Protocol):
+    """Steps shards for an optimizer, apart from its ``step()``."""
+
+    def take(self, gradients: Any, mean: torch.Tensor) -> bool:
+        """Return whether it uses a reduced gradient, which otherwise becomes ``.grad``."""
+        ...
+
+    def arrived(self, gradients: Any, copy: Any) -> None:
+        """Note that a gradient is on its way to the host, and becomes ``.grad``."""
+        ...
+
+    def reset(self) -> None:
+        """Drop what is under way, as ``ctx.reset()`` does."""
+        ...
+
+
 class ParamGroupEdits(ShardEdits):
     """Counts the edits of one param group's shards. Every sharded parameter has it, and so leads to
-    its mesh and its ``unit``."""
+    its mesh and its ``unit``. ``stepper`` steps the shard apart from its optimizer's ``step()``.
+    ``is_ahead``: whether it did before that, and ``pending_step`` is what may not be done."""
 
-    __slots__ = ("mesh_info", "unit")
+    __slots__ = ("is_ahead", "mesh_info", "pending_step", "stepper", "unit")
 
     def __init__(self, mesh_info: MeshInfo) -> None:
         super().__init__()
         self.mesh_info = weakref.ref(mesh_info)
         self.unit: weakref.ref[Any] | None = None
+        self.stepper: Stepper | None = None
+        self.pending_step: PendingStep | None = None
+        self.is_ahead = False
+
+    def check_not_ahead(self, label: str) -> None:
+        """Raise RuntimeError if the shard was stepped before its optimizer's ``step()``, although a
+        backward still needs it."""
+        if self.is_ahead:
+            raise RuntimeError(
+                f"backward needs unit {label!r} after it was stepped: call "
+                "set_is_last_backward(False) before each backward but the last before step(). If "
+                "one backward needs a unit several times, as reentrant checkpoints do, use "
+                "OverlapPolicy(max_norm=...), which steps after it"
+            )
+
+    def finish_step(self) -> None:
+        """Block until the shard is stepped, if a thread is to do it.
+
+        Raises:
+            RuntimeError: it failed.
+        """
+        if self.pending_step is not None:
+            self.pending_step.wait()
+            self.pending_step = None
 
     def record_trainability(self, parameter: torch.Tensor) -> None:
         super().record_trainability(parameter)

@@ -209,6 +209,8 @@ class ParamGroup:
         self._work: WorkHandle | None = None
         # the state before a gather that is being issued
         self._before: ParamGroupState | None = None
+        self.reading: WorkHandle | None = None
+        """The last gather, if it reads an offloaded shard."""
         self.gathered_version = -1
         """The :attr:`version` that the full buffer has, or will have. -1 if it has none, or other
         values than the shards."""
@@ -484,6 +486,16 @@ class ParamGroup:
         """Copy the shard of ``other``, which lies as this one does."""
         self.shard.copy_(other.shard)
 
+    def finish_step(self) -> None:
+        """Block until the shard may be gathered, if a thread steps it.
+
+        Raises:
+            RuntimeError: the step failed. Or it comes before a backward that gathers.
+        """
+        if self.edits.is_ahead and is_in_backward():
+            self.edits.check_not_ahead(self.label)
+        self.edits.finish_step()
+
     def mark_stale(self) -> None:
         """Note that the full buffer has other values than the shards. Its next use gathers it
         again."""
@@ -534,7 +546,7 @@ class ParamGroup:
         self._before = None
         self.gathered_version = self.version
         if self.offload is not None:
-            self.mesh_info.reading = work
+            self.mesh_info.reading = self.reading = work
 
     def collective_op(self) -> CollectiveOp:
         """Return how the full buffer is filled: by an all-gather, or from the neighbors' parts if
@@ -606,8 +618,12 @@ class ParamGroup:
         elif self.full.allocated:  # by a gather that raised
             comm_stream.free(self.label, self.full, comm_stream.record_compute_event())
         self.free_post_forward_shard()
+        self.reading = None
         if self.outer_shard is not None:
             self.outer_shard.reset()
+        if self.edits.stepper is not None:
+            self.edits.stepper.reset()
+        self.edits.is_ahead, self.edits.pending_step = False, None
         self.module_info.to_sharded()
 
     def free_post_forward_shard(self) -> None:

@@ -8,5 +8,6 @@ from fsdp_overlap.optim.adamw import AdamW
 from fsdp_overlap.optim.clipping import clip_grad_norm_
 from fsdp_overlap.optim.layer_wise import LayerWise
 from fsdp_overlap.optim.muon import Muon
+from fsdp_overlap.optim.overlapped_steps import OverlapPolicy
 
-__all__ = ["AdamW", "LayerWise", "Muon", "clip_grad_norm_"]
+__all__ = ["AdamW", "LayerWise", "Muon", "OverlapPolicy", "clip_grad_norm_"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from functools import reduce
 from itertools import compress
 from operator import attrgetter, is_, itemgetter, not_
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdp_overlap.comm.streams import has_streams
+from fsdp_overlap.optim.overlapped_steps import Groups, OverlappedSteps, OverlapPolicy
 from fsdp_overlap.optim.post_optim_prefetch import PostOptimPrefetch
 from fsdp_overlap.optim.spans import (
     edits_of,
@@ -25,6 +26,7 @@ from fsdp_overlap.optim.spans import (
 )
 from fsdp_overlap.optim.states import check_not_captured, pack, restore
 from fsdp_overlap.tensor.extension import is_subclass
+from fsdp_overlap.tensor.pending_steps import finish_pending_steps
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor, ShardEdits
 from fsdp_overlap.tensor.row_tensor import RowTensor, Sharded
 from fsdp_overlap.torch_internals import fused_adamw_
@@ -141,13 +143,32 @@ def _foreach_groups(
     ]
 
 
+class KernelCall(NamedTuple):
+    """A call of the kernel whose arguments nobody else changes: ``columns`` of parameters,
+    gradients and moments, with a tensor for each span, and the ``counts`` of each. ``steps`` has
+    these counts."""
+
+    columns: list[list[torch.Tensor]]
+    counts: list[torch.Tensor]
+    options: dict[str, Any]
+    steps: StepCounts
+
+    def run(self) -> None:
+        if self.columns[0]:  # else this rank holds nothing of these parameters
+            _run_kernel(self.columns, self.counts, self.options)
+        if self.options["found_inf"] is not None:
+            self.steps.add(-self.options["found_inf"])
+
+
 class FusedAdamW:
     """Steps the parameters of an optimizer's param groups. ``moment_dtype`` is the dtype of the
     moments. The default is the dtype of each parameter."""
 
     def __init__(self, moment_dtype: torch.dtype | None = None) -> None:
         self._moment_dtype = moment_dtype
-        self._groups: dict[int, tuple[list[object], list[torch.Tensor], list[ForeachGroup]]] = {}
+        self._groups: dict[
+            Hashable, tuple[list[object], list[torch.Tensor], list[ForeachGroup]]
+        ] = {}
         """The foreach groups of each param group, with the key that they were made for, and the
         local tensors, whose ids are in the key."""
         self._known: dict[int, KnownCount] = {}
@@ -160,11 +181,11 @@ class FusedAdamW:
         self._prepare(state, started, _moments(group))
 
     def foreach_groups(
-        self, index: int, group: dict[str, Any], first: Collection[ShardEdits] = ()
+        self, index: Hashable, group: dict[str, Any], first: Collection[ShardEdits] = ()
     ) -> list[ForeachGroup]:
         """Return the parameters of ``group`` that have a gradient, in groups for :meth:`step`.
-        ``index`` is the position of the group in the optimizer. ``first`` has the edit counters of
-        the units that the next forward needs first."""
+        ``index`` tells the group from others, by its position in the optimizer. ``first`` has the
+        edit counters of the units that the next forward needs first."""
         parameters = with_gradient(group["params"])
         locals_ = locals_of(parameters)
         # A sharded parameter that was moved or cast has another local tensor. Plain ones may be
@@ -195,6 +216,19 @@ class FusedAdamW:
         Raises:
             RuntimeError: the dtype of a parameter is not floating-point.
         """
+        self.plan(state, foreach_group, group, grad_scale, found_inf).run()
+        for edits in foreach_group.edits:
+            edits.record_values()
+
+    def plan(
+        self,
+        state: State,
+        foreach_group: ForeachGroup,
+        group: dict[str, Any],
+        grad_scale: torch.Tensor | None = None,
+        found_inf: torch.Tensor | None = None,
+    ) -> KernelCall:
+        """Return what :meth:`step` runs. Steps are counted now, and edits are not."""
         moments, device = _moments(group), foreach_group.device
         parameters, is_held = foreach_group.parameters, foreach_group.is_held
         states = list(map(state.__getitem__, parameters))
@@ -227,13 +261,8 @@ class FusedAdamW:
             "grad_scale": grad_scale,
             "found_inf": found_inf,
         }
-        if spans:  # else this rank holds nothing of these parameters
-            flat = [flatten(column, spans) for column in columns]
-            _run_kernel(flat, [views[row] for row, _ in spans], options)
-        if found_inf is not None:
-            steps.add(-found_inf)
-        for edits in foreach_group.edits:
-            edits.record_values()
+        flat = [flatten(column, spans) for column in columns]
+        return KernelCall(flat, [views[row] for row, _ in spans], options, steps)
 
     def _prepare(
         self, state: State, parameters: list[torch.Tensor], moments: Sequence[str]
@@ -291,11 +320,15 @@ class AdamW(torch.optim.AdamW):
             first and all-gathered under the rest of the step. Their full buffers are there until
             that forward. Do not edit weights on some ranks only between the two, nor by
             ``to_local().data``: other edits are followed.
+        overlap: steps shards that ``CPUOffloadPolicy`` keeps on the host, or that rest there, in a
+            thread: see :class:`OverlapPolicy`.
 
     The others are those of ``torch.optim.AdamW``. Steps can be captured in a CUDA graph with and
     without ``capturable``; a replay follows ``lr`` if that is a tensor on the device. A step is
     computed in the widest dtype of parameter, gradient and moments.
     """
+
+    overlapped: OverlappedSteps | None = None
 
     def __init__(
         self,
@@ -310,7 +343,10 @@ class AdamW(torch.optim.AdamW):
         capturable: bool = False,
         moment_dtype: torch.dtype | None = None,
         prefetch_next_forward: bool = False,
+        overlap: OverlapPolicy | None = None,
     ) -> None:
+        if overlap is not None:
+            self.overlapped = OverlappedSteps(self, overlap)
         super().__init__(
             params,
             lr,
@@ -326,7 +362,17 @@ class AdamW(torch.optim.AdamW):
         self._prefetch_next_forward = prefetch_next_forward
         self._kernel = FusedAdamW(moment_dtype)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        if self.overlapped is not None:
+            self.overlapped.add(len(self.param_groups) - 1, self.param_groups[-1]["params"])
+
+    def state_dict(self) -> dict[str, Any]:
+        finish_pending_steps()
+        return super().state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        finish_pending_steps()
         super().load_state_dict(state_dict)
         restore(self, state_dict)
 
@@ -355,6 +401,8 @@ class AdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.overlapped is not None:
+            self.overlapped.step()
         scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         prefetch = PostOptimPrefetch(self.param_groups if self._prefetch_next_forward else ())
         foreach_groups = [
@@ -373,3 +421,23 @@ class AdamW(torch.optim.AdamW):
                 self._kernel.step(self.state, foreach_group, group, *scaling)
         prefetch.finish()
         return loss
+
+    def can_plan(self, parameters: Sequence[torch.Tensor]) -> bool:
+        return True
+
+    def plan(self, groups: Groups) -> Callable[[], None]:
+        scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        calls = [
+            self._kernel.plan(self.state, foreach_group, group, *scaling)
+            for key, group in groups
+            for foreach_group in self._kernel.foreach_groups(key, group)
+        ]
+
+        for call in calls:  # whose edits must not be seen before they are counted
+            call.columns[0][:] = [tensor.data for tensor in call.columns[0]]
+
+        def run() -> None:
+            for call in calls:
+                call.run()
+
+        return run

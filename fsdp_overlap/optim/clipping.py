@@ -46,24 +46,76 @@ def clip_grad_norm_(
     groups = _grad_groups(gradients)
     if not groups:
         return torch.tensor(0.0)
-    parts = [_norm(group, order) for group in groups]
-    total = parts[0]
-    if len(parts) > 1:
-        together = torch.stack([part.to(gradients[0].device) for part in parts])
-        total = together.sum() if order == 0 else torch.linalg.vector_norm(together, order)
-    flats = [flat for group in groups for flat in group.flats]
+    total = _total_norm(groups, order)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"the gradient norm of order {norm_type} is {total.item()}, not finite, so it cannot "
             "be clipped; pass error_if_nonfinite=False to scale by it anyway"
         )
-    # Multiplies by a scale of 1 too, because a comparison would make the host wait for a GPU.
-    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    _scale([flat for group in groups for flat in group.flats], clip_coefficient(total, max_norm))
+    return total.to(reduce(torch.promote_types, {group.dtype for group in groups}))
+
+
+def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """Return what gradients of this ``norm`` are scaled by, at most 1."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def _scale(flats: Sequence[torch.Tensor], scale: torch.Tensor) -> None:
+    # By 1 too, because a comparison would make the host wait for a GPU.
     for on_device in {flat.device for flat in flats}:
         torch._foreach_mul_(
             [flat for flat in flats if flat.device == on_device], scale.to(on_device)
         )
-    return total.to(reduce(torch.promote_types, {group.dtype for group in groups}))
+
+
+# ---- For steps that overlap with backward ----
+
+
+def total_norm(
+    gradients: Sequence[Any], used: Sequence[tuple[Any, torch.Tensor]] = ()
+) -> torch.Tensor:
+    """Return the norm of ``gradients``, taken as one vector, and of those that were ``used``: of
+    each a parameter and the :func:`local_norm`. Norms that :func:`note_norms` noted are not
+    computed again. Collective over the meshes."""
+    groups = _grad_groups([*gradients, *(parameter for parameter, _ in used)], used)
+    return _total_norm(groups, 2.0, noted=True) if groups else torch.tensor(0.0)
+
+
+def local_norm(flats: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the norm of plain tensors, taken as one vector."""
+    return torch.linalg.vector_norm(local_norms(flats, 2.0))
+
+
+def flat_gradients(gradients: list[Any]) -> list[torch.Tensor]:
+    """Return what this rank holds of gradients, one flat tensor for each span."""
+    return _flat(gradients, locals_of(gradients))
+
+
+def scale_gradients(gradients: list[Any], scale: torch.Tensor) -> None:
+    """Multiply what this rank holds of gradients by ``scale``."""
+    _scale(flat_gradients(gradients), scale)
+
+
+def note_norms(values: torch.Tensor, spans: Sequence[tuple[int, int]]) -> None:
+    """Compute the norms of ``spans`` of flat ``values``, ``(start, elements)`` each, and note them
+    at the tensor whose memory it is."""
+    if not spans:
+        return
+    flats = [values[start : start + numel] for start, numel in spans]
+    computed = local_norms(flats, 2.0, values.dtype)
+    owner: Any = values if values._base is None else values._base
+    noted = vars(owner).setdefault("_span_norms", {})
+    for flat, norm in zip(flats, computed, strict=True):
+        noted[flat.storage_offset(), flat.numel()] = flat._version, norm
+
+
+def _noted_norm(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """Return the norm that was noted, unless ``flat`` was edited since."""
+    noted = getattr(flat._base, "_span_norms", {})
+    version, norm = noted.get((flat.storage_offset(), flat.numel()), (-1, None))
+    is_known = version == flat._version and norm.dtype == torch.promote_types(dtype, torch.float32)
+    return norm if is_known else None
 
 
 class GradGroup(NamedTuple):
@@ -77,7 +129,12 @@ class GradGroup(NamedTuple):
     dtype: torch.dtype
 
 
-def _grad_groups(gradients: list[Any]) -> list[GradGroup]:
+def _grad_groups(
+    gradients: list[Any], used: Sequence[tuple[Any, torch.Tensor]] = ()
+) -> list[GradGroup]:
+    """Return ``gradients`` in groups. Some are parameters, whose gradients were ``used``: their
+    norms stand for these."""
+    norm_of = {id(parameter): norm for parameter, norm in used}
     sharded, plain = gradients, []
     if not all(issubclass(cls, DTensor) for cls in set(map(type, gradients))):
         sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
@@ -90,16 +147,38 @@ def _grad_groups(gradients: list[Any]) -> list[GradGroup]:
     for spec, members in [*members_of, (None, plain)] if plain else members_of:
         locals_ = locals_of(members)
         widest = reduce(torch.promote_types, set(map(_dtype, locals_))).to_real()
-        groups.append(GradGroup(spec, members, _flat(members, locals_), widest))
+        there, norms_ = members, []
+        if norm_of:
+            norms_ = [norm_of[id(member)] for member in members if id(member) in norm_of]
+            there = [member for member in members if id(member) not in norm_of]
+            locals_ = locals_of(there)
+        flats = _flat(there, locals_) if there else []
+        groups.append(GradGroup(spec, members, [*flats, *norms_], widest))
     return groups
 
 
-def _norm(group: GradGroup, order: float) -> torch.Tensor:
+def _total_norm(groups: list[GradGroup], order: float, noted: bool = False) -> torch.Tensor:
+    """Return the norm of all gradients, taken as one vector."""
+    parts = [_norm(group, order, noted) for group in groups]
+    if len(parts) == 1:
+        return parts[0]
+    device = local_of(groups[0].members[0]).device
+    together = torch.stack([part.to(device) for part in parts])
+    return together.sum() if order == 0 else torch.linalg.vector_norm(together, order)
+
+
+def _norm(group: GradGroup, order: float, noted: bool) -> torch.Tensor:
     """Return the norm of the gradients of ``group`` on all ranks."""
     if order == 0:  # as in torch, the number of tensors that are not all zero
         counts = norms if group.spec is not None else local_norms
         return torch.linalg.vector_norm(torch.stack(list(counts(group.members, order))), order)
-    by_span = local_norms(group.flats or [local_of(group.members[0])], order, group.dtype)
+    flats = group.flats or [local_of(group.members[0])]
+    known = [_noted_norm(flat, group.dtype) if noted else None for flat in flats]
+    rest = [flat for flat, norm in zip(flats, known, strict=True) if norm is None]
+    by_span = local_norms(rest, order, group.dtype) if rest else flats[0].new_empty(0)
+    if len(rest) < len(flats):
+        computed = iter(by_span)
+        by_span = torch.stack([next(computed) if norm is None else norm for norm in known])
     part = torch.linalg.vector_norm(by_span, order)
     return part if group.spec is None else combine_norms(part, order, group.spec)
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from fsdp_overlap.comm.comm_streams import CommStream, make_comm_stream
+from fsdp_overlap.comm.streams import has_streams, streams_of
 from fsdp_overlap.optim import exchange
 from fsdp_overlap.optim.adamw import AdamW, FusedAdamW
 from fsdp_overlap.optim.exchange import Exchange, plan_rounds
@@ -20,11 +23,14 @@ from fsdp_overlap.optim.matrix_param_groups import (
 )
 from fsdp_overlap.optim.newton_schulz import COEFFICIENTS, Polynomial, polynomials
 from fsdp_overlap.optim.orthogonalization import MatmulOptions, Task, run, run_rounds, tasks_of
+from fsdp_overlap.optim.overlapped_steps import Groups, OverlappedSteps, OverlapPolicy
 from fsdp_overlap.optim.owner_groups import OwnerGroup, OwnerGroups
 from fsdp_overlap.optim.post_optim_prefetch import PostOptimPrefetch
 from fsdp_overlap.optim.states import pack, restore
 from fsdp_overlap.optim.updates import MuonSettings, Update
 from fsdp_overlap.tensor.operands import record_edits
+from fsdp_overlap.tensor.pending_steps import finish_pending_steps
+from fsdp_overlap.tensor.row_tensor import Sharded
 
 ALGORITHMS = ("muon", "adamw")
 
@@ -62,6 +68,8 @@ class Muon(torch.optim.Optimizer):
             given have that class's defaults.
         prefetch_next_forward: as for :class:`~fsdp_overlap.optim.AdamW`. The gathers run under the
             products, unless ranks share matrices: then they begin when the step is over.
+        overlap: as for :class:`~fsdp_overlap.optim.AdamW`. Units of whose matrices ranks hold parts
+            are stepped in :meth:`step`.
 
     The others are those of ``torch.optim.Muon``. A step that is captured in a CUDA graph follows
     ``lr`` if that is a tensor on the device of the parameters. A parameter of three dimensions or
@@ -70,6 +78,8 @@ class Muon(torch.optim.Optimizer):
     Raises:
         TypeError, ValueError: an option or a parameter is one that Muon cannot work with.
     """
+
+    overlapped: OverlappedSteps | None = None
 
     def __init__(
         self,
@@ -88,7 +98,10 @@ class Muon(torch.optim.Optimizer):
         split: Mapping[str, Split] | None = None,
         adamw: Mapping[str, Any] | None = None,
         prefetch_next_forward: bool = False,
+        overlap: OverlapPolicy | None = None,
     ) -> None:
+        if overlap is not None:
+            self.overlapped = OverlappedSteps(self, overlap)
         options = dict(adamw or {})
         checked = AdamW([torch.empty(0)], **options).defaults  # torch checks them
         self._adamw_options = {name: checked[name] for name in _OF_ADAMW}
@@ -130,6 +143,8 @@ class Muon(torch.optim.Optimizer):
         """Make anew everything but the user's options and the state."""
         self._adamw = FusedAdamW(self._moment_dtype)
         self._comm_streams: dict[torch.device, CommStream] = {}
+        self._side_streams: dict[torch.device, Any] = {}
+        """Of products that overlap with backward."""
         self._owner_groups = OwnerGroups("Muon")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -146,6 +161,8 @@ class Muon(torch.optim.Optimizer):
             [group["ns_coefficients"]] = COEFFICIENTS["quintic"]
         if not isinstance(group["split"], int):
             group["split"] = tuple(group["split"])
+        if self.overlapped is not None:
+            self.overlapped.add(len(self.param_groups) - 1, group["params"])
 
     def __repr__(self) -> str:
         return f"{super().__repr__()}\n{self._choice_table}".rstrip()
@@ -155,6 +172,10 @@ class Muon(torch.optim.Optimizer):
         names += ["_prefetch_next_forward", "_choice_table"]
         return super().__getstate__() | {name: getattr(self, name) for name in names}
 
+    def state_dict(self) -> dict[str, Any]:
+        finish_pending_steps()
+        return super().state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class. One of torch's Muon or AdamW can be loaded too, if the
         same algorithm steps each group here.
@@ -162,6 +183,7 @@ class Muon(torch.optim.Optimizer):
         Raises:
             ValueError: a group was stepped by another algorithm. Nothing was changed then.
         """
+        finish_pending_steps()
         super().load_state_dict(state_dict)
         restore(self, state_dict)
 
@@ -201,6 +223,8 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._owner_groups.drop_ended()
+        if self.overlapped is not None:
+            self.overlapped.step()
         updates = [
             update
             for group in self.param_groups
@@ -227,13 +251,56 @@ class Muon(torch.optim.Optimizer):
         prefetch.finish()
         return loss
 
+    def can_plan(self, parameters: Sequence[torch.Tensor]) -> bool:
+        for parameter in parameters:
+            momentum = self.state[parameter].get("momentum_buffer")
+            if momentum is not None and (
+                self._owner_groups.shares(parameter)
+                or cast(Sharded, parameter)._grad_dtype != momentum.dtype
+            ):
+                return False
+        return True
+
+    def plan(self, groups: Groups) -> Callable[[], None]:
+        calls = [
+            self._adamw.plan(self.state, foreach_group, group)
+            for key, group in groups
+            if group["algorithm"] == "adamw"
+            for foreach_group in self._adamw.foreach_groups(key, group)
+        ]
+        updates = [
+            update
+            for _, group in groups
+            if group["algorithm"] == "muon"
+            for update in self._updates(group)
+        ]
+
+        for update in updates:  # whose edits must not be seen before they are counted
+            update.local = update.local.data
+        on_stream: Callable[[], AbstractContextManager[object]] = nullcontext
+        for device in {update.device for update in updates if has_streams(update.device)}:
+            if device not in self._side_streams:
+                self._side_streams[device] = streams_of(device).Stream(device)
+            on_stream = partial(streams_of(device).stream, self._side_streams[device])
+
+        def run() -> None:
+            for call in calls:
+                call.run()
+            with on_stream():
+                self._update_matrices(updates)
+
+        return run
+
     def _step_matrices(self, updates: list[Update]) -> None:
+        self._update_matrices(updates)
+        record_edits(update.parameter for update in updates)
+
+    def _update_matrices(self, updates: list[Update]) -> None:
         for settings in dict.fromkeys(update.settings for update in updates):
             members = [u for u in updates if u.settings == settings and u.local.numel()]
             _update_momentum(settings, members)
         for device in dict.fromkeys(update.device for update in updates):
             self._orthogonalize(device, [u for u in updates if u.device == device])
-        record_edits(update.parameter for update in updates)
 
     def _updates(self, group: dict[str, Any]) -> list[Update]:
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]

@@ -106,6 +106,11 @@ class OwnerGroups:
         """Return the ownership of a parameter that was passed to :meth:`add`."""
         return self._ownerships[parameter]
 
+    def shares(self, parameter: torch.Tensor) -> bool:
+        """Return whether ranks share matrices of ``parameter``, or may do."""
+        known = self._ownerships.get(parameter)
+        return known is None or bool(known.partition.shared)
+
     def begin_step(self, group: OwnerGroup) -> None:
         """Connect ``group``, and report to the error monitor that this rank begins to exchange."""
         group.connect(self._cache_of(group.mesh_info))

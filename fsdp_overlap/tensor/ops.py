@@ -17,6 +17,7 @@ import torch
 from fsdp_overlap.tensor import creation, pointwise, sums_and_norms, views
 from fsdp_overlap.tensor.gradient_errors import raise_in_backward, tensor_operands
 from fsdp_overlap.tensor.operands import own_elements
+from fsdp_overlap.tensor.pending_steps import PENDING, finish_pending_steps
 from fsdp_overlap.tensor.ragged_dtensor import CANNOT_MOVE, RaggedDTensor, raise_unsupported
 from fsdp_overlap.torch_internals import DisableTorchFunctionSubclass
 
@@ -107,6 +108,8 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     if found is None:
         found = _resolved[func] = _resolve(func)
     handler, name = found
+    if PENDING and handler not in _WITHOUT_VALUES:
+        finish_pending_steps()
     return handler(name, func, args, kwargs)
 
 
@@ -243,6 +246,11 @@ def _factory(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if made.shape != tensor._shape or name == "new_tensor":
         return made
     return tensor.wrap_like(own_elements(made, tensor._spec).clone())
+
+
+_WITHOUT_VALUES: frozenset[Handler] = frozenset(
+    (_metadata, _grad_dtype, _local_metadata, _data_ptr, _set_requires_grad, _register_hook)
+)
 
 
 def _max_or_min(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

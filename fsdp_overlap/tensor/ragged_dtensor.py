@@ -23,6 +23,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from fsdp_overlap.tensor.boxes import boxes_of, with_own_storage
 from fsdp_overlap.tensor.comm_dtypes import as_comm_dtype
 from fsdp_overlap.tensor.gradient_errors import needs_gradient, raise_in_backward
+from fsdp_overlap.tensor.pending_steps import finish_pending_steps
 from fsdp_overlap.tensor.placement import (
     RaggedShard,
     contiguous_spec,
@@ -142,6 +143,7 @@ class RaggedDTensor(ShardedParamMixin, DTensor):
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
         """Return this rank's range, flat. It shares memory: in-place edits of it edit the
         parameter."""
+        finish_pending_steps()
         if needs_gradient([self]):
             local = self._local_tensor.detach()
             return cast(torch.Tensor, raise_in_backward("to_local", local, [self]))
@@ -161,6 +163,7 @@ class RaggedDTensor(ShardedParamMixin, DTensor):
     def full_tile(self) -> torch.Tensor:
         """Return this rank's whole tile, on the device of the mesh, a copy. Must be called on every
         rank of :attr:`range_group`."""
+        finish_pending_steps()
         spec = self._spec
         tile = tile_of(spec)
         local = self._local_tensor.detach()
@@ -222,6 +225,7 @@ class RaggedDTensor(ShardedParamMixin, DTensor):
         unit."""
         if id(self) in memo:
             return cast(RaggedDTensor, memo[id(self)])
+        finish_pending_steps()
         duplicate = RaggedDTensor.wrap(self._local_tensor.detach().clone(), self._spec)
         if isinstance(self, nn.Parameter):
             duplicate = cast(RaggedDTensor, nn.Parameter(duplicate, self.requires_grad))
@@ -233,6 +237,7 @@ class RaggedDTensor(ShardedParamMixin, DTensor):
         return duplicate
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        finish_pending_steps()
         # What is pickled is this rank's range and the layout of the tensor, without units.
         spec = self._spec
         parts = (self._local_tensor.detach(), spec.mesh, spec.placements, self._shape)
@@ -255,6 +260,7 @@ class RaggedDTensor(ShardedParamMixin, DTensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        finish_pending_steps()
         # A load calls this on every rank, so all notice the edit, even those that hold nothing.
         if self.edits is not None:
             self.edits.record_values()
@@ -268,6 +274,7 @@ class RaggedDTensor(ShardedParamMixin, DTensor):
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        finish_pending_steps()
         for box in boxes_of(self._spec):
             if index.offset is None or tuple(index.offset) == box.offsets:
                 first = box.start - self.local_range[0]

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.overrides import enable_reentrant_dispatch
 
 from fsdp_overlap.tensor.extension import is_subclass
+from fsdp_overlap.tensor.pending_steps import PENDING, finish_pending_steps
 from fsdp_overlap.tensor.ragged_dtensor import (
     CANNOT_MOVE,
     RaggedDTensor,
@@ -44,6 +45,8 @@ _ALIASES = frozenset("alias data detach".split())
 _VIEWS = frozenset(
     "__getitem__ chunk diagonal narrow select split split_with_sizes tensor_split unbind".split()
 )
+
+_VALUES = frozenset("H T data imag mH mT real".split())
 
 _torchs_grad: Any = torch.Tensor.grad
 
@@ -96,6 +99,8 @@ class RowTensor(ShardedParamMixin, DTensor):
         if kind is None:
             kind = _kinds[func] = _kind_of(func)
         kwargs = kwargs or {}
+        if PENDING and not _is_attribute(func):
+            finish_pending_steps()
         if kind == "alias":
             tensor = args[0] if args else kwargs["input"]
             return tensor.alias_of(tensor._local_tensor.detach(), tensor._spec)
@@ -131,9 +136,15 @@ class RowTensor(ShardedParamMixin, DTensor):
     def _fits(self, gradient: torch.Tensor) -> bool:
         return isinstance(gradient, DTensor) and gradient.shape == self._spec.shape
 
+    def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """Return this rank's rows. They share memory."""
+        finish_pending_steps()
+        return super().to_local(grad_placements=grad_placements)
+
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """Return the whole tensor on every rank, a copy. torch's is a view where this rank holds
         all: what was saved would follow the parameter, and edits of it would go unnoticed."""
+        finish_pending_steps()
         whole: torch.Tensor = super().full_tensor(grad_placements=grad_placements)
         of = self._local_tensor.untyped_storage()
         # The storage of a tensor extension is empty, and does not tell.
@@ -163,6 +174,7 @@ class RowTensor(ShardedParamMixin, DTensor):
         to no unit."""
         if id(self) in memo:
             return cast(DTensor, memo[id(self)])
+        finish_pending_steps()
         duplicate = self._plain(self._local_tensor.detach().clone())
         vars(duplicate).update(deepcopy(attributes_of(self), memo))
         memo[id(self)] = duplicate
@@ -173,6 +185,7 @@ class RowTensor(ShardedParamMixin, DTensor):
         return duplicate
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        finish_pending_steps()
         return self._plain(self._local_tensor.detach()).__reduce_ex__(protocol)
 
     def _plain(self, local: torch.Tensor) -> DTensor:
@@ -217,6 +230,12 @@ def _kind_of(func: Callable[..., Any]) -> str:
         return "view"
     is_plain_name = not name.startswith("__")
     return "edit" if name in _EDITING_OPERATORS or (is_plain_name and name[-1:] == "_") else ""
+
+
+def _is_attribute(func: Any) -> bool:
+    """Return whether ``func`` gets or sets an attribute that is no tensor of the same values."""
+    name = getattr(func, "__name__", "")
+    return name in ("__get__", "__set__", "__delete__") and func.__self__.__name__ not in _VALUES
 
 
 def _with_edits(result: Any, args: tuple[Any, ...], is_view: bool = False) -> Any:

@@ -1,0 +1,128 @@
+"""A thread that steps shards on the host."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+from fsdp_overlap.tensor.pending_steps import PENDING
+
+
+class Job:
+    """What a :class:`HostThread` is to run."""
+
+    def __init__(self, run: Callable[[], None], label: str, thread: HostThread) -> None:
+        self.run: Callable[[], None] | None = run
+        """``None`` once it ran, so that what it holds is freed."""
+        self.label = label
+        self._thread = thread
+
+    def wait(self) -> None:
+        """Block until it is done.
+
+        Raises:
+            RuntimeError: it, or another one, failed.
+        """
+        self._thread.wait(self)
+
+
+class HostThread:
+    """Runs jobs one after the other, the newest first: gradients arrive in the reverse of forward,
+    so the next forward needs first what arrived last.
+
+    After a job failed, no other runs until :meth:`reset`."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Job] = []
+        self._running: Job | None = None
+        self._failure: tuple[Job, BaseException] | None = None
+        self.changed = threading.Condition()
+        """Guards what the thread and others change, and is notified when a job is done."""
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+
+    def submit(self, calls: Sequence[tuple[Callable[[], None], str]]) -> list[Job]:
+        """Have the thread run ``calls``, each with the name of its unit, the last first."""
+        jobs = [Job(run, label, self) for run, label in calls]
+        with self.changed:
+            PENDING.update(jobs)
+            self._waiting += jobs
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="host step", daemon=True)
+                self._thread.start()
+            self.changed.notify_all()
+        return jobs
+
+    def wait(self, job: Job) -> None:
+        """Block until ``job`` is done. Raise RuntimeError if one failed."""
+        with self.changed:
+            while job.run is not None and self._failure is None:
+                self.changed.wait()
+            self.check()
+
+    def wait_until(self, is_so: Callable[[], bool]) -> None:
+        """Block until ``is_so()``, which is asked whenever a job is done. Raise RuntimeError if one
+        failed."""
+        with self.changed:
+            while self._failure is None and not is_so():
+                self.changed.wait()
+            self.check()
+
+    def check(self) -> None:
+        """Raise RuntimeError if a job failed."""
+        if self._failure is not None:
+            job, error = self._failure
+            raise RuntimeError(
+                f"the optimizer's step of unit {job.label!r} failed in its thread: {error}. Some "
+                "units are stepped and others not: call ctx.reset() on every rank, and load a "
+                "checkpoint"
+            ) from error
+
+    def reset(self) -> None:
+        """Drop the jobs that have not begun, and wait for the one that has."""
+        with self.changed:
+            PENDING.difference_update(self._waiting)
+            for job in self._waiting:
+                job.run = None
+            self._waiting.clear()
+            while self._running is not None:
+                self.changed.wait()
+            if self._failure is not None:
+                PENDING.discard(self._failure[0])
+            self._failure = None
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        """End the thread after its jobs, because nobody submits more."""
+        with self.changed:
+            self._is_closed = True
+            self.changed.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        self.reset()
+
+    @torch.no_grad()
+    def _work(self) -> None:
+        while True:
+            with self.changed:
+                while not self._waiting or self._failure is not None:
+                    if self._is_closed:
+                        return
+                    self.changed.wait()
+                job = self._running = self._waiting.pop()
+            failure = None
+            try:
+                assert job.run is not None
+                job.run()
+            except BaseException as error:
+                failure = job, error
+            with self.changed:
+                self._running = None
+                job.run = None
+                self._failure = failure
+                if failure is None:
+                    PENDING.discard(job)
+                self.changed.notify_all()
+            del job

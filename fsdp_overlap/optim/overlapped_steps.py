@@ -1,0 +1,385 @@
+"""Steps of shards that rest on the host, in a thread, while backward or the next forward runs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn, Protocol
+
+import torch
+
+from fsdp_overlap.engine.grads import ParamGroupGradients
+from fsdp_overlap.engine.mesh import ParamGroupEdits
+from fsdp_overlap.engine.param_group import D2HCopy, ParamGroup, copy_to_host
+from fsdp_overlap.engine.unit import unit_of_edits
+from fsdp_overlap.optim.clipping import (
+    clip_coefficient,
+    flat_gradients,
+    local_norm,
+    note_norms,
+    scale_gradients,
+    total_norm,
+)
+from fsdp_overlap.optim.host_thread import HostThread, Job
+from fsdp_overlap.optim.spans import edits_of, gradients_of, locals_of
+from fsdp_overlap.tensor.pending_steps import before_steps
+from fsdp_overlap.tensor.row_tensor import Sharded
+
+Groups = Sequence[tuple[Hashable, dict[str, Any]]]
+"""Parameters to be stepped by the options of a group. The first tells them from other ones."""
+
+
+@dataclass(frozen=True)
+class OverlapPolicy:
+    """How an optimizer steps shards that rest on the host, in a thread, while backward and the next
+    forward run. Pass it as ``overlap=``.
+
+    Without ``max_norm`` the shards of a unit are stepped as soon as their gradients are on the
+    host, in the last backward before ``step()``: say with ``set_is_last_backward(False)`` which
+    backwards are not the last. ``.grad`` cannot be read then.
+
+    Attributes:
+        max_norm: gradients are scaled down so that their norm over all parameters, taken as one
+            vector, is at most this. So the steps begin at ``step()``, when the norm is known, and
+            overlap with the next forward.
+        use_previous_norm: scale by the norm of the step before instead, so that the steps begin in
+            backward. The first step uses its own norm.
+        buffer_bytes: the memory of gradients that wait for their step in backward. When it is
+            full, backward waits. At least one gradient has memory.
+    """
+
+    max_norm: float | None = None
+    use_previous_norm: bool = False
+    buffer_bytes: int = 1 << 30
+
+    def __post_init__(self) -> None:
+        if self.max_norm is not None and not self.max_norm > 0:
+            raise ValueError(f"max_norm={self.max_norm}: give a positive norm, or None")
+        if self.use_previous_norm and self.max_norm is None:
+            raise ValueError("use_previous_norm=True: give max_norm too")
+        if self.buffer_bytes < 0:
+            raise ValueError(f"buffer_bytes={self.buffer_bytes}: give a number of bytes")
+
+    @property
+    def waits_for_norm(self) -> bool:
+        """Whether no step begins before the norm of all gradients is known."""
+        return self.max_norm is not None and not self.use_previous_norm
+
+
+def _fixed(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of ``group``, which a scheduler may edit before the thread reads them."""
+    return {
+        name: option.clone() if isinstance(option, torch.Tensor) else option
+        for name, option in group.items()
+    }
+
+
+class SteppedOptimizer(Protocol):
+    """What :class:`OverlappedSteps` needs of an optimizer."""
+
+    param_groups: list[dict[str, Any]]
+    state: Any
+
+    def can_plan(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Return whether ``parameters`` can be stepped by themselves, without collectives."""
+        ...
+
+    def plan(self, groups: Groups) -> Callable[[], None]:
+        """Return what steps the parameters of ``groups``, by their gradients of now."""
+        ...
+
+
+class UsedGradient(torch.Tensor):
+    """The ``.grad`` of a parameter that was stepped in backward, until ``step()``."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> NoReturn:
+        raise RuntimeError(
+            "this gradient was used in backward, by an optimizer with overlap=OverlapPolicy(), and "
+            "cannot be read: clip by OverlapPolicy(max_norm=...), which keeps gradients until "
+            "step(), or leave overlap= out"
+        )
+
+
+_USED = UsedGradient()
+
+
+class GradientBuffers:
+    """Host memory for gradients on their way to their step: at most ``nbytes``, or one gradient.
+    Memory that was given back is used again."""
+
+    def __init__(self, nbytes: int, thread: HostThread) -> None:
+        self._limit = nbytes
+        self._thread = thread
+        self.reset()
+
+    def reset(self) -> None:
+        """Free all memory. Nobody may use it any more."""
+        self._free: list[torch.Tensor] = []
+        self._allocated = self._used = 0
+
+    def copy(
+        self, param_group: ParamGroup, mean: torch.Tensor
+    ) -> tuple[D2HCopy, Callable[[], None]]:
+        """Return ``mean`` on its way to the host, and what gives its memory back. Block until there
+        is memory. A gradient that is on the host is not copied."""
+        is_there = mean.device.type == "cpu" and param_group.offload is None
+        nbytes = mean.nbytes
+        with self._thread.changed:
+            self._thread.wait_until(lambda: not self._used or self._used + nbytes <= self._limit)
+            memory = None if is_there else self._take(nbytes, param_group)
+            held = nbytes if memory is None else memory.numel()
+            self._used += held
+        if memory is None:
+            return D2HCopy(mean, None), partial(self._give_back, held, None)
+        host = memory[:nbytes].view(mean.dtype)
+        return copy_to_host(mean, host), partial(self._give_back, held, memory)
+
+    def _take(self, nbytes: int, param_group: ParamGroup) -> torch.Tensor:
+        fitting = [index for index, each in enumerate(self._free) if each.numel() >= nbytes]
+        if fitting:
+            return self._free.pop(min(fitting, key=lambda index: self._free[index].numel()))
+        while self._free and self._allocated + nbytes > self._limit:
+            self._allocated -= self._free.pop().numel()
+        self._allocated += nbytes
+        assert param_group.offload is not None
+        pin = param_group.offload.pin_memory
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin)
+
+    def _give_back(self, nbytes: int, memory: torch.Tensor | None) -> None:
+        with self._thread.changed:
+            self._used -= nbytes
+            if memory is not None:
+                self._free.append(memory)
+            self._thread.changed.notify_all()
+
+
+# Note [overlapped steps]
+#
+# The gradient of a param group arrives when its reduction is enqueued, on the comm stream. What
+# steps it is planned there, in the order of the program: the step is counted, and addresses are
+# read. The thread waits for the copy to the host, and runs kernels on plain memory, so it changes
+# nothing that the program looks at meanwhile: no version counter, no ``.grad``, no schedule.
+#
+# Whoever reads a shard then waits: an all-gather for the step of its own unit, and ops on sharded
+# tensors, which somebody else than the library calls, for all steps. The edit is counted in
+# ``step()``, at the same point of the program on every rank. A unit that is gathered again in the
+# backward which stepped it, or that gets another gradient, would compute wrong values, and raises.
+#
+# What may differ between ranks, such as which parameters got a gradient, decides only what the
+# thread steps and what ``step()`` does: both without collectives.
+
+
+class OverlappedSteps:
+    """Takes over the gradients of one ``optimizer``'s parameters as they arrive, and has a thread
+    step the shards. See Note [overlapped steps]."""
+
+    def __init__(self, optimizer: SteppedOptimizer, policy: OverlapPolicy) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._policy = policy
+        self._thread = HostThread()
+        weakref.finalize(optimizer, self._thread.close)
+        self._buffers = GradientBuffers(policy.buffer_bytes, self._thread)
+        self._group_of: dict[torch.Tensor, int] = {}
+        self._ahead: dict[ParamGroup, None] = {}
+        """Those that are stepped before :meth:`step`."""
+        self._arrived: dict[ParamGroup, None] = {}
+        """Those whose gradients arrived and became ``.grad``, in that order."""
+        self._norm_jobs: list[Job] = []
+        self._used_norms: list[tuple[Sharded, torch.Tensor]] = []
+        """The norm of each gradient that was used in backward, with a parameter of its."""
+        self.norm: torch.Tensor | None = None
+        """The norm of the last step's gradients before clipping, if there is a ``max_norm``."""
+
+    def add(self, index: int, parameters: Sequence[torch.Tensor]) -> None:
+        """Step ``parameters`` too, which are those of group ``index``. An optimizer that did so
+        before does so no longer."""
+        for edits in edits_of(parameters):
+            if isinstance(edits, ParamGroupEdits):
+                edits.stepper = self
+        self._group_of |= dict.fromkeys(parameters, index)
+
+    # ---- gradients that arrive ----
+
+    @torch.no_grad()
+    def take(self, gradients: ParamGroupGradients, mean: torch.Tensor) -> bool:
+        """Have the thread step the param group of ``gradients``, of which ``mean`` is this rank's
+        shard. Return whether it will, or else they are to become ``.grad``.
+
+        Raises:
+            RuntimeError: gradients of the param group were used since the last :meth:`step`.
+        """
+        param_group = gradients.param_group
+        edits, parameters = param_group.edits, param_group.sharded_parameters
+        unit = unit_of_edits(edits)
+        edits.check_not_ahead(param_group.label)
+        if not self._can_step(param_group):
+            return False
+        self._arrived.pop(param_group, None)
+        self._arrived[param_group] = None
+        earlier = [parameter.grad for parameter in parameters]
+        if (
+            self._policy.waits_for_norm
+            or unit is None
+            or not unit.settings.is_last_backward
+            or (self._policy.use_previous_norm and self.norm is None)
+            or len({gradient is None for gradient in earlier}) > 1
+        ):
+            return False
+        del self._arrived[param_group]
+        edits.finish_step()
+        if param_group.reading is not None:
+            param_group.reading.wait()  # so the copy comes after the last gather of the shard
+        if not self._ahead:
+            for call in before_steps:
+                call()
+        copy, give_back = self._buffers.copy(param_group, mean)
+        scale = None
+        if self._policy.use_previous_norm:
+            flats = [mean[start : start + numel] for start, numel in gradients.spans]
+            self._used_norms.append((parameters[0], local_norm(flats or [mean[:0]])))
+            assert self.norm is not None
+            scale = self._coefficient(self.norm)
+        for parameter in parameters:
+            parameter.grad = None
+        gradients.give(copy.host)
+        added: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        if earlier[0] is not None:
+            added = locals_of(earlier), locals_of(gradients_of(parameters))
+            for parameter, gradient in zip(parameters, earlier, strict=True):
+                parameter.grad = gradient
+        step = self._plan(param_group, scale)
+        for parameter in parameters:
+            parameter._gradient = _USED
+
+        def run() -> None:
+            copy.wait()
+            if added[0]:
+                torch._foreach_add_(*added)
+            step()
+            give_back()
+
+        [edits.pending_step] = self._thread.submit([(run, param_group.label)])
+        edits.is_ahead = True
+        self._ahead[param_group] = None
+        return True
+
+    @torch.no_grad()
+    def arrived(self, gradients: ParamGroupGradients, copy: D2HCopy) -> None:
+        """Have the thread compute the norm of a gradient that is to become ``.grad``, if the next
+        :meth:`step` may need it."""
+        param_group = gradients.param_group
+        is_first = all(parameter.grad is None for parameter in param_group.sharded_parameters)
+        if self._policy.waits_for_norm and is_first and self._can_step(param_group):
+            spans = gradients.spans
+
+            def run() -> None:
+                note_norms(copy.wait(), spans)
+
+            self._norm_jobs += self._thread.submit([(run, param_group.label)])
+
+    def _can_step(self, param_group: ParamGroup) -> bool:
+        optimizer, parameters = self._optimizer(), param_group.sharded_parameters
+        return (
+            optimizer is not None
+            and param_group.rest_device.type == "cpu"
+            and not param_group.is_extension
+            and all(map(optimizer.state.get, parameters))  # the first step makes the states
+            and all(map(self._group_of.__contains__, parameters))
+            and optimizer.can_plan(parameters)
+        )
+
+    def _plan(self, param_group: ParamGroup, scale: torch.Tensor | None) -> Callable[[], None]:
+        """Return what scales the gradients of ``param_group`` and steps it. Its parameters have
+        no gradients then."""
+        optimizer, parameters = self._optimizer(), param_group.sharded_parameters
+        assert optimizer is not None
+        flats = [] if scale is None else flat_gradients(gradients_of(parameters))
+        groups = [
+            ((index, param_group), {**_fixed(group), "params": members})
+            for index, group in enumerate(optimizer.param_groups)
+            if (members := [p for p in parameters if self._group_of[p] == index])
+        ]
+        step = optimizer.plan(groups)
+        for parameter in parameters:
+            parameter.grad = None
+
+        def run() -> None:
+            if scale is not None and flats:
+                torch._foreach_mul_(flats, scale)
+            step()
+
+        return run
+
+    # ---- the step ----
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Have the thread step what it was not given yet, and can step. What is left has gradients,
+        which are scaled.
+
+        Raises:
+            RuntimeError: a step in the thread failed.
+        """
+        self._thread.check()
+        for param_group in self._ahead:
+            param_group.edits.is_ahead = False
+            param_group.edits.record_values()
+            for parameter in param_group.sharded_parameters:
+                parameter.grad = None
+        self._ahead.clear()
+        arrived, self._arrived = list(self._arrived), {}
+        given = [
+            param_group
+            for param_group in arrived
+            if all(parameter.grad is not None for parameter in param_group.sharded_parameters)
+        ]
+        scale = self._find_scale(given) if self._policy.max_norm is not None else None
+        for param_group in given:
+            param_group.edits.finish_step()
+        calls = [(self._plan(param_group, scale), param_group.label) for param_group in given]
+        for param_group, job in zip(given, self._thread.submit(calls), strict=True):
+            param_group.edits.pending_step = job
+            param_group.edits.record_values()
+
+    def _find_scale(self, given: Sequence[ParamGroup]) -> torch.Tensor:
+        """Compute the norm, scale the gradients of parameters that the thread does not step, and
+        return the scale of the others. Collective over the meshes."""
+        for job in self._norm_jobs:
+            job.wait()
+        self._norm_jobs.clear()
+        used, self._used_norms = self._used_norms, []
+        parameters = [p for p in self._group_of if p.grad is not None]
+        previous = self.norm
+        self.norm = total_norm(gradients_of(parameters), used=used)
+        if self._policy.use_previous_norm and previous is not None:
+            scale = self._coefficient(previous)
+        else:
+            scale = self._coefficient(self.norm)
+        stepped = {
+            parameter for param_group in given for parameter in param_group.sharded_parameters
+        }
+        rest = [parameter for parameter in parameters if parameter not in stepped]
+        scale_gradients(gradients_of(rest), scale)
+        return scale
+
+    def _coefficient(self, norm: torch.Tensor) -> torch.Tensor:
+        assert self._policy.max_norm is not None
+        return clip_coefficient(norm, self._policy.max_norm).to("cpu")
+
+    def reset(self) -> None:
+        """Drop the steps that have not begun, and what is known of gradients."""
+        self._thread.reset()
+        for param_group in self._ahead:
+            param_group.edits.record_values()
+            for parameter in param_group.sharded_parameters:
+                parameter.grad = None
+        self._ahead.clear()
+        self._arrived.clear()
+        self._norm_jobs.clear()
+        self._used_norms.clear()
+        self._buffers.reset()
