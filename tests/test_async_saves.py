@@ -31,7 +31,7 @@ from fsdp_overlap.checkpoint import (
     ShardStager,
 )
 from fsdp_overlap.emulator import EmulatedDevice, fake_ranks, running
-from fsdp_overlap.optim import AdamW
+from fsdp_overlap.optim import AdamW, OverlapPolicy
 from support.checkpoints import (
     as_one,
     assert_same,
@@ -128,6 +128,7 @@ WAYS: dict[str, tuple[Callable[[Any], None], Any]] = {
     "our AdamW": (by_layers, AdamW),
     "torch's AdamW": (by_layers, partial(torch.optim.AdamW, fused=True)),
     "rows": (by_rows, AdamW),
+    "stepped in backward": (by_layers, partial(AdamW, overlap=OverlapPolicy())),
     "offloaded": (offloaded, torch.optim.AdamW),
     "tied": (tied, AdamW),
     "FSDP2": (by_torch, torch.optim.AdamW),

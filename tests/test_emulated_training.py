@@ -23,7 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp_overlap.emulator import EmulatedDevice, IssuedCollective, compare_issued, running
 from fsdp_overlap.emulator.nccl_like import BACKEND
 from fsdp_overlap.layout import BlockAtomic, Flat, LayoutRule, PerTensor, TensorAtomic
-from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
+from fsdp_overlap.optim import AdamW, Muon, OverlapPolicy, clip_grad_norm_
 from support.emulated_twins import Trained
 from support.extensions import Same, with_matrices_of
 from support.ranks import run_ranks
@@ -180,6 +180,31 @@ for name, options in {
 }.items():
     PROGRAMS[2][f"offloaded, {name}"] = partial(train_with, OFFLOADED, **options)
 PROGRAMS[4]["offloaded, copies"] = partial(train_with, OFFLOADED, **COPIES)
+
+
+def overlapped(policy: OverlapPolicy, **options: Any) -> None:
+    """Gradients are used before they can be compared."""
+    trained = layers(OFFLOADED, overlap=policy, **options)
+    trained.twin_optimizer.overlapped = None
+    for _ in range(4):
+        trained.backward(*next(trained.batches(1)))
+        if policy.max_norm is not None:
+            nn.utils.clip_grad_norm_(trained.twin.parameters(), policy.max_norm)
+        trained.step()
+        trained.check_parameters()
+
+
+for name, policy in {
+    "in backward": OverlapPolicy(buffer_bytes=1000),
+    "clipped": OverlapPolicy(max_norm=0.1),
+}.items():
+    PROGRAMS[2][f"overlapped {name}, AdamW"] = partial(overlapped, policy, optimizer=AdamW)
+    PROGRAMS[2][f"overlapped {name}, Muon"] = partial(
+        overlapped, policy, layout=TensorAtomic(), **MUON
+    )
+    PROGRAMS[4][f"overlapped {name}, divided copies"] = partial(
+        overlapped, policy, optimizer=AdamW, **DIVIDED
+    )
 
 
 def state_dicts() -> None:

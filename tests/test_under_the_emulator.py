@@ -31,6 +31,7 @@ from fsdp_overlap.fsdp_module import FSDPModule
 from fsdp_overlap.layout import TensorAtomic
 from fsdp_overlap.optim import Muon, clip_grad_norm_, layer_wise
 from fsdp_overlap.optim.exchange import Exchange
+from fsdp_overlap.optim.overlapped_steps import OverlappedSteps
 from fsdp_overlap.schedule.prefetch import Prefetcher
 from fsdp_overlap.schedule.reducer import GradReducer
 from fsdp_overlap.weights import WeightResharder, export, save
@@ -233,6 +234,20 @@ DEFECTS = [
         "hooks on another stream",
     ),
     Defect(D2HCopy, "wait", "self.copied.synchronize()", "offloaded"),
+    Defect(OverlappedSteps, "take", "copy.wait()", "AdamW overlapped in backward, flat"),
+    Defect(
+        OverlappedSteps,
+        "arrived",
+        "copy.wait()",
+        "AdamW overlapped clipped, flat",
+        new="copy.host",
+    ),
+    Defect(
+        Muon,
+        "plan",
+        "stack.enter_context(streams_of(device).device(device))",
+        "Muon overlapped in backward, whole",
+    ),
     Defect(Exchange, "_enqueue", "self._comm_stream.after_compute()", EXCHANGED),
     Defect(Exchange, "_enqueue", "self._sent = source", EXCHANGED),
     Defect(Exchange, "finish_gather", "self._work.wait()", EXCHANGED),

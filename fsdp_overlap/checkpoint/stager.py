@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fsdp_overlap.checkpoint.staged_save import Offsets, StagedSave, StagedShard, StagingBuffers
 from fsdp_overlap.comm.graphs import before_capture_or_replay
 from fsdp_overlap.tensor.extension import is_subclass
+from fsdp_overlap.tensor.pending_steps import before_steps
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
 from fsdp_overlap.tensor.row_tensor import RowTensor, Sharded
 from fsdp_overlap.torch_internals import tree_map_only
@@ -183,6 +184,7 @@ def _guard(save: StagedSave) -> None:
     _saves.add(save)
     if not _has_guard:
         register_optimizer_step_pre_hook(_before_step)
+        before_steps.append(_copy_remaining)
         before_capture_or_replay.append(_copy_remaining)
         _has_guard = True
 

@@ -209,8 +209,6 @@ class ParamGroup:
         self._work: WorkHandle | None = None
         # the state before a gather that is being issued
         self._before: ParamGroupState | None = None
-        self.reading: WorkHandle | None = None
-        """The last gather, if it reads an offloaded shard."""
         self.gathered_version = -1
         """The :attr:`version` that the full buffer has, or will have. -1 if it has none, or other
         values than the shards."""
@@ -546,7 +544,7 @@ class ParamGroup:
         self._before = None
         self.gathered_version = self.version
         if self.offload is not None:
-            self.mesh_info.reading = self.reading = work
+            self.mesh_info.reading = work
 
     def collective_op(self) -> CollectiveOp:
         """Return how the full buffer is filled: by an all-gather, or from the neighbors' parts if
@@ -618,7 +616,6 @@ class ParamGroup:
         elif self.full.allocated:  # by a gather that raised
             comm_stream.free(self.label, self.full, comm_stream.record_compute_event())
         self.free_post_forward_shard()
-        self.reading = None
         if self.outer_shard is not None:
             self.outer_shard.reset()
         if self.edits.stepper is not None:

@@ -121,12 +121,14 @@ def _noted_norm(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
 class GradGroup(NamedTuple):
     """Gradients that are sharded over the same ranks, as in ``spec`` (``None``: plain gradients).
     ``flats`` is what this rank holds of all ``members``, one tensor for each span. ``dtype`` is the
-    widest of all members, held here or not, because ranks must agree on it."""
+    widest of all members, held here or not, because ranks must agree on it. ``norms`` are those of
+    members that are parameters, whose gradients were used."""
 
     spec: DTensorSpec | None
     members: Sequence[Any]
     flats: list[torch.Tensor]
     dtype: torch.dtype
+    norms: Sequence[torch.Tensor] = ()
 
 
 def _grad_groups(
@@ -153,7 +155,7 @@ def _grad_groups(
             there = [member for member in members if id(member) not in norm_of]
             locals_ = locals_of(there)
         flats = _flat(there, locals_) if there else []
-        groups.append(GradGroup(spec, members, [*flats, *norms_], widest))
+        groups.append(GradGroup(spec, members, flats, widest, norms_))
     return groups
 
 
@@ -179,6 +181,9 @@ def _norm(group: GradGroup, order: float, noted: bool) -> torch.Tensor:
     if len(rest) < len(flats):
         computed = iter(by_span)
         by_span = torch.stack([next(computed) if norm is None else norm for norm in known])
+    if group.norms:  # on the device, which the host need not wait for
+        used = torch.stack(list(group.norms))
+        by_span = torch.cat([by_span.to(used), used]) if group.flats else used
     part = torch.linalg.vector_norm(by_span, order)
     return part if group.spec is None else combine_norms(part, order, group.spec)
 

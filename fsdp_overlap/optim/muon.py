@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from fsdp_overlap.comm.comm_streams import CommStream, make_comm_stream
-from fsdp_overlap.comm.streams import has_streams, streams_of
+from fsdp_overlap.comm.streams import current_device, has_streams, streams_of
 from fsdp_overlap.optim import exchange
 from fsdp_overlap.optim.adamw import AdamW, FusedAdamW
 from fsdp_overlap.optim.exchange import Exchange, plan_rounds
@@ -277,16 +276,17 @@ class Muon(torch.optim.Optimizer):
 
         for update in updates:  # whose edits must not be seen before they are counted
             update.local = update.local.data
-        on_stream: Callable[[], AbstractContextManager[object]] = nullcontext
-        for device in {update.device for update in updates if has_streams(update.device)}:
-            if device not in self._side_streams:
-                self._side_streams[device] = streams_of(device).Stream(device)
-            on_stream = partial(streams_of(device).stream, self._side_streams[device])
+        devices = {current_device(u.device.type) for u in updates if has_streams(u.device)}
+        for device in devices - self._side_streams.keys():
+            self._side_streams[device] = streams_of(device).Stream(device)
 
         def run() -> None:
             for call in calls:
                 call.run()
-            with on_stream():
+            with ExitStack() as stack:
+                for device in devices:  # the thread has another current device
+                    stack.enter_context(streams_of(device).device(device))
+                    stack.enter_context(streams_of(device).stream(self._side_streams[device]))
                 self._update_matrices(updates)
 
         return run

@@ -10,6 +10,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
+from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.engine.grads import ParamGroupGradients
 from fsdp_overlap.engine.mesh import ParamGroupEdits
 from fsdp_overlap.engine.param_group import D2HCopy, ParamGroup, copy_to_host
@@ -163,7 +164,8 @@ class GradientBuffers:
 # The gradient of a param group arrives when its reduction is enqueued, on the comm stream. What
 # steps it is planned there, in the order of the program: the step is counted, and addresses are
 # read. The thread waits for the copy to the host, and runs kernels on plain memory, so it changes
-# nothing that the program looks at meanwhile: no version counter, no ``.grad``, no schedule.
+# nothing that the program looks at meanwhile: no version counter, no ``.grad``, no schedule. Once
+# the copy is done the shard may be edited: it comes after compute with what was gathered from it.
 #
 # Whoever reads a shard then waits: an all-gather for the step of its own unit, and ops on sharded
 # tensors, which somebody else than the library calls, for all steps. The edit is counted in
@@ -192,6 +194,8 @@ class OverlappedSteps:
         self._norm_jobs: list[Job] = []
         self._used_norms: list[tuple[Sharded, torch.Tensor]] = []
         """The norm of each gradient that was used in backward, with a parameter of its."""
+        self._next_scale: D2HCopy | None = None
+        """The scale of the next step's gradients, if that is known."""
         self.norm: torch.Tensor | None = None
         """The norm of the last step's gradients before clipping, if there is a ``max_norm``."""
 
@@ -226,14 +230,12 @@ class OverlappedSteps:
             self._policy.waits_for_norm
             or unit is None
             or not unit.settings.is_last_backward
-            or (self._policy.use_previous_norm and self.norm is None)
+            or (self._policy.use_previous_norm and self._next_scale is None)
             or len({gradient is None for gradient in earlier}) > 1
         ):
             return False
         del self._arrived[param_group]
         edits.finish_step()
-        if param_group.reading is not None:
-            param_group.reading.wait()  # so the copy comes after the last gather of the shard
         if not self._ahead:
             for call in before_steps:
                 call()
@@ -242,8 +244,8 @@ class OverlappedSteps:
         if self._policy.use_previous_norm:
             flats = [mean[start : start + numel] for start, numel in gradients.spans]
             self._used_norms.append((parameters[0], local_norm(flats or [mean[:0]])))
-            assert self.norm is not None
-            scale = self._coefficient(self.norm)
+            assert self._next_scale is not None
+            scale = self._next_scale.wait()
         for parameter in parameters:
             parameter.grad = None
         gradients.give(copy.host)
@@ -354,22 +356,21 @@ class OverlappedSteps:
         self._norm_jobs.clear()
         used, self._used_norms = self._used_norms, []
         parameters = [p for p in self._group_of if p.grad is not None]
-        previous = self.norm
-        self.norm = total_norm(gradients_of(parameters), used=used)
-        if self._policy.use_previous_norm and previous is not None:
-            scale = self._coefficient(previous)
-        else:
-            scale = self._coefficient(self.norm)
+        self.norm = total_norm(gradients_of(parameters), used)
+        assert self._policy.max_norm is not None
+        coefficient = clip_coefficient(self.norm, self._policy.max_norm)
+        previous = self._next_scale
+        if self._policy.use_previous_norm:
+            pin = has_streams(coefficient.device)
+            host = torch.empty((), dtype=coefficient.dtype, pin_memory=pin)
+            self._next_scale = copy_to_host(coefficient, host)
+        scale = coefficient.to("cpu") if previous is None else previous.wait()
         stepped = {
             parameter for param_group in given for parameter in param_group.sharded_parameters
         }
         rest = [parameter for parameter in parameters if parameter not in stepped]
         scale_gradients(gradients_of(rest), scale)
         return scale
-
-    def _coefficient(self, norm: torch.Tensor) -> torch.Tensor:
-        assert self._policy.max_norm is not None
-        return clip_coefficient(norm, self._policy.max_norm).to("cpu")
 
     def reset(self) -> None:
         """Drop the steps that have not begun, and what is known of gradients."""
@@ -382,4 +383,5 @@ class OverlappedSteps:
         self._arrived.clear()
         self._norm_jobs.clear()
         self._used_norms.clear()
+        self._next_scale = None
         self._buffers.reset()

@@ -26,5 +26,5 @@ class Defect(NamedTuple):
         source = source.replace(self.old, self.new)
         planted: dict[str, Any] = {}
         code = compile(f"from __future__ import annotations\n{source}", "<planted>", "exec")
-        exec(code, function.__globals__, planted)
+        exec(code, inspect.unwrap(function).__globals__, planted)
         return patch.object(self.owner, self.method, planted[self.method])

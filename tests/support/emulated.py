@@ -15,6 +15,7 @@ from fsdp_overlap import FsdpContext
 from fsdp_overlap.emulator import EmulatedDevice, Operation, running
 from fsdp_overlap.emulator.queues import Queue
 from fsdp_overlap.optim import AdamW
+from fsdp_overlap.tensor.pending_steps import finish_pending_steps
 from support.twins import loss_of
 from support.zoo import VOCABULARY, ZOO
 
@@ -73,6 +74,7 @@ class Program:
         for _ in range(steps):
             self.backward()
             self.step()
+        finish_pending_steps()
 
 
 def run(program: Callable[[], object], **options: Any) -> EmulatedDevice:

@@ -23,7 +23,7 @@ from fsdp_overlap.checkpoint import ShardStager
 from fsdp_overlap.emulator import Stream, current_stream, fake_ranks, stream
 from fsdp_overlap.engine import grads
 from fsdp_overlap.layout import BlockAtomic, Flat, LayoutRule, PerTensor, TensorAtomic, pieces
-from fsdp_overlap.optim import AdamW, LayerWise, Muon, clip_grad_norm_, exchange
+from fsdp_overlap.optim import AdamW, LayerWise, Muon, OverlapPolicy, clip_grad_norm_, exchange
 from fsdp_overlap.weights import WeightResharder, export_weights, save_weights
 from fsdp_overlap.weights import exchange as weights_exchange
 from support.emulated import Program, trained
@@ -133,6 +133,27 @@ MODES["offloaded, torch's AdamW"] = trained(
     shard_options=dict(OFFLOAD), optimizer=torch.optim.AdamW
 )
 MODES["offloaded, Muon"] = trained(shard_options=dict(OFFLOAD), optimizer=Muon)
+OVERLAPS = {
+    "in backward": OverlapPolicy(),
+    "in little memory": OverlapPolicy(buffer_bytes=0),
+    "clipped": OverlapPolicy(max_norm=0.1),
+    "clipped by the norm before": OverlapPolicy(max_norm=0.1, use_previous_norm=True),
+}
+for name, policy in OVERLAPS.items():
+    for optimizer in (AdamW, Muon):
+        for kind, options in {
+            "flat": {},
+            "whole": {"layout": TensorAtomic()},
+            "divided": {"dims": (2, 2), "shard_optimizer_over_replicas": True},
+            "skips": {"name": "skips in a list"},
+            "kept": {"name": "checkpointed"},
+        }.items():
+            MODES[f"{optimizer.__name__} overlapped {name}, {kind}"] = trained(
+                optimizer=optimizer,
+                optimizer_options={"overlap": policy},
+                shard_options=dict(OFFLOAD),
+                **options,
+            )
 MODES["offloaded, not pinned"] = trained(
     shard_options={"offload_policy": CPUOffloadPolicy(pin_memory=False)}
 )
