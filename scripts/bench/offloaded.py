@@ -1,9 +1,11 @@
 """A training step whose parameters rest on the host: stepped by a thread meanwhile, and after
 backward, as FSDP2 does.
 
-The compute of a device is sleep, so it leaves the cores alone. Blocks have one large parameter
-each, and their gradients are given, so host and memory do what they do beside a device: gather,
-reduce, and step by AdamW. A sample is of several steps, which begin and end with a thread at work.
+The compute of a device is sleep, so it leaves the cores alone. Blocks have one parameter each, and
+their gradients are given, so the host does what it does beside a device: gather, reduce and step.
+AdamW and these copies both wait for memory, which a device's copies do less; Muon, of matrices,
+does not, and FSDP2 has none. A sample is of several steps, which begin and end with a thread at
+work.
 
 `bound` is the larger of two: a step without an optimizer (compute and transfers), and the
 optimizer's step alone. Overlapped, a step should take at most 1.05 times that.
@@ -16,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from math import isqrt
 from typing import Any
 
 import torch
@@ -23,8 +26,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp as fsdp2
 
-from fsdp_overlap import FsdpContext, fully_shard
-from fsdp_overlap.optim import AdamW, OverlapPolicy, clip_grad_norm_
+from fsdp_overlap import FsdpContext, TensorAtomic, fully_shard
+from fsdp_overlap.optim import AdamW, Muon, OverlapPolicy, clip_grad_norm_
 from fsdp_overlap.tensor.pending_steps import finish_pending_steps
 from harness import options, output, processes, turns
 from harness.measurement import Measurement, Ratio
@@ -44,7 +47,7 @@ class Sleep(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: Any, given: Any, seconds: Any) -> torch.Tensor:
         ctx.given, ctx.seconds = given, seconds
         time.sleep(seconds)
-        return x * weight[0]
+        return x * weight.view(-1)[0]
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
@@ -65,12 +68,14 @@ class Block(nn.Module):
 
 def build(args: argparse.Namespace) -> nn.Sequential:
     torch.manual_seed(1)
-    given = torch.randn(args.elements) * 1e-3
+    width = isqrt(args.elements)
+    shape = (width, width) if args.optimizer == "muon" else (args.elements,)
+    given = torch.randn(shape) * 1e-3
     return nn.Sequential(*(Block(given) for _ in range(args.blocks)))
 
 
 def ours(args: argparse.Namespace) -> nn.Sequential:
-    model, ctx = build(args), FsdpContext()
+    model, ctx = build(args), FsdpContext(layout=TensorAtomic())
     for block in model:
         fully_shard(block, ctx)
     fully_shard(model, ctx)
@@ -121,17 +126,19 @@ class Training:
 def run_rank(args: argparse.Namespace) -> None:
     """Measure on this rank; rank 0 reports the slowest rank's times."""
     processes.join_ranks(timeout_s=args.timeout)
-    plain, torchs = partial(AdamW, lr=1e-3), partial(torch.optim.AdamW, lr=1e-3, fused=True)
-    torch_clip = nn.utils.clip_grad_norm_
+    plain = partial({"adamw": AdamW, "muon": Muon}[args.optimizer], lr=1e-3)
+    clipping = OverlapPolicy(max_norm=MAX_NORM)
     trainings = {
         OVERLAPPED: Training(ours(args), partial(plain, overlap=OverlapPolicy())),
-        CLIPPED: Training(ours(args), partial(plain, overlap=OverlapPolicy(max_norm=MAX_NORM))),
+        CLIPPED: Training(ours(args), partial(plain, overlap=clipping)),
         AFTER: Training(ours(args), plain),
         AFTER_CLIPPED: Training(ours(args), plain, clip_grad_norm_),
-        FSDP2: Training(theirs(args), torchs),
-        FSDP2_CLIPPED: Training(theirs(args), torchs, torch_clip),
         COMPUTE: Training(ours(args), None),
     }
+    if args.optimizer == "adamw":
+        torchs = partial(torch.optim.AdamW, lr=1e-3, fused=True)
+        trainings[FSDP2] = Training(theirs(args), torchs)
+        trainings[FSDP2_CLIPPED] = Training(theirs(args), torchs, nn.utils.clip_grad_norm_)
     alone = Training(ours(args), plain)
     alone.step()
     for block in alone.model:
@@ -150,9 +157,9 @@ def run_rank(args: argparse.Namespace) -> None:
             mine = turns.alternate({**systems, OPTIMIZER: optimize}, args.rounds, 1)
             found[str(part)] = samples = processes.of_slowest_rank(mine)
             samples[BOUND] = list(map(max, samples[COMPUTE], samples[OPTIMIZER]))
-    for name in (AFTER, FSDP2):
-        compare(trainings[OVERLAPPED].model, trainings[name].model)
-    compare(trainings[CLIPPED].model, trainings[AFTER_CLIPPED].model)
+    for one, other in ((OVERLAPPED, AFTER), (CLIPPED, AFTER_CLIPPED), (OVERLAPPED, FSDP2)):
+        if other in trainings:
+            compare(trainings[one].model, trainings[other].model)
     processes.finish(found)
 
 
@@ -166,7 +173,7 @@ def compare(one: nn.Sequential, other: nn.Sequential) -> None:
 def measurement_of(args: argparse.Namespace, result: dict[str, Any]) -> Measurement:
     about = (
         f"{args.ranks} ranks, {args.blocks} blocks of {args.elements / 1e6:g}M float32 parameters, "
-        f"AdamW; {args.rounds} rounds of {args.steps} steps"
+        f"{args.optimizer}; {args.rounds} rounds of {args.steps} steps"
     )
     figures, ratios = [], []
     for part, samples in result.items():
@@ -174,10 +181,14 @@ def measurement_of(args: argparse.Namespace, result: dict[str, Any]) -> Measurem
         figures += output.figures_of(step, "ms", samples)
         ratios += [
             Ratio.between(step, OVERLAPPED, BOUND, samples, at_most=1.05),
-            Ratio.between(step, OVERLAPPED, AFTER, samples),
-            Ratio.between(step, OVERLAPPED, FSDP2, samples),
-            Ratio.between(step, CLIPPED, AFTER_CLIPPED, samples),
-            Ratio.between(step, CLIPPED, FSDP2_CLIPPED, samples),
+            *(
+                Ratio.between(step, one, other, samples)
+                for one in (OVERLAPPED, CLIPPED)
+                for other in {OVERLAPPED: (AFTER, FSDP2), CLIPPED: (AFTER_CLIPPED, FSDP2_CLIPPED)}[
+                    one
+                ]
+                if other in samples
+            ),
         ]
     return options.measurement(args, about, figures, ratios)
 
@@ -185,6 +196,7 @@ def measurement_of(args: argparse.Namespace, result: dict[str, Any]) -> Measurem
 def main() -> None:
     parser = options.parser(__doc__, ranks=1, blocks=16, rounds=9, steps=4, timeout=1800.0)
     parser.add_argument("--elements", type=int, default=2_000_000, help="parameters of a block")
+    parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
     parser.add_argument(
         "--compute",
         type=float,
