@@ -25,7 +25,7 @@ from fsdp_overlap import (
     RaggedDTensor,
     TensorAtomic,
 )
-from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
+from fsdp_overlap.optim import AdamW, Muon, OverlapPolicy, clip_grad_norm_
 from support.hostile_streams import CYCLES, RANKS, HostileCommStream
 from support.ranks import run_ranks
 from support.twins import Twins, loss_of
@@ -138,6 +138,33 @@ def optimize(name: str) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_step_on_the_host(name: str) -> None:
     run_ranks(optimize, RANKS, name, backend="nccl")
+
+
+def overlap(policy: OverlapPolicy, optimizer: Any, **options: Any) -> None:
+    """On streams that are late: the same bits as without the thread."""
+    plain = offloaded(optimizer=optimizer, **options)
+    threaded = offloaded(optimizer=optimizer, overlap=policy, **options)
+    groups = plain.optimizer.param_groups
+    for twins in (plain, threaded):
+        twins.ctx.comm_stream_factory = lambda comm_stream, device: HostileCommStream(device)
+    for tokens, targets in plain.batches(5):
+        for twins in (plain, threaded):
+            loss_of(twins.model(twins.mine(tokens)), twins.mine(targets)).backward()
+            if twins is plain and policy.max_norm is not None:
+                clip_grad_norm_([p for group in groups for p in group["params"]], policy.max_norm)
+            twins.optimizer.step()
+            twins.optimizer.zero_grad()
+    pairs = zip(plain.model.named_parameters(), threaded.model.parameters(), strict=True)
+    for (name, parameter), other in pairs:
+        assert torch.equal(parameter.to_local(), other.to_local()), name  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+@pytest.mark.parametrize("name", ["AdamW", "Muon, whole matrices"])
+def test_a_thread_steps_beside_the_device(name: str, max_norm: float | None) -> None:
+    optimizer, options = OPTIMIZERS[name]
+    policy = OverlapPolicy(max_norm=max_norm, buffer_bytes=1000)
+    run_ranks(partial(overlap, policy, optimizer, **options), RANKS, backend="nccl")
 
 
 def clip() -> None:

@@ -62,6 +62,7 @@ def run_blocks(blocks: list[str], name: str) -> None:
         "checkpoints.md",
         "layouts.md",
         "muon.md",
+        "offloading.md",
         "emulated_device.md",
         "scale.md",
     ],

@@ -143,7 +143,7 @@ class Muon(torch.optim.Optimizer):
         self._adamw = FusedAdamW(self._moment_dtype)
         self._comm_streams: dict[torch.device, CommStream] = {}
         self._side_streams: dict[torch.device, Any] = {}
-        """Of products that overlap with backward."""
+        """Streams of products that overlap with backward, by device."""
         self._owner_groups = OwnerGroups("Muon")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
