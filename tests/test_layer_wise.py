@@ -233,6 +233,42 @@ def test_optimizers_of_others_work_as_they_are(layout: str, name: str) -> None:
     run_ranks(equals_twin, 4, layout, (), name, dtype)
 
 
+def compiled(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    optimizer = torch.optim.Muon(parameters, lr=0.02)
+    optimizer.step = torch.compile(optimizer.step, backend="aot_eager")  # type: ignore[method-assign]
+    return optimizer
+
+
+def trains_compiled() -> None:
+    """Also after a gradient was missing, and with another learning rate."""
+    model, _ = build("whole")
+    other = twin()
+    optimizer = LayerWise(model, compiled, others)
+    its = plain(other, partial(torch.optim.Muon, lr=0.02))
+    for step in range(4):
+        tokens = torch.randint(20, (4, 6), generator=torch.Generator().manual_seed(step))
+        for each, optimizers in ((model, [optimizer]), (other, its)):
+            each(tokens).square().mean().backward()
+            stacks = [p for name, p in each.named_parameters() if "stack" in name]
+            for index, piece in enumerate(getattr(each, "pieces", ())):
+                piece.grad = stacks[index // 3].grad[index % 3]
+            if step == 1:
+                each.blocks[1].up.weight.grad = None
+            for one in optimizers:
+                for group in one.param_groups:
+                    group["lr"] = 0.02 / (step + 1)
+                one.step()
+            for index, piece in enumerate(getattr(each, "pieces", ())):
+                stacks[index // 3].data[index % 3].copy_(piece.data)
+                piece.data = stacks[index // 3].data[index % 3]
+            each.zero_grad()
+        same(model, other)
+
+
+def test_steps_may_be_compiled() -> None:
+    run_ranks(trains_compiled, 2)
+
+
 # Meshes
 
 

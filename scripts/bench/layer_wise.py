@@ -5,9 +5,9 @@ pytorch-optimizer; AdamW steps the norms.
 
 - unsharded: on every rank all of it, at the same time. So does DDP step;
 - layer-wise: the same optimizer on whole matrices that are dealt to ranks, which send each other
-  what they stepped;
+  what they stepped, as Megatron's layer-wise optimizer does;
 - LayerWise under `TensorAtomic()`, which sends nothing: what others need they gather in the next
-  forward, under compute; and under `Flat()`, which cuts matrices.
+  forward, under compute; and under `Flat()`, which cuts matrices, so that they move in each step.
 
 A step of W ranks should take 1/W of the unsharded one's time, within 1.1 times that.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -84,7 +85,8 @@ def run_rank(args: argparse.Namespace) -> None:
         collectives[name] = issued.get_total_counts()
         muon.check(name, models[name], models[UNSHARDED], "bfloat16")
     with turns.quiet_gc():
-        samplers = {name: turns.timed(step) for name, step in steps.items()}
+        clock = time.process_time if args.processor_time else time.perf_counter
+        samplers = {name: turns.timed(step, clock=clock) for name, step in steps.items()}
         mine = turns.alternate(samplers, args.rounds, 1)
     processes.finish({"step_ms": processes.of_slowest_rank(mine), "collectives": collectives})
 
@@ -94,7 +96,7 @@ def measurement_of(args: argparse.Namespace, result: dict[str, Any]) -> Measurem
     collectives = {name: [float(count)] for name, count in result["collectives"].items()}
     about = (
         f"{args.optimizer}, {args.ranks} ranks, {args.blocks} blocks of 12*{args.width}^2; "
-        f"{args.rounds} rounds"
+        f"{args.rounds} rounds{', processor time' if args.processor_time else ''}"
     )
     figures = output.figures_of(STEP, "ms", samples)
     figures += output.figures_of("collectives a step", "", collectives, at_most={WHOLE: 0})
@@ -110,6 +112,11 @@ def measurement_of(args: argparse.Namespace, result: dict[str, Any]) -> Measurem
 def main() -> None:
     parser = options.parser(__doc__, ranks=2, blocks=8, width=512, rounds=5, timeout=1800.0)
     parser.add_argument("--optimizer", choices=MATRICES, default="soap")
+    parser.add_argument(
+        "--processor-time",
+        action="store_true",
+        help="measure the time of the processor, for more ranks than there are cores",
+    )
     args = parser.parse_args()
     if processes.is_rank():
         return run_rank(args)
