@@ -214,6 +214,13 @@ def simulate(
     against_fsdp2: Annotated[
         bool, typer.Option("--against-fsdp2", help="Predict FSDP2 on the same, too.")
     ] = False,
+    offload: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST",
+            help="Keep shards, gradients and states on a host: xeon_32_cores, or its TOML file.",
+        ),
+    ] = None,
     reshard_after_forward: Annotated[
         int | None, typer.Option(help="Neighbors that keep a block's weights until backward.")
     ] = None,

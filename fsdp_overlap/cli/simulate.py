@@ -23,11 +23,14 @@ from fsdp_overlap.simulator import (
     Device,
     Fabric,
     Fsdp2Training,
+    Host,
+    OffloadPrediction,
     Plan,
     Prediction,
     Profile,
     SearchResult,
     Training,
+    predict_offload,
     search,
     simulate,
 )
@@ -73,6 +76,7 @@ class SimulateOptions:
     price: float | None
     best: bool
     against_fsdp2: bool
+    offload: str | None
     out: Path | None
 
     def costs(self) -> Costs:
@@ -121,6 +125,8 @@ def predict(layout: str, sequence: int | None, **arguments: Any) -> None:
 
 
 def _search(training: Training, costs: Costs, options: SimulateOptions) -> None:
+    if options.offload is not None:
+        raise BadInput("--best and --offload: leave one of the two out")
     if training.expert_parallel > 1 or options.against_fsdp2:
         other = "--against-fsdp2" if options.against_fsdp2 else "--expert-parallel"
         raise BadInput(f"--best and {other}: leave one of the two out")
@@ -131,6 +137,7 @@ def _search(training: Training, costs: Costs, options: SimulateOptions) -> None:
 
 
 def _predict(training: Training, costs: Costs, options: SimulateOptions) -> None:
+    host = None if options.offload is None else Host.read(options.offload)
     trainings = {training.model: training}
     if options.against_fsdp2:
         trainings["FSDP2"] = Fsdp2Training.like(training)
@@ -143,8 +150,11 @@ def _predict(training: Training, costs: Costs, options: SimulateOptions) -> None
             }
         except Exception as error:  # whatever the code of a model raises
             raise unpredictable(training.model, error) from error
-    took = time.perf_counter() - start
     prediction = predictions[training.model]
+    offloaded = None
+    if host is not None:
+        offloaded = predict_offload(training, costs, host, prediction)
+    took = time.perf_counter() - start
     for name, value in (
         *_lines(training, prediction, costs, options.price),
         ("predicted in", f"{took:.0f} s"),
@@ -153,6 +163,9 @@ def _predict(training: Training, costs: Costs, options: SimulateOptions) -> None
     if options.against_fsdp2:
         console.print()
         console.print(_beside(prediction, predictions["FSDP2"]))
+    if offloaded is not None:
+        console.print()
+        console.print(_offloaded(training, prediction, offloaded))
     console.print()
     reports = {name: read_report(each.trace, steps=1) for name, each in predictions.items()}
     show_report(reports)
@@ -164,7 +177,14 @@ def _predict(training: Training, costs: Costs, options: SimulateOptions) -> None
                 _write_trace(predictions["FSDP2"], new / "fsdp2" / "rank0.json.gz")
             write_report(reports, new)
         console.print(f"\n{options.out / 'overlap.html'}, .png and .json")
-    if not prediction.fits(costs.device):
+    if offloaded is not None:
+        if offloaded.memory > costs.device.memory_size:
+            raise BadInput(
+                f"it does not fit: offloaded it needs {offloaded.memory / GIB:.1f} GiB on each "
+                f"GPU, and {costs.device.name} has {costs.device.memory_size / GIB:.1f} GiB. Try "
+                "--checkpointing full, or a smaller --micro-batch-size or --sequence"
+            )
+    elif not prediction.fits(costs.device):
         raise BadInput(_why_not(training, prediction, costs.device))
 
 
@@ -184,6 +204,31 @@ def _beside(ours: Prediction, fsdp2: Prediction) -> Table:
         ratio = f"{values[0] / values[1]:.3f}" if values[1] else ""
         table.add_row(name, *(f"{value:.1f} {unit}" for value in values), ratio)
     return table
+
+
+def _offloaded(training: Training, resident: Prediction, offloaded: OffloadPrediction) -> Table:
+    table = Table("", "step", "tokens/s, GPU", "GPU", "host, a rank", box=None, pad_edge=False)
+    there, host = (
+        f"{nbytes / GIB:.1f} GiB" for nbytes in (offloaded.memory, offloaded.host_memory)
+    )
+    table.add_row(
+        "on the GPU", *_pace(training, resident.seconds), f"{resident.memory / GIB:.1f} GiB", ""
+    )
+    for name, seconds in (
+        ("offloaded", offloaded.in_step),
+        ("offloaded, overlap, clipped", offloaded.clipped),
+        ("offloaded, overlap", offloaded.overlapped),
+        ("at least: compute", offloaded.compute),
+        ("at least: copies to the GPU", offloaded.copies),
+        ("at least: AdamW on the host", offloaded.optimizer),
+    ):
+        memory = ("", "") if name.startswith("at least") else (there, host)
+        table.add_row(name, *_pace(training, seconds), *memory)
+    return table
+
+
+def _pace(training: Training, seconds: float) -> tuple[str, str]:
+    return f"{1e3 * seconds:.0f} ms", f"{training.tokens / seconds:.0f}" if seconds else ""
 
 
 def _lines(

@@ -48,7 +48,7 @@ class OverlapPolicy:
         use_previous_norm: scale by the norm of the step before instead, so that the steps begin in
             backward. The first step uses its own norm.
         buffer_bytes: the memory of gradients that wait for their step in backward. When it is
-            full, backward waits. At least one gradient has memory.
+            full, backward waits. At least two gradients have memory.
     """
 
     max_norm: float | None = None
@@ -110,7 +110,7 @@ _USED = UsedGradient()
 
 
 class GradientBuffers:
-    """Host memory for gradients on their way to their step: at most ``nbytes``, or one gradient.
+    """Host memory for gradients on their way to their step: at most ``nbytes``, or two gradients.
     Memory that was given back is used again."""
 
     def __init__(self, nbytes: int, thread: HostThread) -> None:
@@ -131,7 +131,8 @@ class GradientBuffers:
         is_there = mean.device.type == "cpu" and param_group.offload is None
         nbytes = mean.nbytes
         with self._thread.changed:
-            self._thread.wait_until(lambda: not self._used or self._used + nbytes <= self._limit)
+            limit = max(self._limit, 2 * nbytes)
+            self._thread.wait_until(lambda: not self._used or self._used + nbytes <= limit)
             memory = None if is_there else self._take(nbytes, param_group)
             held = nbytes if memory is None else memory.numel()
             self._used += held

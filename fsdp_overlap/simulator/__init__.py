@@ -3,8 +3,9 @@
 from fsdp_overlap.simulator.clock import Clock
 from fsdp_overlap.simulator.costs import Costs
 from fsdp_overlap.simulator.fsdp2 import Fsdp2Training
-from fsdp_overlap.simulator.hardware import Device, Fabric
+from fsdp_overlap.simulator.hardware import Device, Fabric, Host
 from fsdp_overlap.simulator.models import known_models
+from fsdp_overlap.simulator.offload import OffloadPrediction, predict_offload
 from fsdp_overlap.simulator.on_cpu import CpuPrediction, simulate_on_cpu
 from fsdp_overlap.simulator.profile import Profile
 from fsdp_overlap.simulator.search import Plan, SearchResult, search
@@ -18,6 +19,8 @@ __all__ = [
     "Device",
     "Fabric",
     "Fsdp2Training",
+    "Host",
+    "OffloadPrediction",
     "Plan",
     "Prediction",
     "Profile",
@@ -25,6 +28,7 @@ __all__ = [
     "Step",
     "Training",
     "known_models",
+    "predict_offload",
     "search",
     "simulate",
     "simulate_on_cpu",

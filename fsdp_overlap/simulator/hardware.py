@@ -81,6 +81,27 @@ class Device:
 
 
 @dataclass(frozen=True)
+class Host:
+    """The memory of one machine, which its devices share, and the way from it to each of them."""
+
+    name: str
+    memory_bandwidth: float
+    """Bytes/s that steps of optimizers reach."""
+    copy_bandwidth: float
+    """Bytes/s between the memory and one device, each way."""
+
+    @classmethod
+    def read(cls, name_or_path: str | Path) -> Self:
+        """Return the host of this name in `hardware/`, or of the TOML file at this path."""
+        with reading("host", name_or_path) as top:
+            memory, copies = (
+                table.number("bandwidth_gb_per_s", 0.1, 1e5) * table.number("efficiency", 0.01, 1)
+                for table in (top.table("memory"), top.table("copies"))
+            )
+            return cls(top.text("name"), memory * GIGA, copies * GIGA)
+
+
+@dataclass(frozen=True)
 class Link:
     """What one rank can send while it receives as much."""
 
