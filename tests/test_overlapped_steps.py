@@ -22,6 +22,7 @@ from fsdp_overlap.engine.mesh import ParamGroupEdits
 from fsdp_overlap.layout import BlockAtomic, Flat, LayoutRule, PerTensor, TensorAtomic
 from fsdp_overlap.optim import AdamW, Muon, OverlapPolicy, clip_grad_norm_, clipping
 from fsdp_overlap.optim.adamw import KernelCall
+from fsdp_overlap.optim.host_thread import HostThread
 from support.ranks import run_ranks
 from support.twins import COPIES, Twins
 
@@ -383,6 +384,47 @@ def computes_norms_in_the_thread() -> tuple[int, int]:
 def test_norms_are_computed_as_gradients_arrive() -> None:
     for in_thread, total in run_ranks(computes_norms_in_the_thread, 2):
         assert in_thread == total > 3
+
+
+def adds_while_norms_are_computed() -> None:
+    compute = clipping.local_norms
+
+    def slowly(*args: Any) -> torch.Tensor:
+        norms = compute(*args)
+        if threading.current_thread().name == "host step":
+            time.sleep(0.01)
+        return norms
+
+    with patch.object(clipping, "local_norms", slowly):
+        train(POLICIES["clipped"], backward=partial(accumulate, ""))
+
+
+def test_the_norm_of_a_gradient_that_grew_meanwhile_is_not_used() -> None:
+    run_ranks(adds_while_norms_are_computed, 2)
+
+
+def scaled() -> None:
+    _, twins = pair(POLICIES["clipped"])
+    plain_backward(twins, next(zip(twins.batches(1), strict=True)))
+    twins.optimizer.grad_scale = torch.tensor(1024.0)  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="unscale_"):
+        twins.optimizer.step()
+
+
+def test_scaled_gradients_are_not_clipped() -> None:
+    run_ranks(scaled, 1)
+
+
+def test_a_thread_that_collects_its_optimizer_ends() -> None:
+    thread = HostThread()
+    done: list[int] = []
+    jobs = thread.submit([(lambda: done.append(1), "a unit"), (thread.close, "another")])
+    for job in jobs:
+        job.wait()
+    assert done == [1]
+    assert thread._thread is not None
+    thread._thread.join(10)
+    assert not thread._thread.is_alive()
 
 
 def replaces_optimizers(policy: OverlapPolicy) -> None:

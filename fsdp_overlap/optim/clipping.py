@@ -103,11 +103,12 @@ def note_norms(values: torch.Tensor, spans: Sequence[tuple[int, int]]) -> None:
     if not spans:
         return
     flats = [values[start : start + numel] for start, numel in spans]
+    version = values._version  # before: who adds to them meanwhile makes these norms unknown
     computed = local_norms(flats, 2.0, values.dtype)
     owner: Any = values if values._base is None else values._base
     noted = vars(owner).setdefault("_span_norms", {})
     for flat, norm in zip(flats, computed, strict=True):
-        noted[flat.storage_offset(), flat.numel()] = flat._version, norm
+        noted[flat.storage_offset(), flat.numel()] = version, norm
 
 
 def _noted_norm(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:

@@ -95,13 +95,13 @@ class HostThread:
             self.changed.notify_all()
 
     def close(self) -> None:
-        """End the thread after its jobs, because nobody submits more."""
+        """End the thread after its jobs, because nobody submits more. The collector of garbage
+        calls this in any thread, this one too, which is not waited for then."""
         with self.changed:
             self._is_closed = True
             self.changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
-        self.reset()
 
     @torch.no_grad()
     def _work(self) -> None:
@@ -109,6 +109,7 @@ class HostThread:
             with self.changed:
                 while not self._waiting or self._failure is not None:
                     if self._is_closed:
+                        self.reset()
                         return
                     self.changed.wait()
                 job = self._running = self._waiting.pop()

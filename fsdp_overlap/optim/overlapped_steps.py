@@ -329,6 +329,12 @@ class OverlappedSteps:
             RuntimeError: a step in the thread failed.
         """
         self._thread.check()
+        is_scaled = getattr(self._optimizer(), "grad_scale", None) is not None
+        if self._policy.max_norm is not None and is_scaled:
+            raise RuntimeError(
+                "the norm of scaled gradients: call scaler.unscale_(optimizer) before "
+                "scaler.step(optimizer), as before clip_grad_norm_()"
+            )
         for param_group in self._ahead:
             param_group.edits.is_ahead = False
             param_group.edits.record_values()
@@ -348,6 +354,9 @@ class OverlappedSteps:
         for param_group, job in zip(given, self._thread.submit(calls), strict=True):
             param_group.edits.pending_step = job
             param_group.edits.record_values()
+        for edits in edits_of(p for p in self._group_of if p.grad is not None):
+            if isinstance(edits, ParamGroupEdits):
+                edits.finish_step()  # the caller steps these
 
     def _find_scale(self, given: Sequence[ParamGroup]) -> torch.Tensor:
         """Compute the norm, scale the gradients of parameters that the thread does not step, and
