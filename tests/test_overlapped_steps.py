@@ -69,14 +69,19 @@ def train(
     for batches in zip(*[twins[0].batches(2 * steps)] * 2, strict=True):
         for each in twins:
             (backward or plain_backward)(each, batches)
-            if each is twins[0] and policy.max_norm is not None:
-                # In the optimizer's order, because the order of sums has a part in the last bit.
-                groups = each.optimizer.param_groups
-                clip_grad_norm_([p for group in groups for p in group["params"]], policy.max_norm)
-            each.optimizer.step()
-            each.optimizer.zero_grad()
+            step(each, policy)
     assert is_overlapped(twins[1])
     same(*twins)
+
+
+def step(twins: Twins, policy: OverlapPolicy) -> None:
+    optimizer: Any = twins.optimizer
+    if optimizer.overlapped is None and policy.max_norm is not None:
+        # In the optimizer's order, because the order of sums has a part in the last bit.
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        clip_grad_norm_(parameters, policy.max_norm)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def is_overlapped(twins: Twins) -> bool:
@@ -232,13 +237,7 @@ def groups_and_schedule(policy: OverlapPolicy, rate: str) -> None:
     for batches in zip(*[twins[0].batches(8)] * 2, strict=True):
         for each, schedule in zip(twins, schedules, strict=True):
             plain_backward(each, batches)
-            if each is twins[0] and policy.max_norm is not None:
-                clip_grad_norm_(
-                    [p for group in each.optimizer.param_groups for p in group["params"]],
-                    policy.max_norm,
-                )
-            each.optimizer.step()
-            each.optimizer.zero_grad()
+            step(each, policy)
             schedule.step()
             each.optimizer.param_groups[0]["weight_decay"] += 0.01
     same(*twins)
@@ -259,9 +258,7 @@ def states_are_whole(policy: OverlapPolicy) -> None:
         for batches in zip(twins[0].batches(3), strict=True):
             for each in twins:
                 plain_backward(each, batches)
-                if each is twins[0] and policy.max_norm is not None:
-                    clip_grad_norm_(each.model.parameters(), policy.max_norm)
-                each.step()
+                step(each, policy)
             states = [get_state_dict(each.model, each.optimizer) for each in twins]
             for mine, its in zip(*map(tree_leaves, states), strict=True):
                 if isinstance(mine, DTensor):
@@ -281,9 +278,7 @@ def resumes(policy: OverlapPolicy) -> None:
     batches = list(zip(twins[0].batches(4), strict=True))
     for batch in batches[:2]:
         plain_backward(twins[0], batch)
-        if policy.max_norm is not None:
-            clip_grad_norm_(twins[0].model.parameters(), policy.max_norm)
-        twins[0].step()
+        step(twins[0], policy)
     model, optimizer = copy.deepcopy(get_state_dict(twins[0].model, twins[0].optimizer))
     set_state_dict(
         twins[1].model, twins[1].optimizer, model_state_dict=model, optim_state_dict=optimizer
@@ -291,9 +286,7 @@ def resumes(policy: OverlapPolicy) -> None:
     for batch in batches[2:]:
         for each in twins:
             plain_backward(each, batch)
-            if each is twins[0] and policy.max_norm is not None:
-                clip_grad_norm_(each.model.parameters(), policy.max_norm)
-            each.step()
+            step(each, policy)
     same(*twins)
 
 
@@ -307,9 +300,7 @@ def fails_in_the_thread(policy: OverlapPolicy) -> None:
     batches = list(zip(twins[0].batches(4), strict=True))
     for each in twins:
         plain_backward(each, batches[0])
-        if each is twins[0] and policy.max_norm is not None:
-            clip_grad_norm_(each.model.parameters(), policy.max_norm)
-        each.step()
+        step(each, policy)
     saved = copy.deepcopy(get_state_dict(twins[1].model, twins[1].optimizer))
     failing = patch.object(KernelCall, "run", side_effect=MemoryError("no room"))
 
@@ -330,9 +321,7 @@ def fails_in_the_thread(policy: OverlapPolicy) -> None:
     for batch in batches[1:]:
         for each in twins:
             plain_backward(each, batch)
-            if each is twins[0] and policy.max_norm is not None:
-                clip_grad_norm_(each.model.parameters(), policy.max_norm)
-            each.step()
+            step(each, policy)
     same(*twins)
 
 
@@ -431,17 +420,15 @@ def replaces_optimizers(policy: OverlapPolicy) -> None:
     """Also by one of a part of the parameters, which no longer step in the thread."""
     twins = pair(policy)
     unused = None
-    for step, batch in enumerate(zip(twins[0].batches(6), strict=True)):
+    for number, batch in enumerate(zip(twins[0].batches(6), strict=True)):
         for each in twins:
-            if step % 3 == 0:
+            if number % 3 == 0:
                 parameters = list(each.model.parameters())
                 options = {"overlap": policy} if each is twins[1] else {}
                 each.optimizer = AdamW(parameters, **options)
-                unused = AdamW(parameters[:3], **options) if step else None
+                unused = AdamW(parameters[:3], **options) if number else None
             plain_backward(each, batch)
-            if each is twins[0] and policy.max_norm is not None:
-                clip_grad_norm_(each.model.parameters(), policy.max_norm)
-            each.step()
+            step(each, policy)
     del unused
     same(*twins)
 
