@@ -8,19 +8,23 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from fsdp_overlap.checkpoint import ShardStager
 from fsdp_overlap.engine.mesh import ParamGroupEdits
 from fsdp_overlap.layout import BlockAtomic, Flat, LayoutRule, PerTensor, TensorAtomic
-from fsdp_overlap.optim import AdamW, Muon, OverlapPolicy, clip_grad_norm_, clipping
+from fsdp_overlap.optim import AdamW, Muon, OverlapPolicy, clip_grad_norm_
 from fsdp_overlap.optim.adamw import KernelCall
 from fsdp_overlap.optim.host_thread import HostThread
 from support.ranks import run_ranks
@@ -353,43 +357,21 @@ def test_gradients_that_wait_take_no_more_memory_than_is_allowed() -> None:
     assert max(run_ranks(holds_little, 2, 3 * two // 2)) <= 3 * two // 2
 
 
-def computes_norms_in_the_thread() -> tuple[int, int]:
-    threads: list[str] = []
-    compute = clipping.local_norms
-
-    def noting(*args: Any) -> torch.Tensor:
-        threads.append(threading.current_thread().name)
-        return compute(*args)
-
-    _, twins = pair(POLICIES["clipped"])
-    with patch.object(clipping, "local_norms", noting):
-        for batch in zip(twins.batches(3), strict=True):
-            threads.clear()
-            plain_backward(twins, batch)
-            twins.step()
-    return threads.count("host step"), len(threads)
+def scaled_by(scaler: Any, twins: Twins, batch: Any) -> None:
+    tokens, targets = batch[0]
+    scaler.scale(twins.losses(tokens, targets)[0]).backward()
+    scaler.unscale_(twins.optimizer)
+    scaler._per_optimizer_states.clear()  # as update() does
 
 
-def test_norms_are_computed_as_gradients_arrive() -> None:
-    for in_thread, total in run_ranks(computes_norms_in_the_thread, 2):
-        assert in_thread == total > 3
+def unscales() -> None:
+    """By an op that no version counter tells of."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    train(POLICIES["clipped"], backward=partial(scaled_by, scaler))
 
 
-def adds_while_norms_are_computed() -> None:
-    compute = clipping.local_norms
-
-    def slowly(*args: Any) -> torch.Tensor:
-        norms = compute(*args)
-        if threading.current_thread().name == "host step":
-            time.sleep(0.01)
-        return norms
-
-    with patch.object(clipping, "local_norms", slowly):
-        train(POLICIES["clipped"], backward=partial(accumulate, ""))
-
-
-def test_the_norm_of_a_gradient_that_grew_meanwhile_is_not_used() -> None:
-    run_ranks(adds_while_norms_are_computed, 2)
+def test_gradients_that_were_unscaled_are_clipped() -> None:
+    run_ranks(unscales, 2)
 
 
 def scaled() -> None:
@@ -438,6 +420,103 @@ def test_optimizers_can_be_replaced(policy: str) -> None:
     run_ranks(replaces_optimizers, 2, POLICIES[policy])
 
 
+def evaluates_too_early() -> None:
+    _, twins = pair(POLICIES["in backward"])
+    batches = list(zip(twins.batches(3), strict=True))
+    for batch in batches[:2]:
+        plain_backward(twins, batch)
+        twins.step()
+    plain_backward(twins, batches[2])
+    with pytest.raises(RuntimeError, match="evaluate after step"):
+        twins.model(batches[2][0][0])
+    twins.ctx.reset()
+    twins.model(batches[2][0][0])
+
+
+@pytest.mark.filterwarnings("ignore:.*load a checkpoint")
+def test_an_evaluation_before_the_step_is_an_error() -> None:
+    run_ranks(evaluates_too_early, 1)
+
+
+def resets_after_a_step(policy: OverlapPolicy) -> None:
+    """Steps that were accepted are done."""
+    twins = pair(policy)
+    with late():
+        for batch in zip(twins[0].batches(3), strict=True):
+            for each in twins:
+                plain_backward(each, batch)
+                step(each, policy)
+                each.ctx.reset()
+    same(*twins)
+
+
+@pytest.mark.parametrize("policy", ["in backward", "clipped"])
+def test_a_reset_finishes_steps(policy: str) -> None:
+    run_ranks(resets_after_a_step, 2, POLICIES[policy])
+
+
+def drops_its_optimizer() -> None:
+    twins = pair(POLICIES["in backward"])
+    batches = list(zip(twins[0].batches(3), strict=True))
+    with late():
+        for batch in batches[:2]:
+            for each in twins:
+                plain_backward(each, batch)
+                step(each, POLICIES["in backward"])
+        del each
+        twins[1].optimizer = None  # type: ignore[assignment]
+    pairs = zip(twins[0].model.parameters(), twins[1].model.parameters(), strict=True)
+    assert all(torch.equal(mine.to_local(), its.to_local()) for mine, its in pairs)  # type: ignore[operator]
+
+
+def test_a_thread_outlives_its_optimizer() -> None:
+    run_ranks(drops_its_optimizer, 1)
+
+
+def keeps_its_failure() -> None:
+    _, twins = pair(POLICIES["clipped"])
+    batches = list(zip(twins.batches(2), strict=True))
+    plain_backward(twins, batches[0])
+    twins.step()
+    with patch.object(KernelCall, "run", side_effect=MemoryError("no room")):
+        plain_backward(twins, batches[1])
+        twins.step()
+        twins.optimizer = None  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match="no room"):
+        next(twins.model.parameters()).detach()
+    twins.ctx.reset()
+    next(twins.model.parameters()).detach()
+
+
+def test_a_failure_outlives_its_optimizer() -> None:
+    run_ranks(keeps_its_failure, 1)
+
+
+def accumulates_with_the_norm_before() -> None:
+    """All of what was added has the norm that the next step is scaled by."""
+    twins = pair(OverlapPolicy(max_norm=0.1, use_previous_norm=True))
+    overlapped: Any = twins[1].optimizer
+    parameters: list[Any] = list(twins[0].model.parameters())
+    before = None
+    for batch in zip(twins[0].batches(4), strict=True):
+        for each in twins:
+            accumulate("set_is_last_backward", each, batch)
+        norm = clip_grad_norm_(parameters, torch.inf)
+        scale = (0.1 / ((norm if before is None else before) + 1e-6)).clamp(max=1.0)
+        for parameter in parameters:
+            parameter.grad.to_local().mul_(scale)
+        before = norm
+        for each in twins:
+            each.step()
+        torch.testing.assert_close(overlapped.overlapped.norm, norm)
+        for mine, its in zip(parameters, twins[1].model.parameters(), strict=True):
+            torch.testing.assert_close(mine.to_local(), its.to_local())  # type: ignore[operator]
+
+
+def test_the_norm_before_is_of_all_that_was_accumulated() -> None:
+    run_ranks(accumulates_with_the_norm_before, 2)
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [
@@ -449,6 +528,37 @@ def test_optimizers_can_be_replaced(policy: str) -> None:
 def test_what_cannot_be_is_refused(options: dict[str, Any], error: str) -> None:
     with pytest.raises(ValueError, match=error):
         OverlapPolicy(**options)
+
+
+@pytest.mark.parametrize("optimizer", [AdamW, Muon])
+def test_gathering_ahead_is_refused_beside_it(optimizer: Any) -> None:
+    parameters = [nn.Parameter(torch.zeros(2, 2))]
+    with pytest.raises(ValueError, match="leave the latter out"):
+        optimizer(parameters, overlap=OverlapPolicy(), prefetch_next_forward=True)
+
+
+def stages_parameters(folder: str) -> None:
+    """Which were asked for before the step."""
+    twins = pair(POLICIES["in backward"])
+    kept: dict[str, Any] = dict(twins[1].model.named_parameters())
+    stager = ShardStager()
+    with late():
+        for batch in zip(twins[0].batches(3), strict=True):
+            for each in twins:
+                plain_backward(each, batch)
+                step(each, POLICIES["in backward"])
+        writer = dcp.FileSystemWriter(folder)
+        dcp.async_save(
+            kept, storage_writer=writer, async_stager=stager, process_group=dist.new_group()
+        ).upload_completion.result()  # type: ignore[union-attr]
+    loaded = {name: torch.zeros(p.shape, dtype=p.dtype) for name, p in kept.items()}
+    dcp.load(loaded, checkpoint_id=folder)
+    for name, parameter in twins[0].model.named_parameters():
+        assert torch.equal(loaded[name], parameter.full_tensor()), name  # type: ignore[operator]
+
+
+def test_a_save_waits_for_steps(tmp_path: Path) -> None:
+    run_ranks(stages_parameters, 2, str(tmp_path))
 
 
 # The norm of the step before

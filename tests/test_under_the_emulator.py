@@ -236,13 +236,6 @@ DEFECTS = [
     Defect(D2HCopy, "wait", "self.copied.synchronize()", "offloaded"),
     Defect(OverlappedSteps, "take", "copy.wait()", "AdamW overlapped in backward, flat"),
     Defect(
-        OverlappedSteps,
-        "arrived",
-        "copy.wait()",
-        "AdamW overlapped clipped, flat",
-        new="copy.host",
-    ),
-    Defect(
         Muon,
         "plan",
         "stack.enter_context(streams_of(device).device(device))",

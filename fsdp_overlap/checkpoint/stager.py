@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fsdp_overlap.checkpoint.staged_save import Offsets, StagedSave, StagedShard, StagingBuffers
 from fsdp_overlap.comm.graphs import before_capture_or_replay
 from fsdp_overlap.tensor.extension import is_subclass
-from fsdp_overlap.tensor.pending_steps import before_steps
+from fsdp_overlap.tensor.pending_steps import before_steps, finish_pending_steps
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
 from fsdp_overlap.tensor.row_tensor import RowTensor, Sharded
 from fsdp_overlap.torch_internals import tree_map_only
@@ -56,6 +56,7 @@ class ShardStager(AsyncStager):
 
     def stage(self, state_dict: STATE_DICT_TYPE) -> Future[STATE_DICT_TYPE]:
         """Return a state dict that ``dcp.save()`` can write, once, in another thread."""
+        finish_pending_steps()
         save = StagedSave(self._buffers)
         shards: list[StagedShard] = []
         others: list[Any] = []

@@ -261,13 +261,8 @@ class ParamGroupGradients:
         if stepper is not None and stepper.take(self, mean):
             return
         if param_group.offload is not None:
-            copy = param_group.to_host(mean)
-            self.offloads.append((copy, unused))
-            if stepper is not None:
-                stepper.arrived(self, copy)
+            self.offloads.append((param_group.to_host(mean), unused))
             return
-        if stepper is not None:
-            stepper.arrived(self, D2HCopy(mean, None))
         self.give(mean, unused)
 
     def offload(self) -> None:

@@ -178,10 +178,6 @@ class Stepper(Protocol):
         """Return whether it uses a reduced gradient, which otherwise becomes ``.grad``."""
         ...
 
-    def arrived(self, gradients: Any, copy: Any) -> None:
-        """Note that a gradient is on its way to the host, and becomes ``.grad``."""
-        ...
-
     def reset(self) -> None:
         """Drop what is under way, as ``ctx.reset()`` does."""
         ...
@@ -203,14 +199,14 @@ class ParamGroupEdits(ShardEdits):
         self.is_ahead = False
 
     def check_not_ahead(self, label: str) -> None:
-        """Raise RuntimeError if the shard was stepped before its optimizer's ``step()``, although a
-        backward still needs it."""
+        """Raise RuntimeError if the shard was stepped before its optimizer's ``step()``, so that
+        nobody may gather it."""
         if self.is_ahead:
             raise RuntimeError(
-                f"backward needs unit {label!r} after it was stepped: call "
-                "set_is_last_backward(False) before each backward but the last before step(). If "
-                "one backward needs a unit several times, as reentrant checkpoints do, use "
-                "OverlapPolicy(max_norm=...), which steps after it"
+                f"unit {label!r} was stepped in backward and is needed before step(): call "
+                "set_is_last_backward(False) before each backward but the last, and evaluate after "
+                "step(). If one backward needs a unit several times, as reentrant checkpoints do, "
+                "use OverlapPolicy(max_norm=...), which steps after it"
             )
 
     def finish_step(self) -> None:

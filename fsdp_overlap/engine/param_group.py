@@ -488,10 +488,9 @@ class ParamGroup:
         """Block until the shard may be gathered, if a thread steps it.
 
         Raises:
-            RuntimeError: the step failed. Or it comes before a backward that gathers.
+            RuntimeError: the step failed. Or its optimizer's ``step()`` has not been called.
         """
-        if self.edits.is_ahead and is_in_backward():
-            self.edits.check_not_ahead(self.label)
+        self.edits.check_not_ahead(self.label)
         self.edits.finish_step()
 
     def mark_stale(self) -> None:
@@ -620,7 +619,6 @@ class ParamGroup:
             self.outer_shard.reset()
         if self.edits.stepper is not None:
             self.edits.stepper.reset()
-        self.edits.is_ahead, self.edits.pending_step = False, None
         self.module_info.to_sharded()
 
     def free_post_forward_shard(self) -> None:

@@ -346,6 +346,11 @@ class AdamW(torch.optim.AdamW):
         overlap: OverlapPolicy | None = None,
     ) -> None:
         if overlap is not None:
+            if prefetch_next_forward:
+                raise ValueError(
+                    "overlap= and prefetch_next_forward=True: the next forward gathers what is "
+                    "stepped, so leave the latter out"
+                )
             self.overlapped = OverlappedSteps(self, overlap)
         super().__init__(
             params,

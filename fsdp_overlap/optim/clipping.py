@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -72,14 +73,12 @@ def _scale(flats: Sequence[torch.Tensor], scale: torch.Tensor) -> None:
 # ---- For steps that overlap with backward ----
 
 
-def total_norm(
-    gradients: Sequence[Any], used: Sequence[tuple[Any, torch.Tensor]] = ()
-) -> torch.Tensor:
-    """Return the norm of ``gradients``, taken as one vector, and of those that were ``used``: of
-    each a parameter and the :func:`local_norm`. Norms that :func:`note_norms` noted are not
-    computed again. Collective over the meshes."""
-    groups = _grad_groups([*gradients, *(parameter for parameter, _ in used)], used)
-    return _total_norm(groups, 2.0, noted=True) if groups else torch.tensor(0.0)
+def total_norm(gradients: Sequence[Any], used: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    """Return the norm of ``gradients``, taken as one vector. Some are parameters whose gradients
+    were used, and have the :func:`local_norm` of these in ``used``, by id. Collective over the
+    meshes."""
+    groups = _grad_groups(list(gradients), used)
+    return _total_norm(groups, 2.0) if groups else torch.tensor(0.0)
 
 
 def local_norm(flats: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -97,28 +96,6 @@ def scale_gradients(gradients: list[Any], scale: torch.Tensor) -> None:
     _scale(flat_gradients(gradients), scale)
 
 
-def note_norms(values: torch.Tensor, spans: Sequence[tuple[int, int]]) -> None:
-    """Compute the norms of ``spans`` of flat ``values``, ``(start, elements)`` each, and note them
-    at the tensor whose memory it is."""
-    if not spans:
-        return
-    flats = [values[start : start + numel] for start, numel in spans]
-    version = values._version  # before: who adds to them meanwhile makes these norms unknown
-    computed = local_norms(flats, 2.0, values.dtype)
-    owner: Any = values if values._base is None else values._base
-    noted = vars(owner).setdefault("_span_norms", {})
-    for flat, norm in zip(flats, computed, strict=True):
-        noted[flat.storage_offset(), flat.numel()] = version, norm
-
-
-def _noted_norm(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return the norm that was noted, unless ``flat`` was edited since."""
-    noted = getattr(flat._base, "_span_norms", {})
-    version, norm = noted.get((flat.storage_offset(), flat.numel()), (-1, None))
-    is_known = version == flat._version and norm.dtype == torch.promote_types(dtype, torch.float32)
-    return norm if is_known else None
-
-
 class GradGroup(NamedTuple):
     """Gradients that are sharded over the same ranks, as in ``spec`` (``None``: plain gradients).
     ``flats`` is what this rank holds of all ``members``, one tensor for each span. ``dtype`` is the
@@ -133,11 +110,10 @@ class GradGroup(NamedTuple):
 
 
 def _grad_groups(
-    gradients: list[Any], used: Sequence[tuple[Any, torch.Tensor]] = ()
+    gradients: list[Any], used: Mapping[int, torch.Tensor] = MappingProxyType({})
 ) -> list[GradGroup]:
-    """Return ``gradients`` in groups. Some are parameters, whose gradients were ``used``: their
-    norms stand for these."""
-    norm_of = {id(parameter): norm for parameter, norm in used}
+    """Return ``gradients`` in groups. Of some, which are parameters, ``used`` has the norm of the
+    gradient, by id."""
     sharded, plain = gradients, []
     if not all(issubclass(cls, DTensor) for cls in set(map(type, gradients))):
         sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
@@ -151,18 +127,18 @@ def _grad_groups(
         locals_ = locals_of(members)
         widest = reduce(torch.promote_types, set(map(_dtype, locals_))).to_real()
         there, norms_ = members, []
-        if norm_of:
-            norms_ = [norm_of[id(member)] for member in members if id(member) in norm_of]
-            there = [member for member in members if id(member) not in norm_of]
+        if used:
+            norms_ = [used[id(member)] for member in members if id(member) in used]
+            there = [member for member in members if id(member) not in used]
             locals_ = locals_of(there)
         flats = _flat(there, locals_) if there else []
         groups.append(GradGroup(spec, members, flats, widest, norms_))
     return groups
 
 
-def _total_norm(groups: list[GradGroup], order: float, noted: bool = False) -> torch.Tensor:
+def _total_norm(groups: list[GradGroup], order: float) -> torch.Tensor:
     """Return the norm of all gradients, taken as one vector."""
-    parts = [_norm(group, order, noted) for group in groups]
+    parts = [_norm(group, order) for group in groups]
     if len(parts) == 1:
         return parts[0]
     device = local_of(groups[0].members[0]).device
@@ -170,21 +146,17 @@ def _total_norm(groups: list[GradGroup], order: float, noted: bool = False) -> t
     return together.sum() if order == 0 else torch.linalg.vector_norm(together, order)
 
 
-def _norm(group: GradGroup, order: float, noted: bool) -> torch.Tensor:
+def _norm(group: GradGroup, order: float) -> torch.Tensor:
     """Return the norm of the gradients of ``group`` on all ranks."""
     if order == 0:  # as in torch, the number of tensors that are not all zero
         counts = norms if group.spec is not None else local_norms
         return torch.linalg.vector_norm(torch.stack(list(counts(group.members, order))), order)
-    flats = group.flats or [local_of(group.members[0])]
-    known = [_noted_norm(flat, group.dtype) if noted else None for flat in flats]
-    rest = [flat for flat, norm in zip(flats, known, strict=True) if norm is None]
-    by_span = local_norms(rest, order, group.dtype) if rest else flats[0].new_empty(0)
-    if len(rest) < len(flats):
-        computed = iter(by_span)
-        by_span = torch.stack([next(computed) if norm is None else norm for norm in known])
-    if group.norms:  # on the device, which the host need not wait for
-        used = torch.stack(list(group.norms))
-        by_span = torch.cat([by_span.to(used), used]) if group.flats else used
+    by_span = torch.stack(list(group.norms)) if group.norms else None
+    if by_span is None or group.flats:
+        flats = group.flats or [local_of(group.members[0])]
+        there = local_norms(flats, order, group.dtype)
+        # Used ones are on the device, for which the host need not wait.
+        by_span = there if by_span is None else torch.cat([there.to(by_span), by_span])
     part = torch.linalg.vector_norm(by_span, order)
     return part if group.spec is None else combine_norms(part, order, group.spec)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -80,19 +80,24 @@ class HostThread:
                 "checkpoint"
             ) from error
 
-    def reset(self) -> None:
-        """Drop the jobs that have not begun, and wait for the one that has."""
+    def reset(self, dropped: Collection[Job]) -> None:
+        """Drop those of ``dropped`` that have not begun, and finish all others. After a failure,
+        which is forgotten, drop all."""
         with self.changed:
-            PENDING.difference_update(self._waiting)
-            for job in self._waiting:
-                job.run = None
-            self._waiting.clear()
-            while self._running is not None:
+            self._drop([job for job in self._waiting if job in dropped])
+            while self._failure is None and (self._waiting or self._running is not None):
                 self.changed.wait()
+            self._drop(self._waiting)
             if self._failure is not None:
                 PENDING.discard(self._failure[0])
             self._failure = None
             self.changed.notify_all()
+
+    def _drop(self, jobs: Collection[Job]) -> None:
+        PENDING.difference_update(jobs)
+        self._waiting = [job for job in self._waiting if job not in jobs]
+        for job in jobs:
+            job.run = None
 
     def close(self) -> None:
         """End the thread after its jobs, because nobody submits more. The collector of garbage
@@ -109,7 +114,6 @@ class HostThread:
             with self.changed:
                 while not self._waiting or self._failure is not None:
                     if self._is_closed:
-                        self.reset()
                         return
                     self.changed.wait()
                 job = self._running = self._waiting.pop()

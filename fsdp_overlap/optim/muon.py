@@ -100,6 +100,11 @@ class Muon(torch.optim.Optimizer):
         overlap: OverlapPolicy | None = None,
     ) -> None:
         if overlap is not None:
+            if prefetch_next_forward:
+                raise ValueError(
+                    "overlap= and prefetch_next_forward=True: the next forward gathers what is "
+                    "stepped, so leave the latter out"
+                )
             self.overlapped = OverlappedSteps(self, overlap)
         options = dict(adamw or {})
         checked = AdamW([torch.empty(0)], **options).defaults  # torch checks them

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -19,14 +20,12 @@ from fsdp_overlap.optim.clipping import (
     clip_coefficient,
     flat_gradients,
     local_norm,
-    note_norms,
     scale_gradients,
     total_norm,
 )
 from fsdp_overlap.optim.host_thread import HostThread, Job
 from fsdp_overlap.optim.spans import edits_of, gradients_of, locals_of
 from fsdp_overlap.tensor.pending_steps import before_steps
-from fsdp_overlap.tensor.row_tensor import Sharded
 
 Groups = Sequence[tuple[Hashable, dict[str, Any]]]
 """Parameters to be stepped by the options of a group. The first tells them from other ones."""
@@ -119,9 +118,15 @@ class GradientBuffers:
         self.reset()
 
     def reset(self) -> None:
-        """Free all memory. Nobody may use it any more."""
+        """Forget all memory. Nobody uses it any more."""
         self._free: list[torch.Tensor] = []
         self._allocated = self._used = 0
+
+    def free(self) -> None:
+        """Free what nobody uses."""
+        with self._thread.changed:
+            self._allocated -= sum(each.numel() for each in self._free)
+            self._free.clear()
 
     def copy(
         self, param_group: ParamGroup, mean: torch.Tensor
@@ -132,7 +137,7 @@ class GradientBuffers:
         nbytes = mean.nbytes
         with self._thread.changed:
             limit = max(self._limit, 2 * nbytes)
-            self._thread.wait_until(lambda: not self._used or self._used + nbytes <= limit)
+            self._thread.wait_until(lambda: self._used_with(nbytes) <= limit or not self._used)
             memory = None if is_there else self._take(nbytes, param_group)
             held = nbytes if memory is None else memory.numel()
             self._used += held
@@ -140,6 +145,10 @@ class GradientBuffers:
             return D2HCopy(mean, None), partial(self._give_back, held, None)
         host = memory[:nbytes].view(mean.dtype)
         return copy_to_host(mean, host), partial(self._give_back, held, memory)
+
+    def _used_with(self, nbytes: int) -> int:
+        fitting = [each.numel() for each in self._free if each.numel() >= nbytes]
+        return self._used + min(fitting, default=nbytes)
 
     def _take(self, nbytes: int, param_group: ParamGroup) -> torch.Tensor:
         fitting = [index for index, each in enumerate(self._free) if each.numel() >= nbytes]
@@ -170,11 +179,16 @@ class GradientBuffers:
 #
 # Whoever reads a shard then waits: an all-gather for the step of its own unit, and ops on sharded
 # tensors, which somebody else than the library calls, for all steps. The edit is counted in
-# ``step()``, at the same point of the program on every rank. A unit that is gathered again in the
-# backward which stepped it, or that gets another gradient, would compute wrong values, and raises.
+# ``step()``, at the same point of the program on every rank. A unit that is gathered before that,
+# or gets another gradient, would compute wrong values, and raises.
 #
 # What may differ between ranks, such as which parameters got a gradient, decides only what the
 # thread steps and what ``step()`` does: both without collectives.
+
+
+def _end(thread: HostThread, buffers: GradientBuffers) -> None:
+    thread.close()
+    buffers.free()
 
 
 class OverlappedSteps:
@@ -185,18 +199,16 @@ class OverlappedSteps:
         self._optimizer = weakref.ref(optimizer)
         self._policy = policy
         self._thread = HostThread()
-        weakref.finalize(optimizer, self._thread.close)
         self._buffers = GradientBuffers(policy.buffer_bytes, self._thread)
+        weakref.finalize(optimizer, _end, self._thread, self._buffers)
         self._group_of: dict[torch.Tensor, int] = {}
         self._ahead: dict[ParamGroup, None] = {}
         """Those that are stepped before :meth:`step`."""
         self._arrived: dict[ParamGroup, None] = {}
-        """Those whose gradients arrived and became ``.grad``, in that order."""
-        self._norm_jobs: list[Job] = []
-        self._used_norms: list[tuple[Sharded, torch.Tensor]] = []
-        """The norm of each gradient that was used in backward, with a parameter of its."""
-        self._next_scale: D2HCopy | None = None
-        """The scale of the next step's gradients, if that is known."""
+        """Those whose gradients became ``.grad`` and that can be stepped, as they arrived."""
+        self._used_norms: dict[int, torch.Tensor] = {}
+        """The norm of each gradient that was used in backward, by the id of a parameter."""
+        self._previous_norm: D2HCopy | None = None
         self.norm: torch.Tensor | None = None
         """The norm of the last step's gradients before clipping, if there is a ``max_norm``."""
 
@@ -206,6 +218,9 @@ class OverlappedSteps:
         for edits in edits_of(parameters):
             if isinstance(edits, ParamGroupEdits):
                 edits.stepper = self
+                if edits.is_ahead:  # of a step that nobody will end
+                    edits.is_ahead = False
+                    edits.record_values()
         self._group_of |= dict.fromkeys(parameters, index)
 
     # ---- gradients that arrive ----
@@ -226,14 +241,15 @@ class OverlappedSteps:
             return False
         self._arrived.pop(param_group, None)
         self._arrived[param_group] = None
-        earlier = [parameter.grad for parameter in parameters]
-        if (
-            self._policy.waits_for_norm
-            or unit is None
-            or not unit.settings.is_last_backward
-            or (self._policy.use_previous_norm and self._next_scale is None)
-            or len({gradient is None for gradient in earlier}) > 1
-        ):
+        if self._policy.waits_for_norm or unit is None or not unit.settings.is_last_backward:
+            return False
+        earlier = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        scale = None
+        if self._policy.use_previous_norm:
+            scale = self._previous_scale()
+            if scale is None or earlier:  # whose norm would be of what is to be added alone
+                return False
+        if earlier and not _can_be_added(earlier, parameters):
             return False
         del self._arrived[param_group]
         edits.finish_step()
@@ -241,17 +257,14 @@ class OverlappedSteps:
             for call in before_steps:
                 call()
         copy, give_back = self._buffers.copy(param_group, mean)
-        scale = None
-        if self._policy.use_previous_norm:
+        if scale is not None:
             flats = [mean[start : start + numel] for start, numel in gradients.spans]
-            self._used_norms.append((parameters[0], local_norm(flats or [mean[:0]])))
-            assert self._next_scale is not None
-            scale = self._next_scale.wait()
+            self._used_norms[id(parameters[0])] = local_norm(flats or [mean[:0]])
         for parameter in parameters:
             parameter.grad = None
         gradients.give(copy.host)
         added: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
-        if earlier[0] is not None:
+        if earlier:
             added = locals_of(earlier), locals_of(gradients_of(parameters))
             for parameter, gradient in zip(parameters, earlier, strict=True):
                 parameter.grad = gradient
@@ -270,20 +283,6 @@ class OverlappedSteps:
         edits.is_ahead = True
         self._ahead[param_group] = None
         return True
-
-    @torch.no_grad()
-    def arrived(self, gradients: ParamGroupGradients, copy: D2HCopy) -> None:
-        """Have the thread compute the norm of a gradient that is to become ``.grad``, if the next
-        :meth:`step` may need it."""
-        param_group = gradients.param_group
-        is_first = all(parameter.grad is None for parameter in param_group.sharded_parameters)
-        if self._policy.waits_for_norm and is_first and self._can_step(param_group):
-            spans = gradients.spans
-
-            def run() -> None:
-                note_norms(copy.wait(), spans)
-
-            self._norm_jobs += self._thread.submit([(run, param_group.label)])
 
     def _can_step(self, param_group: ParamGroup) -> bool:
         optimizer, parameters = self._optimizer(), param_group.sharded_parameters
@@ -361,37 +360,57 @@ class OverlappedSteps:
     def _find_scale(self, given: Sequence[ParamGroup]) -> torch.Tensor:
         """Compute the norm, scale the gradients of parameters that the thread does not step, and
         return the scale of the others. Collective over the meshes."""
-        for job in self._norm_jobs:
-            job.wait()
-        self._norm_jobs.clear()
-        used, self._used_norms = self._used_norms, []
-        parameters = [p for p in self._group_of if p.grad is not None]
-        self.norm = total_norm(gradients_of(parameters), used)
-        assert self._policy.max_norm is not None
-        coefficient = clip_coefficient(self.norm, self._policy.max_norm)
-        previous = self._next_scale
+        previous = self._previous_scale()
+        parameters = [p for p in self._group_of if p.grad is not None or id(p) in self._used_norms]
+        members = [p if p.grad is None else p.grad for p in parameters]
+        self.norm = total_norm(members, self._used_norms)
+        self._used_norms.clear()
         if self._policy.use_previous_norm:
-            pin = has_streams(coefficient.device)
-            host = torch.empty((), dtype=coefficient.dtype, pin_memory=pin)
-            self._next_scale = copy_to_host(coefficient, host)
-        scale = coefficient.to("cpu") if previous is None else previous.wait()
-        stepped = {
-            parameter for param_group in given for parameter in param_group.sharded_parameters
-        }
-        rest = [parameter for parameter in parameters if parameter not in stepped]
+            pin = has_streams(self.norm.device)
+            host = torch.empty((), dtype=self.norm.dtype, pin_memory=pin)
+            self._previous_norm = copy_to_host(self.norm, host)
+        scale = self._coefficient(self.norm.to("cpu")) if previous is None else previous
+        stepped = {p for param_group in given for p in param_group.sharded_parameters}
+        rest = [p for p in parameters if p.grad is not None and p not in stepped]
         scale_gradients(gradients_of(rest), scale)
         return scale
 
+    def _previous_scale(self) -> torch.Tensor | None:
+        """Return the scale by the norm of the step before. ``None`` if there is none, or it was not
+        finite."""
+        norm = self._previous_norm.wait() if self._previous_norm is not None else None
+        return self._coefficient(norm) if norm is not None and norm.isfinite() else None
+
+    def _coefficient(self, norm: torch.Tensor) -> torch.Tensor:
+        assert self._policy.max_norm is not None
+        return clip_coefficient(norm, self._policy.max_norm)
+
     def reset(self) -> None:
-        """Drop the steps that have not begun, and what is known of gradients."""
-        self._thread.reset()
+        """Drop the steps of a backward that was not followed by :meth:`step`, and finish those that
+        were. After an error of the thread drop all."""
+        jobs = [param_group.edits.pending_step for param_group in self._ahead]
+        self._thread.reset([job for job in jobs if isinstance(job, Job)])
+        if self._ahead:
+            warnings.warn(
+                f"{len(self._ahead)} units were stepped, or not, in a backward that did not end in "
+                "step(): load a checkpoint",
+                stacklevel=2,
+            )
         for param_group in self._ahead:
+            param_group.edits.is_ahead = False
             param_group.edits.record_values()
             for parameter in param_group.sharded_parameters:
                 parameter.grad = None
         self._ahead.clear()
         self._arrived.clear()
-        self._norm_jobs.clear()
         self._used_norms.clear()
-        self._next_scale = None
         self._buffers.reset()
+
+
+def _can_be_added(earlier: Sequence[Any], parameters: Sequence[Any]) -> bool:
+    """Return whether ``earlier`` gradients are there of all ``parameters``, and lie as these do."""
+    return len(earlier) == len(parameters) and all(
+        gradient._spec.placements == parameter._spec.placements
+        and gradient._local_tensor.is_contiguous()
+        for gradient, parameter in zip(earlier, parameters, strict=True)
+    )
