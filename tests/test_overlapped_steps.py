@@ -27,6 +27,7 @@ from fsdp_overlap.layout import BlockAtomic, Flat, LayoutRule, PerTensor, Tensor
 from fsdp_overlap.optim import AdamW, Muon, OverlapPolicy, clip_grad_norm_
 from fsdp_overlap.optim.adamw import KernelCall
 from fsdp_overlap.optim.host_thread import HostThread
+from fsdp_overlap.weights import WeightResharder, export_weights
 from support.ranks import run_ranks
 from support.twins import COPIES, Twins
 
@@ -535,6 +536,31 @@ def test_gathering_ahead_is_refused_beside_it(optimizer: Any) -> None:
     parameters = [nn.Parameter(torch.zeros(2, 2))]
     with pytest.raises(ValueError, match="leave the latter out"):
         optimizer(parameters, overlap=OverlapPolicy(), prefetch_next_forward=True)
+
+
+def exports(policy: OverlapPolicy) -> None:
+    twins = pair(policy)
+    resharder = WeightResharder(twins[1].model, destination := copy.deepcopy(twins[0].twin))
+    with late():
+        for batch in zip(twins[0].batches(3), strict=True):
+            for each in twins:
+                plain_backward(each, batch)
+                step(each, policy)
+            exported = {name: tensor.clone() for name, tensor in export_weights(twins[1].model)}
+            for name, parameter in twins[0].model.named_parameters():
+                assert torch.equal(exported[name], parameter.full_tensor()), name  # type: ignore[operator]
+        for each in twins:
+            plain_backward(each, batch)
+            step(each, policy)
+        resharder.run()
+        pairs = zip(twins[0].model.named_parameters(), destination.parameters(), strict=True)
+        for (name, parameter), copied in pairs:
+            assert torch.equal(copied, parameter.full_tensor()), name  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("policy", ["in backward", "clipped"])
+def test_weights_elsewhere_are_those_after_the_step(policy: str) -> None:
+    run_ranks(exports, 2, POLICIES[policy])
 
 
 def stages_parameters(folder: str) -> None:

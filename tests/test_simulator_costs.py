@@ -21,7 +21,7 @@ from fsdp_overlap.simulator.collective_time import (
     seconds_of_list,
 )
 from fsdp_overlap.simulator.costs import Costs, expected_maximum
-from fsdp_overlap.simulator.hardware import Device, Fabric
+from fsdp_overlap.simulator.hardware import Device, Fabric, Host
 from fsdp_overlap.simulator.nccl_tuning import PROTOCOLS, Group, Kind, ring, tree
 from fsdp_overlap.simulator.tables import SHIPPED, Curve, HardwareError, shipped
 
@@ -35,7 +35,7 @@ MIB, GIB = 2**20, 2**30
 
 @pytest.mark.parametrize("path", sorted(SHIPPED.glob("*/*.toml")), ids=lambda path: path.stem)
 def test_every_shipped_number_has_its_source_or_is_called_an_assumption(path: Path) -> None:
-    (Device if path.parent.name == "device" else Fabric).read(path)
+    {"device": Device, "fabric": Fabric, "host": Host}[path.parent.name].read(path)
     comments = ""
     for line in path.read_text().splitlines():
         before, _, comment = line.partition("#")

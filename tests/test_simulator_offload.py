@@ -13,10 +13,17 @@ from hypothesis import strategies as st
 from fsdp_overlap.simulator import Costs, Device, Fabric, Host, Training, predict_offload, simulate
 from fsdp_overlap.simulator.offload import OffloadedUnit, _steady
 from support.cli_runs import run_main
-from test_simulate_command import CONFIG
 
 COSTS = Costs(Device.read("h100_sxm"), Fabric.read("nvlink4_400g"))
 HOST = Host.read("xeon_32_cores")
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
 HOWS = ("in step", "clipped", "overlapped")
 
 seconds = st.floats(0.01, 1.0)

@@ -257,8 +257,9 @@ class ParamGroupGradients:
             mean = mean.to(self.param_group.grad_dtype)
         param_group = self.param_group
         edits = param_group.edits
-        stepper = edits.stepper if unused is None and not edits.has_hooks else None
-        if stepper is not None and stepper.take(self, mean):
+        edits.check_not_ahead(param_group.label)
+        is_plain = unused is None and not edits.has_hooks and not self.offloads
+        if is_plain and edits.stepper is not None and edits.stepper.take(self, mean):
             return
         if param_group.offload is not None:
             self.offloads.append((param_group.to_host(mean), unused))

@@ -264,6 +264,30 @@ class FusedAdamW:
         flat = [flatten(column, spans) for column in columns]
         return KernelCall(flat, [views[row] for row, _ in spans], options, steps)
 
+    def plan_apart(
+        self,
+        state: State,
+        groups: Groups,
+        grad_scale: torch.Tensor | None = None,
+        found_inf: torch.Tensor | None = None,
+    ) -> Callable[[], None]:
+        """Return what steps ``groups`` in another thread, whose edits no version counter tells
+        of."""
+        calls = [
+            self.plan(state, foreach_group, group, grad_scale, found_inf)
+            for key, group in groups
+            for foreach_group in self.foreach_groups(key, group)
+        ]
+        self._known.clear()  # counts of parameters that are stepped apart at times
+        for call in calls:
+            call.columns[0][:] = [tensor.data for tensor in call.columns[0]]
+
+        def run() -> None:
+            for call in calls:
+                call.run()
+
+        return run
+
     def _prepare(
         self, state: State, parameters: list[torch.Tensor], moments: Sequence[str]
     ) -> None:
@@ -432,17 +456,4 @@ class AdamW(torch.optim.AdamW):
 
     def plan(self, groups: Groups) -> Callable[[], None]:
         scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        calls = [
-            self._kernel.plan(self.state, foreach_group, group, *scaling)
-            for key, group in groups
-            for foreach_group in self._kernel.foreach_groups(key, group)
-        ]
-
-        for call in calls:  # whose edits must not be seen before they are counted
-            call.columns[0][:] = [tensor.data for tensor in call.columns[0]]
-
-        def run() -> None:
-            for call in calls:
-                call.run()
-
-        return run
+        return self._kernel.plan_apart(self.state, groups, *scaling)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable, Collection, Sequence
+from weakref import WeakSet
 
 import torch
 
@@ -51,16 +53,14 @@ class HostThread:
             self._waiting += jobs
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="host step", daemon=True)
+                _threads.add(self)
                 self._thread.start()
             self.changed.notify_all()
         return jobs
 
     def wait(self, job: Job) -> None:
         """Block until ``job`` is done. Raise RuntimeError if one failed."""
-        with self.changed:
-            while job.run is not None and self._failure is None:
-                self.changed.wait()
-            self.check()
+        self.wait_until(lambda: job.run is None)
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
         """Block until ``is_so()``, which is asked whenever a job is done. Raise RuntimeError if one
@@ -101,11 +101,15 @@ class HostThread:
 
     def close(self) -> None:
         """End the thread after its jobs, because nobody submits more. The collector of garbage
-        calls this in any thread, this one too, which is not waited for then."""
+        calls this, in any thread and at any point, so it does not wait."""
         with self.changed:
             self._is_closed = True
             self.changed.notify_all()
-        if self._thread is not None and self._thread is not threading.current_thread():
+
+    def finish(self) -> None:
+        """Block until the thread has done its jobs, or one failed, and end it."""
+        self.close()
+        if self._thread is not None:
             self._thread.join()
 
     @torch.no_grad()
@@ -131,3 +135,13 @@ class HostThread:
                     PENDING.discard(job)
                 self.changed.notify_all()
             del job
+
+
+_threads: WeakSet[HostThread] = WeakSet()
+
+
+@atexit.register
+def _finish_all() -> None:
+    """Let steps that were accepted be done before torch ends."""
+    for thread in list(_threads):
+        thread.finish()

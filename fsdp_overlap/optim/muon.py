@@ -266,12 +266,8 @@ class Muon(torch.optim.Optimizer):
         return True
 
     def plan(self, groups: Groups) -> Callable[[], None]:
-        calls = [
-            self._adamw.plan(self.state, foreach_group, group)
-            for key, group in groups
-            if group["algorithm"] == "adamw"
-            for foreach_group in self._adamw.foreach_groups(key, group)
-        ]
+        of_adamw = [(key, group) for key, group in groups if group["algorithm"] == "adamw"]
+        step_others = self._adamw.plan_apart(self.state, of_adamw)
         updates = [
             update
             for _, group in groups
@@ -286,8 +282,7 @@ class Muon(torch.optim.Optimizer):
             self._side_streams[device] = streams_of(device).Stream(device)
 
         def run() -> None:
-            for call in calls:
-                call.run()
+            step_others()
             with ExitStack() as stack:
                 for device in devices:  # the thread has another current device
                     stack.enter_context(streams_of(device).device(device))

@@ -169,23 +169,6 @@ class GradientBuffers:
             self._thread.changed.notify_all()
 
 
-# Note [overlapped steps]
-#
-# The gradient of a param group arrives when its reduction is enqueued, on the comm stream. What
-# steps it is planned there, in the order of the program: the step is counted, and addresses are
-# read. The thread waits for the copy to the host, and runs kernels on plain memory, so it changes
-# nothing that the program looks at meanwhile: no version counter, no ``.grad``, no schedule. Once
-# the copy is done the shard may be edited: it comes after compute with what was gathered from it.
-#
-# Whoever reads a shard then waits: an all-gather for the step of its own unit, and ops on sharded
-# tensors, which somebody else than the library calls, for all steps. The edit is counted in
-# ``step()``, at the same point of the program on every rank. A unit that is gathered before that,
-# or gets another gradient, would compute wrong values, and raises.
-#
-# What may differ between ranks, such as which parameters got a gradient, decides only what the
-# thread steps and what ``step()`` does: both without collectives.
-
-
 def _end(thread: HostThread, buffers: GradientBuffers) -> None:
     thread.close()
     buffers.free()
@@ -228,15 +211,10 @@ class OverlappedSteps:
     @torch.no_grad()
     def take(self, gradients: ParamGroupGradients, mean: torch.Tensor) -> bool:
         """Have the thread step the param group of ``gradients``, of which ``mean`` is this rank's
-        shard. Return whether it will, or else they are to become ``.grad``.
-
-        Raises:
-            RuntimeError: gradients of the param group were used since the last :meth:`step`.
-        """
+        shard. Return whether it will, or else they are to become ``.grad``."""
         param_group = gradients.param_group
         edits, parameters = param_group.edits, param_group.sharded_parameters
         unit = unit_of_edits(edits)
-        edits.check_not_ahead(param_group.label)
         if not self._can_step(param_group):
             return False
         self._arrived.pop(param_group, None)

@@ -159,13 +159,6 @@ class GradReducer:
             self._filling.pop(gradients, None)
             self._reading.add(gradients)
             self._in_flight.append((unit, gradients, self._comm.reduce(gradients)))
-            if not self._comm.runs_ahead:
-                self._finish_done()
-
-    def _finish_done(self) -> None:
-        """Give out the results of the oldest reductions, as far as they are done."""
-        while self._in_flight and self._in_flight[0][2].done():
-            self._wait_for_oldest()
 
     def _may_fill(self, turn: PendingReduction, gradients: Gradients) -> bool:
         """Return whether a gradient may go to the reduce input before its param group is complete.
@@ -176,7 +169,8 @@ class GradReducer:
             return False
         if gradients.has_input:
             return True
-        self._finish_done()
+        while self._in_flight and self._in_flight[0][2].done():
+            self._wait_for_oldest()
         unit = turn.unit
         if self.max_inputs > 1 and not self._comm.runs_ahead:
             has_room = self._has_room(unit)

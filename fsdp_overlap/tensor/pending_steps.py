@@ -3,6 +3,7 @@ waits for them."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Protocol
 
@@ -21,6 +22,7 @@ class PendingStep(Protocol):
 
 PENDING: set[PendingStep] = set()
 """Those that are not done, or failed."""
+os.register_at_fork(after_in_child=PENDING.clear)  # where their thread does not run
 
 
 def finish_pending_steps() -> None:

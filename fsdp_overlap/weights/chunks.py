@@ -13,6 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_overlap.tensor.boxes import boxes
+from fsdp_overlap.tensor.pending_steps import finish_pending_steps
 from fsdp_overlap.tensor.placement import (
     RaggedShard,
     Tile,
@@ -96,6 +97,7 @@ def _steps(shape: tuple[int, ...], max_numel: int) -> tuple[tuple[int, int, int]
 
 def local_chunks(tensor: torch.Tensor) -> list[tuple[Chunk, torch.Tensor]]:
     """Return the chunks of ``tensor``, sharded or not, on this rank, and views of their values."""
+    finish_pending_steps()
     if isinstance(tensor, RaggedDTensor):
         spec, local = tensor._spec, tensor._local_tensor.detach()
         chunks = _chunks_of_range(tile_of(spec), *local_range(spec))

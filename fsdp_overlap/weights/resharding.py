@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_overlap.comm.comm_streams import make_comm_stream
 from fsdp_overlap.comm.streams import current_device
 from fsdp_overlap.engine.context import context_of
+from fsdp_overlap.tensor.pending_steps import finish_pending_steps
 from fsdp_overlap.weights.chunks import local_chunks
 from fsdp_overlap.weights.exchange import RankLayouts, WeightExchange
 from fsdp_overlap.weights.model_weights import Names, renamed, units_of, version_of, weights_of
@@ -103,6 +104,7 @@ class WeightResharder:
                 :meth:`run`, on any rank. Parameters of one unit that are trainable, or frozen,
                 count as one. Other tensors are always copied. Give the same on all ranks.
         """
+        finish_pending_steps()
         self._find()
         versions = {name: version_of(tensor) for name, tensor in self._source.items()}
         rounds = self._planned(self._edited(versions)) if changed else self._rounds
