@@ -27,6 +27,7 @@ from fsdp_overlap.layout import BlockAtomic, Flat, LayoutRule, PerTensor, Tensor
 from fsdp_overlap.optim import AdamW, Muon, OverlapPolicy, clip_grad_norm_
 from fsdp_overlap.optim.adamw import KernelCall
 from fsdp_overlap.optim.host_thread import HostThread
+from fsdp_overlap.tensor.pending_steps import finish_pending_steps
 from fsdp_overlap.weights import WeightResharder, export_weights
 from support.ranks import run_ranks
 from support.twins import COPIES, Twins
@@ -134,10 +135,10 @@ def test_a_gather_waits_for_a_late_step(layout: str, policy: str) -> None:
 
 
 def train_without_waiting() -> None:
-    with late(), patch.object(ParamGroupEdits, "finish_step", lambda edits: None):
+    with late(0.05), patch.object(ParamGroupEdits, "finish_step", lambda edits: None):
         for policy in (POLICIES["in backward"], POLICIES["clipped"]):
             with pytest.raises(AssertionError):
-                train(policy)
+                train(policy, steps=3)
 
 
 def test_without_that_wait_other_values_are_gathered() -> None:
@@ -335,27 +336,41 @@ def test_after_an_error_in_the_thread_a_reset_and_a_checkpoint_help(policy: str)
     run_ranks(fails_in_the_thread, 2, POLICIES[policy])
 
 
-def holds_little(limit: int) -> int:
+def held(limit: int, is_idle: bool) -> tuple[int, list[int]]:
+    """Return the most bytes of gradients at once, and those of each unit. ``is_idle``: whether the
+    thread does nothing in backward."""
     _, twins = pair(OverlapPolicy(buffer_bytes=limit))
     buffers = twins.optimizer.overlapped._buffers  # type: ignore[attr-defined]
-    most, copy_ = [0], buffers.copy
+    most, copy_, run, goes = [0], buffers.copy, KernelCall.run, threading.Event()
 
     def watched(*args: Any) -> Any:
         result = copy_(*args)
         most[0] = max(most[0], buffers._used)
         return result
 
-    with late(0.005), patch.object(buffers, "copy", watched):
+    def run_later(call: KernelCall) -> None:
+        assert threading.current_thread().name != "host step" or goes.wait(30)
+        run(call)
+
+    with patch.object(KernelCall, "run", run_later), patch.object(buffers, "copy", watched):
         for batch in zip(twins.batches(3), strict=True):
+            if not is_idle:
+                goes.set()
             plain_backward(twins, batch)
+            goes.set()
             twins.step()
-    return most[0]
+            finish_pending_steps()
+            goes.clear()
+    groups = [each for unit in twins.ctx.units for each in unit.param_groups]
+    return most[0], [each.shard.nbytes for each in groups]
 
 
 def test_gradients_that_wait_take_no_more_memory_than_is_allowed() -> None:
-    two = max(run_ranks(holds_little, 2, 0))
-    assert max(run_ranks(holds_little, 2, 1 << 30)) > two
-    assert max(run_ranks(holds_little, 2, 3 * two // 2)) <= 3 * two // 2
+    for most, sizes in run_ranks(held, 2, 1 << 30, True):
+        assert most == sum(sizes)
+    for limit in (0, 1500):
+        for most, sizes in run_ranks(held, 2, limit, False):
+            assert 0 < most <= max(limit, 2 * max(sizes)) < sum(sizes)
 
 
 def scaled_by(scaler: Any, twins: Twins, batch: Any) -> None:

@@ -107,10 +107,11 @@ class HostThread:
             self.changed.notify_all()
 
     def finish(self) -> None:
-        """Block until the thread has done its jobs, or one failed, and end it."""
+        """End the thread. Block until it has done its jobs, or one failed, but no longer than a
+        minute: a copy may be behind a collective that nobody ends."""
         self.close()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(60)
 
     @torch.no_grad()
     def _work(self) -> None:
