@@ -414,6 +414,43 @@ def test_a_thread_that_collects_its_optimizer_ends() -> None:
     assert not thread._thread.is_alive()
 
 
+def test_a_finalizer_does_not_wait_for_jobs() -> None:
+    """It may run while this thread holds the lock that jobs end with."""
+    thread, goes = HostThread(), threading.Event()
+
+    def run() -> None:
+        goes.wait(10)
+
+    [job] = thread.submit([(run, "a unit")])
+    with thread.changed:
+        thread.close()
+    goes.set()
+    job.wait()
+
+
+def resets_one_context_of_two() -> None:
+    """The steps of the other one are done, and its model trains on."""
+    policy = POLICIES["in backward"]
+    first, second = Twins.of("layers", optimizer=AdamW), Twins.of("layers", optimizer=AdamW)
+    both = [*first.model.parameters(), *second.model.parameters()]
+    optimizer = AdamW(both, lr=0.05, overlap=policy)
+    alone = Twins.of("layers", optimizer=AdamW)
+    with late():
+        for batch in zip(first.batches(4), strict=True):
+            for each in (first, second, alone):
+                plain_backward(each, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+            step(alone, policy)
+            second.ctx.reset()
+    pairs = zip(first.model.parameters(), alone.model.parameters(), strict=True)
+    assert all(torch.equal(mine.to_local(), its.to_local()) for mine, its in pairs)  # type: ignore[operator]
+
+
+def test_a_reset_of_one_context_leaves_the_other_alone() -> None:
+    run_ranks(resets_one_context_of_two, 2)
+
+
 def replaces_optimizers(policy: OverlapPolicy) -> None:
     """Also by one of a part of the parameters, which no longer step in the thread."""
     twins = pair(policy)

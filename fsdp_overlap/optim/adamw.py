@@ -370,12 +370,7 @@ class AdamW(torch.optim.AdamW):
         overlap: OverlapPolicy | None = None,
     ) -> None:
         if overlap is not None:
-            if prefetch_next_forward:
-                raise ValueError(
-                    "overlap= and prefetch_next_forward=True: the next forward gathers what is "
-                    "stepped, so leave the latter out"
-                )
-            self.overlapped = OverlappedSteps(self, overlap)
+            self.overlapped = OverlappedSteps(self, overlap, prefetch_next_forward)
         super().__init__(
             params,
             lr,

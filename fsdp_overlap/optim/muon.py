@@ -100,12 +100,7 @@ class Muon(torch.optim.Optimizer):
         overlap: OverlapPolicy | None = None,
     ) -> None:
         if overlap is not None:
-            if prefetch_next_forward:
-                raise ValueError(
-                    "overlap= and prefetch_next_forward=True: the next forward gathers what is "
-                    "stepped, so leave the latter out"
-                )
-            self.overlapped = OverlappedSteps(self, overlap)
+            self.overlapped = OverlappedSteps(self, overlap, prefetch_next_forward)
         options = dict(adamw or {})
         checked = AdamW([torch.empty(0)], **options).defaults  # torch checks them
         self._adamw_options = {name: checked[name] for name in _OF_ADAMW}

@@ -176,9 +176,20 @@ def _end(thread: HostThread, buffers: GradientBuffers) -> None:
 
 class OverlappedSteps:
     """Takes over the gradients of one ``optimizer``'s parameters as they arrive, and has a thread
-    step the shards. See Note [overlapped steps]."""
+    step the shards. See Note [overlapped steps].
 
-    def __init__(self, optimizer: SteppedOptimizer, policy: OverlapPolicy) -> None:
+    Raises:
+        ValueError: ``prefetch_next_forward``, which would gather what is yet to be stepped.
+    """
+
+    def __init__(
+        self, optimizer: SteppedOptimizer, policy: OverlapPolicy, prefetch_next_forward: bool
+    ) -> None:
+        if prefetch_next_forward:
+            raise ValueError(
+                "overlap= and prefetch_next_forward=True: the next forward gathers what is "
+                "stepped, so leave the latter out"
+            )
         self._optimizer = weakref.ref(optimizer)
         self._policy = policy
         self._thread = HostThread()
@@ -312,12 +323,7 @@ class OverlappedSteps:
                 "the norm of scaled gradients: call scaler.unscale_(optimizer) before "
                 "scaler.step(optimizer), as before clip_grad_norm_()"
             )
-        for param_group in self._ahead:
-            param_group.edits.is_ahead = False
-            param_group.edits.record_values()
-            for parameter in param_group.sharded_parameters:
-                parameter.grad = None
-        self._ahead.clear()
+        self._count_ahead()
         arrived, self._arrived = list(self._arrived), {}
         given = [
             param_group
@@ -334,6 +340,15 @@ class OverlappedSteps:
         for edits in edits_of(p for p in self._group_of if p.grad is not None):
             if isinstance(edits, ParamGroupEdits):
                 edits.finish_step()  # the caller steps these
+
+    def _count_ahead(self) -> None:
+        """Count the edits of what was stepped in backward, whose gradients are used up."""
+        for param_group in self._ahead:
+            param_group.edits.is_ahead = False
+            param_group.edits.record_values()
+            for parameter in param_group.sharded_parameters:
+                parameter.grad = None
+        self._ahead.clear()
 
     def _find_scale(self, given: Sequence[ParamGroup]) -> torch.Tensor:
         """Compute the norm, scale the gradients of parameters that the thread does not step, and
@@ -374,12 +389,7 @@ class OverlappedSteps:
                 "step(): load a checkpoint",
                 stacklevel=2,
             )
-        for param_group in self._ahead:
-            param_group.edits.is_ahead = False
-            param_group.edits.record_values()
-            for parameter in param_group.sharded_parameters:
-                parameter.grad = None
-        self._ahead.clear()
+        self._count_ahead()
         self._arrived.clear()
         self._used_norms.clear()
         self._buffers.reset()
