@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.profiler import profile
 
 from fsdp_overlap import BlockAtomic, Flat, FsdpContext, PerTensor, TensorAtomic, fully_shard
-from fsdp_overlap.optim import LayerWise
+from fsdp_overlap.optim import LayerWise, exchange
 from support import experts, tensor_parallel
 from support.ranks import run_ranks
 from support.tensor_parallel import ROWS, batches, loss_of, parallelize
@@ -223,6 +224,16 @@ def test_training_equals_unsharded_training(layout: str, shape: tuple[int, ...],
     run_ranks(equals_twin, 4, layout, shape, name)
 
 
+def equals_twin_in_rounds(layout: str, shape: tuple[int, ...]) -> None:
+    with patch.object(exchange, "ROUND_ELEMENTS", 60):
+        equals_twin(layout, shape, "whitening")
+
+
+@pytest.mark.parametrize(("layout", "shape"), [("flat", ()), ("rows", ()), ("whole", (2, 2))])
+def test_training_in_rounds_equals_unsharded_training(layout: str, shape: tuple[int, ...]) -> None:
+    run_ranks(equals_twin_in_rounds, 4, layout, shape)
+
+
 @pytest.mark.parametrize("name", REGISTRY)
 @pytest.mark.parametrize("layout", ["flat", "whole"])
 def test_optimizers_of_others_work_as_they_are(layout: str, name: str) -> None:
@@ -360,7 +371,48 @@ def collectives(layout: str) -> int:
 
 def test_whole_matrices_are_stepped_without_communication() -> None:
     assert run_ranks(collectives, 4, "whole") == [0] * 4
-    assert run_ranks(collectives, 4, "flat") == [3] * 4  # values, gradients, results
+    assert run_ranks(collectives, 4, "flat") == [2] * 4  # values and gradients, results
+
+
+def order_of_rounds() -> list[str]:
+    """Return what a step does, in order: each round's calls, and steps of batches."""
+    model, _ = build("flat")
+    optimizer = LayerWise(model, whitening, others)
+    train(model, [optimizer], 1)
+    model(torch.zeros(1, 4, dtype=torch.int64)).square().mean().backward()
+    seen = []
+
+    def noted(name: str, method: Any) -> Any:
+        def call(self: Any) -> None:
+            seen.append(name)
+            method(self)
+
+        return call
+
+    with ExitStack() as stack:
+        for name in ("start", "run", "finish"):
+            method = getattr(exchange.Exchange, name)
+            stack.enter_context(patch.object(exchange.Exchange, name, noted(name, method)))
+        stack.enter_context(patch.object(Whitening, "step", noted("step", Whitening.step)))
+        optimizer.step()
+    return seen
+
+
+def in_rounds() -> tuple[list[str], int]:
+    with patch.object(exchange, "ROUND_ELEMENTS", 60):
+        return order_of_rounds(), collectives("flat")
+
+
+def test_rounds_are_sent_while_others_are_stepped() -> None:
+    for seen, sent in run_ranks(in_rounds, 4):
+        rounds = seen.count("start")
+        assert rounds > 2
+        assert sent == 2 * rounds
+        steps = [each for each in seen if each != "step"]
+        assert steps[:5] == ["start", "start", "run", "start", "run"]
+        assert steps[-4:] == ["finish", "run", "finish", "finish"]
+    (first, _), *_ = run_ranks(in_rounds, 2)
+    assert first[:3] == ["start", "step", "start"]  # its own matrices, under the first round
 
 
 # Options and states

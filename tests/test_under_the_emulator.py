@@ -29,7 +29,7 @@ from fsdp_overlap.engine.options import ReduceOptions
 from fsdp_overlap.engine.param_group import D2HCopy, ParamGroup
 from fsdp_overlap.fsdp_module import FSDPModule
 from fsdp_overlap.layout import TensorAtomic
-from fsdp_overlap.optim import Muon, clip_grad_norm_, layer_wise
+from fsdp_overlap.optim import Muon, clip_grad_norm_
 from fsdp_overlap.optim.exchange import Exchange
 from fsdp_overlap.optim.overlapped_steps import OverlappedSteps
 from fsdp_overlap.schedule.prefetch import Prefetcher
@@ -68,6 +68,7 @@ SIDE = "the optimizer on a stream of its own"
 HOOKS = "hooks on another stream"
 UNEDITED = "forwards without edits"
 EXCHANGED = "muon in rounds"
+LAYER_WISE = "layer wise in rounds"
 ROWS = "prefetch 1, rows"
 COPIED = "torch._foreach_copy_(targets, sources)"
 IN_ONE = "one launch, odd parameters"
@@ -243,15 +244,12 @@ DEFECTS = [
     ),
     Defect(Exchange, "_enqueue", "self._comm_stream.after_compute()", EXCHANGED),
     Defect(Exchange, "_enqueue", "self._sent = source", EXCHANGED),
-    Defect(Exchange, "finish_gather", "self._work.wait()", EXCHANGED),
-    Defect(Exchange, "finish_scatter", "self._work.wait()", EXCHANGED),
-    Defect(
-        layer_wise,
-        "all_to_all",
-        "_ALL_TO_ALL[is_host])\n    if not is_host:\n        end(work)",
-        "layer-wise, flat",
-        new="_ALL_TO_ALL[True])",
-    ),
+    Defect(Exchange, "run", "self._work.wait()", EXCHANGED),
+    Defect(Exchange, "finish", "self._work.wait()", EXCHANGED),
+    Defect(Exchange, "_enqueue", "self._comm_stream.after_compute()", LAYER_WISE),
+    Defect(Exchange, "run", "self._work.wait()", LAYER_WISE),
+    Defect(Exchange, "finish", "self._work.wait()", LAYER_WISE),
+    Defect(Exchange, "_enqueue", "self._sent = source", LAYER_WISE),
     Defect(PackedRows, "all_gather", COPIED, ROWS, new=aside("full", COPIED)),
     Defect(PackedRows, "reduce_scatter", COPIED, ROWS, new=aside("gradients", COPIED)),
     Defect(QuantizedGather, "all_gather", DECODED, BITS, new=aside("full", DECODED)),

@@ -1,16 +1,17 @@
-"""Muon's communication: gathers each shared matrix on an owner rank, and scatters the result.
+"""Gathers each matrix that ranks share on an owner rank, and scatters the result.
 
-Owners are balanced by work. Matrices are exchanged in rounds, so that one round is communicated
+Owners are balanced by work. Matrices may be exchanged in rounds, so that one round is communicated
 while the products of another run. Replicated chunks are sent once; results go to all replicas.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,6 @@ from fsdp_overlap.optim.matrices import (
     flops_of,
     split_by_numel,
 )
-from fsdp_overlap.optim.updates import Task, Update, UpdateSlice, momentum_directions, move
 
 # The elements that an owner gets in a round: enough for an efficient message, and few enough for
 # several rounds. A single matrix may have more.
@@ -44,6 +44,10 @@ class OwnerAssignment:
 
     def sender(self, chunk: MatrixChunk) -> int:
         return chunk.ranks[self.replica % len(chunk.ranks)]
+
+
+Part = tuple[OwnerAssignment, MatrixChunk, torch.Tensor]
+"""A chunk of assigned matrices, and its values."""
 
 
 @lru_cache(maxsize=64)
@@ -147,24 +151,34 @@ def gather_scatter_plan(
 
 
 class MessageBuffer:
-    """The memory of one send or receive, and the chunks in it, each with its view."""
+    """The memory of one send or receive, and the chunks in it, each with its view ``[columns,
+    elements]``."""
 
-    def __init__(self, plan: BufferPlan, dtype: torch.dtype, device: torch.device) -> None:
-        self.sizes = plan.sizes
+    def __init__(
+        self, plan: BufferPlan, columns: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.sizes = [size * columns for size in plan.sizes]
         self.flat = torch.empty(sum(self.sizes), dtype=dtype, device=device)
-        views = self.flat.split([chunk.last - chunk.first for _, chunk in plan.chunks])
+        numels = [(chunk.last - chunk.first) * columns for _, chunk in plan.chunks]
+        views = [part.view(columns, -1) for part in self.flat.split(numels)]
         self.chunks = [(*key, view) for key, view in zip(plan.chunks, views, strict=True)]
 
 
-class Exchange:
-    """One round on one rank. Call, in this order, :meth:`start_gather`, :meth:`finish_gather`,
-    :meth:`start_scatter` and :meth:`finish_scatter`. Collective over ``group``. Matrices are sent
-    in ``dtype``, between ranks' memory on ``device``."""
+class Exchange(ABC):
+    """One round on one rank. Call :meth:`start`, :meth:`run` and :meth:`finish`, in this order.
+    Collective over ``group``.
+
+    Matrices are sent in ``dtype``, between ranks' memory on ``device``.
+    """
+
+    label: ClassVar[str]
+    """What traces and errors name."""
+    columns: ClassVar[int] = 1
+    """How many values of each element owners are sent."""
 
     def __init__(
         self,
         assignments: tuple[OwnerAssignment, ...],
-        updates: Sequence[Update],
         group: dist.ProcessGroup,
         comm_stream: CommStream,
         dtype: torch.dtype,
@@ -173,7 +187,6 @@ class Exchange:
         self._rank = group.rank()
         self._owned = [one for one in assignments if one.owner == self._rank]
         self._plan = gather_scatter_plan(assignments, self._rank, group.size())
-        self._updates = updates
         self._group = group
         self._comm_stream = comm_stream
         self._dtype = dtype
@@ -181,59 +194,81 @@ class Exchange:
         self._sent: MessageBuffer | None = None
         """What the comm stream reads."""
 
-    def start_gather(self) -> None:
+    @abstractmethod
+    def _pack(self, chunks: Sequence[Part]) -> None:
+        """Fill ``chunks``, which owners lack."""
+
+    @abstractmethod
+    def _step(self, received: Sequence[Part], results: Sequence[Part]) -> None:
+        """Step the matrices that this rank owns, of which it lacked what it has ``received``. Fill
+        ``results``, for which others wait."""
+
+    @abstractmethod
+    def _unpack(self, chunks: Sequence[Part]) -> None:
+        """Take the results of the owners for this rank's ``chunks``."""
+
+    def start(self) -> None:
         """Send to the owners the chunks that they lack."""
-        send = self._buffer(self._plan.gather_send)
-        self._recv = self._buffer(self._plan.gather_recv)
-        if slices := [self._slice(assignment, chunk) for assignment, chunk, _ in send.chunks]:
-            views = [view for *_, view in send.chunks]
-            torch._foreach_copy_(views, momentum_directions(slices))
-        self._enqueue(self._recv, send)
+        send = self._buffer(self._plan.gather_send, self.columns)
+        self._received = self._buffer(self._plan.gather_recv, self.columns)
+        self._pack(send.chunks)
+        self._enqueue(send)
 
-    def finish_gather(self) -> list[Task]:
-        """Wait for the matrices that this rank owns. Their results must be in the tasks' tensors
-        before :meth:`start_scatter`."""
+    def run(self) -> None:
+        """Wait for the matrices that this rank owns and step them. Send the results to all ranks
+        that hold a chunk."""
         self._work.wait()
-        self._results = self._buffer(self._plan.scatter_send)
-        tasks = {}
-        for assignment in self._owned:
-            update = self._updates[assignment.parameter]
-            tasks[assignment] = task = Task(assignment.matrices, update.settings)
-            for chunk in assignment.matrices.chunks:
+        results = self._buffer(self._plan.scatter_send, 1)
+        self._step(self._received.chunks, results.chunks)
+        self._received = self._buffer(self._plan.scatter_recv, 1)
+        self._enqueue(results)
+
+    def finish(self) -> None:
+        """Wait for the results of the owners."""
+        self._work.wait()
+        self._unpack(self._received.chunks)
+
+    def _own_chunks(self) -> Iterator[tuple[OwnerAssignment, MatrixChunk]]:
+        """Yield the chunks that this rank holds of the matrices that it owns."""
+        for one in self._owned:
+            for chunk in one.matrices.chunks:
                 if self._rank in chunk.ranks:
-                    task.own.append((self._slice(assignment, chunk), chunk))
-        for assignment, chunk, view in self._recv.chunks:
-            tasks[assignment].received.append((view, chunk))
-        for assignment, chunk, view in self._results.chunks:
-            tasks[assignment].results.append((view, chunk))
-        return list(tasks.values())
+                    yield one, chunk
 
-    def start_scatter(self) -> None:
-        """Send the results to all ranks that hold a chunk."""
-        self._recv = self._buffer(self._plan.scatter_recv)
-        self._enqueue(self._recv, self._results)
+    def _buffer(self, plan: BufferPlan, columns: int) -> MessageBuffer:
+        return MessageBuffer(plan, columns, self._dtype, self._device)
 
-    def finish_scatter(self) -> None:
-        """Wait for the results of the owners, and update this rank's parameters."""
-        self._work.wait()
-        chunks = self._recv.chunks
-        move(
-            [self._slice(assignment, chunk) for assignment, chunk, _ in chunks],
-            [view for *_, view in chunks],
-        )
-
-    def _slice(self, assignment: OwnerAssignment, chunk: MatrixChunk) -> UpdateSlice:
-        update = self._updates[assignment.parameter]
-        return UpdateSlice(update, assignment.matrices, chunk.first, chunk.last)
-
-    def _buffer(self, plan: BufferPlan) -> MessageBuffer:
-        return MessageBuffer(plan, self._dtype, self._device)
-
-    def _enqueue(self, target: MessageBuffer, source: MessageBuffer) -> None:
+    def _enqueue(self, source: MessageBuffer) -> None:
         self._sent = source  # keeps the memory until the comm stream has read it
+        target = self._received
         self._comm_stream.after_compute()
         self._work = self._comm_stream.enqueue(
             "all_to_all",
-            "Muon",
+            self.label,
             lambda: all_to_all(target.flat, source.flat, target.sizes, source.sizes, self._group),
         )
+
+
+def run_rounds(exchanges: Iterable[Exchange], run_unshared: Callable[[], None]) -> None:
+    """Run ``exchanges``. Collective over their groups.
+
+    Round *i* is gathered on its owners while round *i* - 1 runs, and scattered back while round
+    *i* + 1 runs. The first round is gathered while ``run_unshared`` runs, and rounds are made when
+    they start.
+    """
+    rounds = iter(exchanges)
+    current = next(rounds, None)
+    previous: Exchange | None = None
+    if current is not None:
+        current.start()
+    run_unshared()
+    while current is not None:
+        following = next(rounds, None)
+        if following is not None:
+            following.start()
+        current.run()
+        if previous is not None:
+            previous.finish()
+        previous, current = current, following
+    if previous is not None:
+        previous.finish()

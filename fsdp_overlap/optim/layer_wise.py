@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import copy
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from fsdp_overlap.comm.collectives import all_to_all
-from fsdp_overlap.comm.comm_streams import HostWorkHandle
 from fsdp_overlap.comm.objects import gather_objects
 from fsdp_overlap.comm.streams import has_streams, streams_of
+from fsdp_overlap.optim import exchange
 from fsdp_overlap.optim.adamw import AdamW
 from fsdp_overlap.optim.exchange import (
-    BufferPlan,
-    MessageBuffer,
+    Exchange,
     OwnerAssignment,
-    gather_scatter_plan,
+    Part,
     plan_rounds,
+    run_rounds,
 )
 from fsdp_overlap.optim.matrices import (
     MatrixBatch,
@@ -72,8 +70,12 @@ def _gradient_of(parameter: torch.Tensor) -> torch.Tensor:
 class _Matrix:
     """One matrix that this rank steps: ``plain`` is what the optimizer is given."""
 
-    def __init__(self, parameter: torch.Tensor, number: int, shape: tuple[int, int]) -> None:
+    def __init__(
+        self, parameter: torch.Tensor, group: int, number: int, shape: tuple[int, int]
+    ) -> None:
         self.parameter = parameter
+        self.group = group
+        """The index of its param group."""
         self.number = number
         self.shape = shape
         dtype, device = local_of(parameter).dtype, local_of(parameter).device
@@ -84,12 +86,13 @@ class _Matrix:
         self.plain.data = value.view(self.shape)
         self.plain.grad = gradient.view(self.shape)
 
-    def drop(self) -> torch.Tensor:
-        """Return the values, and let go of all memory."""
+    def drop(self, target: torch.Tensor) -> None:
+        """Let go of all memory. The values are in ``target`` then, which is what was set."""
         value = self.plain.data
         self.plain.grad = None
         self.plain.data = value.new_empty(1).expand(self.shape)
-        return value
+        if value.data_ptr() != target.data_ptr():  # some replace a parameter's data
+            target.copy_(value.view(target.shape))
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,9 +117,7 @@ class _OwnMatrices:
         if self.parameter.grad is not None:
             targets = self._each(_value_of(self.parameter))
             for matrix, target in zip(self.matrices, targets, strict=True):
-                value = matrix.drop()
-                if value.data_ptr() != target.data_ptr():  # some replace a parameter's data
-                    target.copy_(value)
+                matrix.drop(target)
 
     def _each(self, shard: torch.Tensor) -> torch.Tensor:
         """Return the matrices in ``shard``, ``[count, rows, columns]``."""
@@ -125,13 +126,26 @@ class _OwnMatrices:
         return shard.narrow(0, self.start, count * rows * columns).view(count, rows, columns)
 
 
+class _Batch:
+    """Matrices that are stepped together, and the optimizer of those of each param group."""
+
+    def __init__(self, matrices: Iterable[_Matrix], factory: Factory) -> None:
+        self.matrices: dict[int, list[_Matrix]] = {}
+        for matrix in matrices:
+            self.matrices.setdefault(matrix.group, []).append(matrix)
+        self.optimizers = {
+            group: factory([matrix.plain for matrix in of_group])
+            for group, of_group in self.matrices.items()
+        }
+
+
 @dataclass(frozen=True, eq=False)
 class _SharedParameters:
-    """Parameters of which several ranks hold the same matrices, or parts of them, and the ranks
-    that step these."""
+    """Parameters of which several ranks hold the same matrices, or parts of them. ``rounds``: the
+    ranks that step these, and this rank's batch."""
 
     parameters: tuple[torch.Tensor, ...]
-    assignments: tuple[OwnerAssignment, ...]
+    rounds: tuple[tuple[tuple[OwnerAssignment, ...], _Batch], ...]
     owned: dict[OwnerAssignment, list[_Matrix]]
 
 
@@ -182,7 +196,13 @@ class LayerWise(torch.optim.Optimizer):
         self._others = others
         self._cost = cost
         self._optimizers: list[torch.optim.Optimizer] = []
-        """One for each group. That of a group of matrices has none, until :meth:`_prepare`."""
+        """One for each group. That of a group of matrices has none: it counts steps in which this
+        rank has none to step, as some optimizers do."""
+        self._batches: list[_Batch] = []
+        self._own_batches: list[_Batch] = []
+        """Those of :attr:`_own`."""
+        self._stepped: dict[int, torch.optim.Optimizer] = {}
+        """The last optimizer that was stepped of each group."""
         self._matrices: dict[torch.Tensor, list[_Matrix]] = {}
         """Those that this rank steps, by parameter."""
         self._splits: dict[torch.Tensor, Split] = {}
@@ -249,17 +269,14 @@ class LayerWise(torch.optim.Optimizer):
         self._prepare()
         for matrix in (each for matrices in self._matrices.values() for each in matrices):
             matrix.plain.grad = None  # as a step that raised has left it
+        self._stepped.clear()
+        run_unshared = self._step_unshared
         try:
-            exchanges = list(self._gather())
-            for own in self._own:
-                own.begin()
-            for group, optimizer in zip(self.param_groups, self._optimizers, strict=True):
-                if any(parameter.grad is not None for parameter in group["params"]):
-                    self._step_group(group, optimizer)
-            for own in self._own:
-                own.end()
-            for exchange in exchanges:
-                exchange.scatter()
+            for shared in self._shared:  # one after the other, in the same order on all ranks
+                run_rounds(self._exchanges(shared), run_unshared)
+                run_unshared = _do_nothing
+            run_unshared()
+            self._update_groups()
         except BaseException as error:
             if self._shared:
                 self._owner_groups.abort(error)
@@ -267,20 +284,45 @@ class LayerWise(torch.optim.Optimizer):
         record_edits(parameter for parameter in self._matrices if parameter.grad is not None)
         return loss
 
-    def _step_group(self, group: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
-        if not group["layer_wise"]:
-            optimizer.step()
-            self.state.update(optimizer.state)
-            return
-        # Also if this rank owns none of the matrices: some count their steps in the group.
+    def _step_unshared(self) -> None:
+        """Step all that this rank steps without others."""
+        for group, optimizer in zip(self.param_groups, self._optimizers, strict=True):
+            if not group["layer_wise"] and _has_gradient(group):
+                optimizer.step()
+                self.state.update(optimizer.state)
+        for own in self._own:
+            own.begin()
+        for batch in self._own_batches:
+            self._step_batch(batch)
+        for own in self._own:
+            own.end()
+
+    def _step_batch(self, batch: _Batch) -> None:
+        for index, matrices in batch.matrices.items():
+            if all(matrix.plain.grad is None for matrix in matrices):
+                continue
+            optimizer = self._stepped[index] = batch.optimizers[index]
+            self._step_as_group(index, optimizer)
+            for matrix in matrices:
+                if matrix.plain in optimizer.state:
+                    state = optimizer.state[matrix.plain]
+                    self.state[matrix.parameter][str(matrix.number)] = state
+
+    def _step_as_group(self, index: int, optimizer: torch.optim.Optimizer) -> None:
+        group = self.param_groups[index]
         (own_group,) = optimizer.param_groups
         own_group.update((name, group[name]) for name in group.keys() - _NOT_OPTIONS)
         optimizer.step()
-        group.update((name, own_group[name]) for name in own_group.keys() - _NOT_OPTIONS)
-        for matrix in (each for p in group["params"] for each in self._matrices[p]):
-            if matrix.plain in optimizer.state:
-                state = optimizer.state[matrix.plain]
-                self.state[matrix.parameter][str(matrix.number)] = state
+
+    def _update_groups(self) -> None:
+        """Take from the optimizers what they keep in their groups, such as a number of steps."""
+        for index, group in enumerate(self.param_groups):
+            if group["layer_wise"] and _has_gradient(group):
+                if index not in self._stepped:
+                    self._stepped[index] = self._optimizers[index]
+                    self._step_as_group(index, self._optimizers[index])
+                (own_group,) = self._stepped[index].param_groups
+                group.update((name, own_group[name]) for name in own_group.keys() - _NOT_OPTIONS)
 
     # ---- who steps what ----
 
@@ -301,40 +343,51 @@ class LayerWise(torch.optim.Optimizer):
         )
         if not new:
             return
+        group_of = {
+            parameter: index
+            for index, group in enumerate(self.param_groups)
+            for parameter in group["params"]
+        }
         sharing: dict[tuple[OwnerGroup, torch.dtype], list[torch.Tensor]] = {}
+        own: list[_Matrix] = []
         for parameter in new:
             self._matrices[parameter] = []
             ownership = self._owner_groups.ownership_of(parameter)
             for batch in ownership.partition.unshared.get(ownership.rank, ()):
-                self._add_own(parameter, batch)
+                own += self._add_own(parameter, group_of[parameter], batch)
             if ownership.owner_group is not None:
                 key = ownership.owner_group, local_of(parameter).dtype
                 sharing.setdefault(key, []).append(parameter)
+        self._own_batches.append(self._batch_of(own))
         for (owner_group, _), parameters in sharing.items():
-            self._add_shared(owner_group, tuple(parameters))
+            self._add_shared(owner_group, tuple(parameters), group_of)
         for parameter in new:  # also on ranks that step none: checkpoints look for all
             numbers = (str(matrix.number) for matrix in self._matrices[parameter])
             self.state[parameter] = {number: {} for number in numbers}
-        for index, group in enumerate(self.param_groups):
-            if group["layer_wise"] and group["params"][0] in new:
-                plain = [m.plain for p in group["params"] for m in self._matrices[p]]
-                if plain:
-                    self._optimizers[index] = self._factory(plain)
 
-    def _add_own(self, parameter: torch.Tensor, batch: MatrixBatch) -> None:
+    def _batch_of(self, matrices: Sequence[_Matrix]) -> _Batch:
+        for matrix in matrices:
+            self._matrices[matrix.parameter].append(matrix)
+        self._batches.append(_Batch(matrices, self._factory))
+        return self._batches[-1]
+
+    def _add_own(self, parameter: torch.Tensor, group: int, batch: MatrixBatch) -> list[_Matrix]:
         ownership = self._owner_groups.ownership_of(parameter)
-        tile, shape = ownership.partition.tile, tuple(parameter.shape)
+        tile, shape, split = ownership.partition.tile, tuple(parameter.shape), ownership.split
         assert tile is not None
         matrices = [
-            _Matrix(
-                parameter, matrix_number(shape, ownership.split, tile, one.start), one.shape[1:]
-            )
+            _Matrix(parameter, group, matrix_number(shape, split, tile, one.start), one.shape[1:])
             for one in batch.split(1)
         ]
         self._own.append(_OwnMatrices(parameter, batch.start - ownership.start, matrices))
-        self._matrices[parameter] += matrices
+        return matrices
 
-    def _add_shared(self, owner_group: OwnerGroup, parameters: tuple[torch.Tensor, ...]) -> None:
+    def _add_shared(
+        self,
+        owner_group: OwnerGroup,
+        parameters: tuple[torch.Tensor, ...],
+        group_of: Mapping[torch.Tensor, int],
+    ) -> None:
         partitions = tuple(self._owner_groups.ownership_of(p).partition for p in parameters)
         size = len(owner_group.ranks)
         if not any(partition.shared for partition in partitions):
@@ -343,13 +396,18 @@ class LayerWise(torch.optim.Optimizer):
         if isinstance(cost, str):
             self._owner_groups.begin_step(owner_group)
             cost = self._measured_cost(owner_group, parameters[0], partitions)
-        (assignments,) = plan_rounds(partitions, size, sys.maxsize, cost)
+        rounds = []
         owned: dict[OwnerAssignment, list[_Matrix]] = {}
-        for one in assignments:
-            if one.owner == owner_group.rank:
-                owned[one] = list(self._shared_matrices(parameters[one.parameter], one.matrices))
-                self._matrices[parameters[one.parameter]] += owned[one]
-        self._shared.append(_SharedParameters(parameters, assignments, owned))
+        for assignments in plan_rounds(partitions, size, exchange.ROUND_ELEMENTS, cost):
+            mine = {
+                one: list(self._shared_matrices(parameter, group_of[parameter], one.matrices))
+                for one in assignments
+                if one.owner == owner_group.rank
+                for parameter in [parameters[one.parameter]]
+            }
+            rounds.append((assignments, self._batch_of(list(chain.from_iterable(mine.values())))))
+            owned |= mine
+        self._shared.append(_SharedParameters(parameters, tuple(rounds), owned))
 
     def _measured_cost(
         self,
@@ -372,7 +430,7 @@ class LayerWise(torch.optim.Optimizer):
         return lambda matrices: matrices.count * mean_of[matrices.rows, matrices.columns]
 
     def _shared_matrices(
-        self, parameter: torch.Tensor, matrices: SharedMatrices
+        self, parameter: torch.Tensor, group: int, matrices: SharedMatrices
     ) -> Iterator[_Matrix]:
         ownership = self._owner_groups.ownership_of(parameter)
         tile, shape = ownership.partition.tile, tuple(parameter.shape)
@@ -382,20 +440,30 @@ class LayerWise(torch.optim.Optimizer):
             else:
                 start = matrices.chunks[0].start + index * matrices.rows * matrices.columns
                 number = matrix_number(shape, ownership.split, tile, start)
-            yield _Matrix(parameter, number, (matrices.rows, matrices.columns))
+            yield _Matrix(parameter, group, number, (matrices.rows, matrices.columns))
 
-    def _gather(self) -> Iterator[_MatrixExchange]:
-        """Give owners the values and gradients of shared matrices."""
-        for shared in self._shared:
-            assignments = tuple(
-                one
-                for one in shared.assignments
-                if shared.parameters[one.parameter].grad is not None
+    def _exchanges(self, shared: _SharedParameters) -> Iterator[_MatrixExchange]:
+        """Yield the rounds in which a parameter has a gradient."""
+        example = shared.parameters[0]
+        owner_group = self._owner_groups.ownership_of(example).owner_group
+        assert owner_group is not None
+        dtype, device = local_of(example).dtype, compute_device(example)
+        comm_stream = self._owner_groups.comm_stream_of(device)
+        has_begun = False
+        for assignments, batch in shared.rounds:
+            stepped = tuple(
+                one for one in assignments if shared.parameters[one.parameter].grad is not None
             )
-            owner_group = self._owner_groups.ownership_of(shared.parameters[0]).owner_group
-            if assignments and owner_group is not None:
+            if not stepped:
+                continue
+            if not has_begun:
                 self._owner_groups.begin_step(owner_group)
-                yield _MatrixExchange(shared, assignments, self._owner_groups, owner_group.group)
+                has_begun = True
+            step = partial(self._step_batch, batch)
+            group = owner_group.group
+            yield _MatrixExchange(
+                shared, self._owner_groups, step, stepped, group, comm_stream, dtype, device
+            )
 
     # ---- state dicts ----
 
@@ -431,13 +499,15 @@ class LayerWise(torch.optim.Optimizer):
         super().load_state_dict({**state_dict, "state": {}, "param_groups": groups})
         for parameter, matrices in self._matrices.items():
             self.state[parameter] = {str(each.number): of_matrices[each] for each in matrices}
-        for group, optimizer in zip(self.param_groups, self._optimizers, strict=True):
-            parameters = group["params"]
-            if group["layer_wise"]:
-                for matrix in (each for p in parameters for each in self._matrices[p]):
+        for batch in self._batches:
+            for index, matrices in batch.matrices.items():
+                for matrix in matrices:
                     if of_matrices[matrix]:
-                        optimizer.state[matrix.plain] = of_matrices[matrix]
+                        batch.optimizers[index].state[matrix.plain] = of_matrices[matrix]
+        for group, optimizer in zip(self.param_groups, self._optimizers, strict=True):
+            if group["layer_wise"]:
                 continue
+            parameters = group["params"]
             numbered = {i: states[p] for i, p in enumerate(parameters) if states[p]}
             options = {**group, "params": list(range(len(parameters)))}
             optimizer.load_state_dict({"state": numbered, "param_groups": [options]})
@@ -466,99 +536,94 @@ class LayerWise(torch.optim.Optimizer):
         }
 
 
-class _MatrixExchange:
-    """Shared matrices in one step. Making it gives owners their values and gradients. Collective
-    over ``group``."""
+class _MatrixExchange(Exchange):
+    """Gives owners the values and gradients of matrices, and the holders of their parts the new
+    values."""
+
+    label = "LayerWise"
+    columns = 2
 
     def __init__(
         self,
         shared: _SharedParameters,
-        assignments: tuple[OwnerAssignment, ...],
         owner_groups: OwnerGroups,
-        group: dist.ProcessGroup,
+        step_owned: Callable[[], None],
+        assignments: tuple[OwnerAssignment, ...],
+        *args: Any,
     ) -> None:
-        self._group = group
-        self._owned = {one: shared.owned[one] for one in assignments if one in shared.owned}
-        self._plan = gather_scatter_plan(assignments, group.rank(), group.size())
-        self._starts = [owner_groups.ownership_of(p).start for p in shared.parameters]
-        self._device = compute_device(shared.parameters[0])
-        stepped = {one.parameter: shared.parameters[one.parameter] for one in assignments}
-        self._values = {index: _value_of(parameter) for index, parameter in stepped.items()}
-        self._dtype = next(iter(self._values.values())).dtype
-        values = self._gather(self._values)
-        gradients = self._gather({index: _gradient_of(p) for index, p in stepped.items()})
-        for one, matrices in self._owned.items():
-            count = one.matrices.count
-            of_each = zip(
-                matrices, values[one].chunk(count), gradients[one].chunk(count), strict=True
-            )
-            for matrix, value, gradient in of_each:
-                matrix.set(value, gradient)
+        super().__init__(assignments, *args)
+        self._matrices = {one: shared.owned[one] for one in self._owned}
+        self._step_owned = step_owned
+        self._shards = {}
+        """The start of this rank's shard, and its values and gradients, by parameter."""
+        for index in dict.fromkeys(one.parameter for one in assignments):
+            parameter = shared.parameters[index]
+            start = owner_groups.ownership_of(parameter).start
+            self._shards[index] = start, (_value_of(parameter), _gradient_of(parameter))
 
-    def _gather(self, shards: Mapping[int, torch.Tensor]) -> dict[OwnerAssignment, torch.Tensor]:
-        """Return the matrices that this rank owns, ``[count * rows, columns]`` each. ``shards`` has
-        this rank's, by parameter."""
-        send = self._buffer(self._plan.gather_send)
-        copy_all([(view, self._slice(shards, one, chunk)) for one, chunk, view in send.chunks])
-        received = self._exchange(self._plan.gather_recv, send)
-        whole = {one: self._empty(one.matrices) for one in self._owned}
-        own = [(one, chunk, self._slice(shards, one, chunk)) for one, chunk in self._own_chunks()]
+    def _pack(self, chunks: Sequence[Part]) -> None:
         copy_all(
             [
-                (place, values[first:last].view(place.shape))
-                for one, chunk, values in (*own, *received.chunks)
-                for place, first, last in chunk_views(whole[one], chunk)
+                (target, source)
+                for one, chunk, view in chunks
+                for target, source in zip(view, self._own(one, chunk), strict=True)
             ]
         )
-        return whole
 
-    def scatter(self) -> None:
-        """Give all ranks that hold parts of the matrices their new values."""
-        whole = {
-            one: torch.cat([matrix.drop() for matrix in matrices])
-            for one, matrices in self._owned.items()
-        }
-        send = self._buffer(self._plan.scatter_send)
-        own = [
-            (one, chunk, self._slice(self._values, one, chunk)) for one, chunk in self._own_chunks()
+    def _step(self, received: Sequence[Part], results: Sequence[Part]) -> None:
+        own = [(one, chunk, self._own(one, chunk)) for one, chunk in self._own_chunks()]
+        others = [(one, chunk, view.unbind()) for one, chunk, view in received]
+        whole = {one: (self._empty(one.matrices), self._empty(one.matrices)) for one in self._owned}
+        copy_all(
+            [
+                (place, part[first:last].view(place.shape))
+                for one, chunk, parts in (*own, *others)
+                for target, part in zip(whole[one], parts, strict=True)
+                for place, first, last in chunk_views(target, chunk)
+            ]
+        )
+        each = [
+            (matrix, value, gradient)
+            for one, matrices in self._matrices.items()
+            for matrix, value, gradient in zip(
+                matrices, *(part.chunk(one.matrices.count) for part in whole[one]), strict=True
+            )
         ]
+        for matrix, value, gradient in each:
+            matrix.set(value, gradient)
+        self._step_owned()
+        for matrix, value, _ in each:
+            matrix.drop(value)
+        targets = [(one, chunk, values) for one, chunk, (values, _) in own]
+        targets += [(one, chunk, view[0]) for one, chunk, view in results]
         copy_all(
             [
                 (target[first:last].view(place.shape), place)
-                for one, chunk, target in (*own, *send.chunks)
-                for place, first, last in chunk_views(whole[one], chunk)
+                for one, chunk, target in targets
+                for place, first, last in chunk_views(whole[one][0], chunk)
             ]
         )
-        received = self._exchange(self._plan.scatter_recv, send)
-        copy_all(
-            [(self._slice(self._values, one, chunk), view) for one, chunk, view in received.chunks]
-        )
 
-    def _own_chunks(self) -> Iterator[tuple[OwnerAssignment, MatrixChunk]]:
-        """Yield those that this rank holds of the matrices that it owns."""
-        for one in self._owned:
-            for chunk in one.matrices.chunks:
-                if self._group.rank() in chunk.ranks:
-                    yield one, chunk
+    def _unpack(self, chunks: Sequence[Part]) -> None:
+        copy_all([(self._own(one, chunk)[0], view[0]) for one, chunk, view in chunks])
 
-    def _slice(
-        self, shards: Mapping[int, torch.Tensor], one: OwnerAssignment, chunk: MatrixChunk
-    ) -> torch.Tensor:
-        start = self._starts[one.parameter]
-        return shards[one.parameter][chunk.first - start : chunk.last - start]
+    def _own(self, one: OwnerAssignment, chunk: MatrixChunk) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return this rank's values and gradients in ``chunk``."""
+        start, (values, gradients) = self._shards[one.parameter]
+        elements = slice(chunk.first - start, chunk.last - start)
+        return values[elements], gradients[elements]
 
     def _empty(self, matrices: SharedMatrices) -> torch.Tensor:
         shape = matrices.count * matrices.rows, matrices.columns
         return torch.empty(shape, dtype=self._dtype, device=self._device)
 
-    def _buffer(self, plan: BufferPlan) -> MessageBuffer:
-        return MessageBuffer(plan, self._dtype, self._device)
 
-    def _exchange(self, plan: BufferPlan, send: MessageBuffer) -> MessageBuffer:
-        received = self._buffer(plan)
-        pending = all_to_all(received.flat, send.flat, received.sizes, send.sizes, self._group)
-        HostWorkHandle("all_to_all", "LayerWise", pending, None).wait()
-        return received
+def _has_gradient(group: dict[str, Any]) -> bool:
+    return any(parameter.grad is not None for parameter in group["params"])
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _seconds(factory: Factory, values: torch.Tensor) -> float:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from fsdp_overlap.comm.comm_streams import CommStream, make_comm_stream
 from fsdp_overlap.comm.streams import current_device, has_streams, streams_of
 from fsdp_overlap.optim import exchange
 from fsdp_overlap.optim.adamw import AdamW, FusedAdamW
-from fsdp_overlap.optim.exchange import Exchange, plan_rounds
+from fsdp_overlap.optim.exchange import plan_rounds, run_rounds
 from fsdp_overlap.optim.matrices import Split
 from fsdp_overlap.optim.matrix_param_groups import (
     check_matrices,
@@ -21,7 +20,7 @@ from fsdp_overlap.optim.matrix_param_groups import (
     matrix_param_groups,
 )
 from fsdp_overlap.optim.newton_schulz import COEFFICIENTS, Polynomial, polynomials
-from fsdp_overlap.optim.orthogonalization import MatmulOptions, Task, run, run_rounds, tasks_of
+from fsdp_overlap.optim.orthogonalization import DirectionExchange, MatmulOptions, run, tasks_of
 from fsdp_overlap.optim.overlapped_steps import Groups, OverlappedSteps, OverlapPolicy
 from fsdp_overlap.optim.owner_groups import OwnerGroup, OwnerGroups
 from fsdp_overlap.optim.post_optim_prefetch import PostOptimPrefetch
@@ -141,7 +140,6 @@ class Muon(torch.optim.Optimizer):
     def _reset(self) -> None:
         """Make anew everything but the user's options and the state."""
         self._adamw = FusedAdamW(self._moment_dtype)
-        self._comm_streams: dict[torch.device, CommStream] = {}
         self._side_streams: dict[torch.device, Any] = {}
         """Streams of products that overlap with backward, by device."""
         self._owner_groups = OwnerGroups("Muon")
@@ -316,7 +314,7 @@ class Muon(torch.optim.Optimizer):
     def _orthogonalize(self, device: torch.device, updates: list[Update]) -> None:
         """Update parameters by their orthogonalized momentum, which is computed on ``device``."""
         options = MatmulOptions(device, self.ns_dtype)
-        unshared: Iterable[Task] = (
+        tasks = (
             task
             for update in updates
             for task in tasks_of(
@@ -326,31 +324,28 @@ class Muon(torch.optim.Optimizer):
         ownerships = [update.ownership for update in updates]
         groups = dict.fromkeys(one.owner_group for one in ownerships if one.partition.shared)
         if not groups:
-            run(unshared, options)
+            run(tasks, options)
         # Group after group: ranks of one may not be in the next, and all must keep one order.
-        # Unshared matrices run under the first exchange.
+        # Unshared matrices run under the first exchange, which leaves no tasks to the others.
         try:
             for group in groups:
                 assert group is not None  # a rank alone shares nothing
-                run_rounds(unshared, self._exchanges(group, updates, options), options)
-                unshared = ()
+                run_rounds(self._exchanges(group, updates, options), lambda: run(tasks, options))
         except BaseException as error:
             self._owner_groups.abort(error)
             raise
 
     def _exchanges(
         self, owner_group: OwnerGroup, updates: list[Update], options: MatmulOptions
-    ) -> Iterator[Exchange]:
+    ) -> Iterator[DirectionExchange]:
         """Yield the rounds of an owner group."""
         members = [u for u in updates if u.ownership.owner_group is owner_group]
         partitions = tuple(update.ownership.partition for update in members)
-        device, dtype = options.device, options.dtype
-        if device not in self._comm_streams:
-            self._comm_streams[device] = make_comm_stream(device)
+        comm_stream = self._owner_groups.comm_stream_of(options.device)
         self._owner_groups.begin_step(owner_group)
         group = owner_group.group
         for assignments in plan_rounds(partitions, group.size(), exchange.ROUND_ELEMENTS):
-            yield Exchange(assignments, members, group, self._comm_streams[device], dtype, device)
+            yield DirectionExchange(members, options, assignments, group, comm_stream)
 
 
 def _update_momentum(settings: MuonSettings, updates: list[Update]) -> None:

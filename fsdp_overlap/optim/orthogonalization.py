@@ -6,9 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
+from fsdp_overlap.comm.comm_streams import CommStream
 from fsdp_overlap.comm.streams import has_streams
-from fsdp_overlap.optim.exchange import Exchange
+from fsdp_overlap.optim.exchange import Exchange, OwnerAssignment, Part
 from fsdp_overlap.optim.matrices import MatrixBatch, MatrixChunk, split_by_numel
 from fsdp_overlap.optim.newton_schulz import orthogonalize
 from fsdp_overlap.optim.updates import Task, Update, UpdateSlice, momentum_directions, move
@@ -139,29 +141,44 @@ def chunk_views(
         yield view, box.start - first, box.start - first + box.numel
 
 
-def run_rounds(
-    unshared: Iterable[Task], exchanges: Iterable[Exchange], options: MatmulOptions
-) -> None:
-    """Run the tasks ``unshared``, and those for the matrices of ``exchanges``. Collective over the
-    groups of the exchanges.
+class DirectionExchange(Exchange):
+    """Gives owners the directions of matrices, and the holders of their parts the results."""
 
-    Round *i* is gathered on its owners while the products of round *i* - 1 run, and scattered back
-    while those of round *i* + 1 run. The first round is gathered while ``unshared`` runs.
-    """
-    rounds = iter(exchanges)
-    current = next(rounds, None)
-    previous: Exchange | None = None
-    if current is not None:
-        current.start_gather()
-    run(unshared, options)
-    while current is not None:
-        following = next(rounds, None)
-        if following is not None:
-            following.start_gather()
-        run(current.finish_gather(), options)
-        current.start_scatter()
-        if previous is not None:
-            previous.finish_scatter()
-        previous, current = current, following
-    if previous is not None:
-        previous.finish_scatter()
+    label = "Muon"
+
+    def __init__(
+        self,
+        updates: Sequence[Update],
+        options: MatmulOptions,
+        assignments: tuple[OwnerAssignment, ...],
+        group: dist.ProcessGroup,
+        comm_stream: CommStream,
+    ) -> None:
+        super().__init__(assignments, group, comm_stream, options.dtype, options.device)
+        self._updates = updates
+        """By their index in the assignments."""
+        self._options = options
+
+    def _pack(self, chunks: Sequence[Part]) -> None:
+        if slices := [self._slice(one, chunk) for one, chunk, _ in chunks]:
+            directions = momentum_directions(slices)
+            copy_all([(view[0], each) for (*_, view), each in zip(chunks, directions, strict=True)])
+
+    def _step(self, received: Sequence[Part], results: Sequence[Part]) -> None:
+        tasks = {
+            one: Task(one.matrices, self._updates[one.parameter].settings) for one in self._owned
+        }
+        for one, chunk in self._own_chunks():
+            tasks[one].own.append((self._slice(one, chunk), chunk))
+        for one, chunk, view in received:
+            tasks[one].received.append((view[0], chunk))
+        for one, chunk, view in results:
+            tasks[one].results.append((view[0], chunk))
+        run(tasks.values(), self._options)
+
+    def _unpack(self, chunks: Sequence[Part]) -> None:
+        slices = [self._slice(one, chunk) for one, chunk, _ in chunks]
+        move(slices, [view[0] for *_, view in chunks])
+
+    def _slice(self, one: OwnerAssignment, chunk: MatrixChunk) -> UpdateSlice:
+        return UpdateSlice(self._updates[one.parameter], one.matrices, chunk.first, chunk.last)

@@ -10,6 +10,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
+from fsdp_overlap.comm.comm_streams import CommStream, make_comm_stream
 from fsdp_overlap.comm.objects import gather_objects
 from fsdp_overlap.comm.process_groups import GroupCache, alive
 from fsdp_overlap.comm.streams import current_device
@@ -101,6 +102,7 @@ class OwnerGroups:
         self._groups: dict[tuple[ref[GroupCache], Sequence[int]], OwnerGroup] = {}
         self._own_cache = GroupCache(separate=False)
         """Process groups for parameters that no context shards."""
+        self._comm_streams: dict[torch.device, CommStream] = {}
 
     def ownership_of(self, parameter: torch.Tensor) -> Ownership:
         """Return the ownership of a parameter that was passed to :meth:`add`."""
@@ -110,6 +112,12 @@ class OwnerGroups:
         """Return whether ranks share matrices of ``parameter``, or may do."""
         known = self._ownerships.get(parameter)
         return known is None or bool(known.partition.shared)
+
+    def comm_stream_of(self, device: torch.device) -> CommStream:
+        """Return the stream on which what is on ``device`` is exchanged."""
+        if device not in self._comm_streams:
+            self._comm_streams[device] = make_comm_stream(device)
+        return self._comm_streams[device]
 
     def begin_step(self, group: OwnerGroup) -> None:
         """Connect ``group``, and report to the error monitor that this rank begins to exchange."""

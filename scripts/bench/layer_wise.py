@@ -7,7 +7,8 @@ pytorch-optimizer; AdamW steps the norms.
 - layer-wise: the same optimizer on whole matrices that are dealt to ranks, which send each other
   what they stepped, as Megatron's layer-wise optimizer does;
 - LayerWise under `TensorAtomic()`, which sends nothing: what others need they gather in the next
-  forward, under compute; and under `Flat()`, which cuts matrices, so that they move in each step.
+  forward, under compute; and under `Flat()`, which cuts matrices, so that they move in each step;
+- for Muon, our own under `Flat()`, which sends less of each matrix, and steps others meanwhile.
 
 A step of W ranks should take 1/W of the unsharded one's time, within 1.1 times that.
 """
@@ -29,14 +30,15 @@ from torch.distributed.tensor.debug import CommDebugMode
 import muon
 from checkpoint import Block
 from fsdp_overlap import Flat, TensorAtomic
-from fsdp_overlap.optim import AdamW, LayerWise
-from harness import options, output, processes, turns
+from fsdp_overlap.optim import AdamW, LayerWise, Muon
+from harness import options, output, processes, slow_link, turns
 from harness.layer_wise import layer_wise
 from harness.measurement import Measurement, Ratio
 from harness.optimizers import ADAMW, LR
 
 UNSHARDED, DEALT = "unsharded", "layer-wise"
 WHOLE, FLAT = "LayerWise, TensorAtomic()", "LayerWise, Flat()"
+MUON = "Muon, Flat()"
 STEP = "step"
 MATRICES: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "muon": partial(torch.optim.Muon, lr=LR),
@@ -76,6 +78,10 @@ def run_rank(args: argparse.Namespace) -> None:
         WHOLE: ours(args.optimizer, models[WHOLE]),
         FLAT: ours(args.optimizer, models[FLAT]),
     }
+    if args.optimizer == "muon":
+        models[MUON] = muon.build(args, Block)
+        muon.shard(models[MUON], Flat())
+        steps[MUON] = Muon(models[MUON], lr=LR, adamw=ADAMW).step
     collectives = {}
     for name, step in steps.items():
         for _ in range(2):  # SOAP only looks at the gradient in its first
@@ -95,8 +101,10 @@ def measurement_of(args: argparse.Namespace, result: dict[str, Any]) -> Measurem
     samples = result["step_ms"]
     collectives = {name: [float(count)] for name, count in result["collectives"].items()}
     about = (
-        f"{args.optimizer}, {args.ranks} ranks, {args.blocks} blocks of 12*{args.width}^2; "
-        f"{args.rounds} rounds{', processor time' if args.processor_time else ''}"
+        f"{args.optimizer}, {args.ranks} ranks, {slow_link.in_words(args)}, "
+        f"{args.blocks} blocks of "
+        f"12*{args.width}^2; {args.rounds} rounds"
+        f"{', processor time' if args.processor_time else ''}"
     )
     figures = output.figures_of(STEP, "ms", samples)
     figures += output.figures_of("collectives a step", "", collectives, at_most={WHOLE: 0})
@@ -106,11 +114,22 @@ def measurement_of(args: argparse.Namespace, result: dict[str, Any]) -> Measurem
         Ratio.between(STEP, FLAT, UNSHARDED, samples),
         Ratio.between(STEP, FLAT, DEALT, samples),
     ]
+    if MUON in samples:
+        ratios.append(Ratio.between(STEP, FLAT, MUON, samples))
     return options.measurement(args, about, figures, ratios)
 
 
 def main() -> None:
-    parser = options.parser(__doc__, ranks=2, blocks=8, width=512, rounds=5, timeout=1800.0)
+    parser = options.parser(
+        __doc__,
+        rate="2gbit",
+        no_limit=False,
+        ranks=2,
+        blocks=8,
+        width=512,
+        rounds=5,
+        timeout=1800.0,
+    )
     parser.add_argument("--optimizer", choices=MATRICES, default="soap")
     parser.add_argument(
         "--processor-time",
@@ -120,7 +139,7 @@ def main() -> None:
     args = parser.parse_args()
     if processes.is_rank():
         return run_rank(args)
-    result = processes.launch_ranks(args.ranks, sys.argv[1:], args.timeout)
+    result = slow_link.launch_on_link(args, sys.argv[1:])
     output.publish(measurement_of(args, result), args.json, args.plot)
 
 

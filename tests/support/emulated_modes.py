@@ -84,6 +84,13 @@ def layer_wise(model: nn.Module, lr: float) -> LayerWise:
     return LayerWise(model, partial(torch.optim.Muon, lr=lr))
 
 
+@mode
+def layer_wise_in_rounds() -> None:
+    with patch.object(exchange, "ROUND_ELEMENTS", 60):
+        for dims in ((4,), (2, 2)):
+            Program(dims=dims, optimizer=layer_wise).train(1)
+
+
 for name, layout in {**LAYOUTS, "rows": PerTensor()}.items():
     MODES[f"layer-wise, {name}"] = trained(optimizer=layer_wise, layout=layout)
 MODES["layer-wise, copies"] = trained(optimizer=layer_wise, dims=(2, 2))
