@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from fsdp_overlap.emulator import fake_ranks
 from fsdp_overlap.simulator import (
     Fsdp2Training,
     Training,
 )
-from fsdp_overlap.simulator.mixture import Mixture
+from fsdp_overlap.simulator.mixture import spread_experts
 from fsdp_overlap.simulator.models import model_of
 from support.predicted import kernels, predict, write_config
 
@@ -100,13 +103,76 @@ def test_as_much_is_computed_wherever_experts_are(config: str, experts: int) -> 
     assert len(kernels(predicted(config, expert_parallel=experts), "bmm")) == 6 * MIXTURES
 
 
-def test_a_mixture_is_its_experts_weighted_mean() -> None:
-    """Of experts that are all the same, each token gets what one of them says."""
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": WIDTH,
+    "intermediate_size": INNER,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+KINDS: dict[str, dict[str, object]] = {
+    "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": INNER, "num_experts_per_tok": 2},
+    # A shared expert that has a gate of its own.
+    "qwen2_moe": {"num_experts": 8, "moe_intermediate_size": INNER, "num_experts_per_tok": 2}
+    | {"shared_expert_intermediate_size": 64},
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    # Biases, transposed weights, and a gate of another kind.
+    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "ernie4_5_moe": {"moe_num_experts": 8, "moe_intermediate_size": INNER, "moe_k": 2}
+    | {"moe_layer_start_index": 0},
+}
+"""Mixtures of transformers that differ."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backend", ["standard", "deepep"])
+def test_all_of_a_mixture_but_the_choice_stays(kind: str, backend: str, tmp_path: Path) -> None:
+    """Of experts that are all the same, each token gets what one of them says, whatever it is."""
+    config = write_config({"model_type": kind, **SIZES, **KINDS[kind]}, tmp_path)
     torch.manual_seed(0)
-    mixture = Mixture(EXPERTS, CHOSEN, WIDTH, INNER, None, None)
+    model = model_of(config)().float()
     with torch.no_grad():
-        for weights in mixture.experts.parameters():
-            weights.copy_(torch.randn_like(weights[0]).expand_as(weights) / 8)
-    tokens = torch.randn(2, 8, WIDTH)
-    one = mixture.experts(tokens.flatten(0, 1).expand(EXPERTS, -1, -1))[0]
-    torch.testing.assert_close(mixture(tokens).flatten(0, 1), one)
+        for parameter in model.parameters():
+            if parameter.dim() == 3 or len(parameter) == EXPERTS:
+                parameter.copy_(torch.randn_like(parameter[:1]).expand_as(parameter) / 4)
+    spread = copy.deepcopy(model)
+    assert len(spread_experts(spread, None, backend)) == 2
+    for mine, its in zip(spread.parameters(), model.parameters(), strict=True):
+        assert mine.shape == its.shape
+        mine.data = its.data
+    tokens = torch.randint(90, (2, 8))
+    # Routers whose experts are equal still weigh them.
+    torch.testing.assert_close(spread(tokens).logits, model(tokens).logits)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_alone_are_spread(kind: str, tmp_path: Path) -> None:
+    """In bfloat16, if they were."""
+    config = write_config({"model_type": kind, **SIZES, **KINDS[kind]}, tmp_path)
+    with torch.device("meta"):
+        model, spread = model_of(config)().bfloat16(), model_of(config)().bfloat16()
+        with fake_ranks(4):
+            experts = spread_experts(spread, dist.group.WORLD)
+    own = {id(p) for module in experts for p in module.parameters()}
+    for mine, its in zip(spread.parameters(), model.parameters(), strict=True):
+        ranks = 4 if id(mine) in own else 1
+        assert (mine.shape[0] * ranks, mine.dtype) == (its.shape[0], its.dtype)
+
+
+def test_a_token_travels_once_to_a_rank(config: str) -> None:
+    """With 2 experts of 4 ranks it goes to 1.75 ranks."""
+    prediction = predicted(config, expert_parallel=4, expert_parallel_comm_backend="deepep")
+    sent = kernels(prediction, "ncclDevKernel_all_to_all")
+    assert {each["args"]["In msg nelems"] for each in sent} == {TOKENS * 7 // 4 * WIDTH * 2}
+
+
+def test_a_larger_shared_expert_takes_longer(tmp_path: Path) -> None:
+    """It is computed, too."""
+    took = []
+    for inner in (64, 1 << 16):
+        sizes = {**SIZES, **KINDS["qwen2_moe"], "shared_expert_intermediate_size": inner}
+        config = write_config({"model_type": "qwen2_moe", **sizes}, tmp_path)
+        took.append(predicted(config).compute)
+    assert took[1] > 1.05 * took[0]

@@ -13,11 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.emulator import Operation, active
 from fsdp_overlap.fully_shard import find_blocks
-from fsdp_overlap.simulator.mixture import Mixture
 from fsdp_overlap.simulator.simulate import Step
 
 MULTIPLE = 16
 """GPUs multiply matrices in float8 whose sizes are multiples of this."""
+ROUTERS = ("gate", "router")
+"""The names of the modules beside ``experts`` that choose these."""
 
 
 def check_linear_dtype(linear_dtype: str | None, tokens: int) -> None:
@@ -50,7 +51,13 @@ def compute_in_float8(model: nn.Module, gathers: bool) -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     inner = {each for block in find_blocks(model) for each in block.modules()}
-    inner -= {each.gate for each in inner if isinstance(each, Mixture)}
+    inner -= {
+        child
+        for each in inner
+        if hasattr(each, "experts")
+        for name, child in each.named_children()
+        if name in ROUTERS
+    }
     chosen = {
         each
         for each in inner

@@ -2,77 +2,108 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
-
-class Experts(nn.Module):
-    """The experts of this rank, with gated layers like those of Llama. All get as many rows."""
-
-    def __init__(self, count: int, width: int, inner: int) -> None:
-        super().__init__()
-        self.gate_up = nn.Parameter(torch.empty(count, width, 2 * inner))
-        self.down = nn.Parameter(torch.empty(count, inner, width))
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Compute the experts' outputs of ``rows`` ``[experts, rows, width]``, of the same
-        shape."""
-        gate, up = torch.bmm(rows, self.gate_up).chunk(2, -1)
-        return torch.bmm(F.silu(gate) * up, self.down)
+COMM_BACKENDS = ("standard", "deepep")
 
 
-class Mixture(nn.Module):
-    """Sends each token to ``chosen`` of all experts, of which each rank of ``group`` has a part.
+def spread_experts(
+    model: nn.Module, group: dist.ProcessGroup | None, comm_backend: str = "standard"
+) -> list[nn.Module]:
+    """Leave of the experts in each mixture of a model of transformers those that this rank of
+    ``group`` has, and give all experts equally many tokens. Routers, shared experts and all else in
+    a mixture stay as they are. Return the modules that have the experts' stacked weights.
 
-    The router's scores are computed as in a model with values. Which experts get a token is made
-    up: all get equally many. One all-to-all brings rows to their experts, and one brings them back.
+    ``comm_backend``: with ``"standard"`` a token travels once for each expert that it goes to, with
+    ``"deepep"`` once for each rank.
+
+    Raises:
+        ValueError: the ranks of ``group`` cannot have equally many experts.
     """
+    ranks = 1 if group is None else group.size()
+    found = []
+    for module in model.modules():
+        down = getattr(module, "down_proj", None)
+        # transformers' decorator of stacked experts says how their weights lie.
+        if isinstance(down, nn.Parameter) and hasattr(module, "is_transposed"):
+            found.append(module)
+            total = len(down)
+            if total % ranks:
+                raise ValueError(
+                    f"{total} experts cannot be spread over {ranks} ranks: {total} is no multiple "
+                    f"of {ranks}"
+                )
+            for name, stacked in list(module.named_parameters(recurse=False)):
+                own = nn.Parameter(stacked.new_empty(total // ranks, *stacked.shape[1:]))
+                setattr(module, name, own)
+            module.forward = partial(_run_experts, module, total, group, comm_backend)
+    return found
 
-    def __init__(
-        self,
-        experts: int,
-        chosen: int,
-        width: int,
-        inner: int,
-        shared: nn.Module | None,
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        super().__init__()
-        self.ranks = 1 if group is None else group.size()
-        self.group = group
-        self.total, self.chosen = experts, chosen
-        self.gate = nn.Linear(width, experts, bias=False)
-        self.experts = Experts(experts // self.ranks, width, inner)
-        self.shared = shared
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        tokens = hidden.flatten(0, -2)
-        count = len(tokens) * self.chosen
-        if count % self.total:
-            raise ValueError(
-                f"{len(tokens)} tokens for {self.chosen} experts each cannot be balanced over "
-                f"{self.total} experts: {count} is no multiple of {self.total}"
-            )
-        scores = self.gate(tokens).float().sigmoid().topk(self.chosen, -1).values
-        weights = (scores / scores.sum(-1, keepdim=True)).to(tokens.dtype)
-        # The token of each row. Experts take rows in their order, equally many.
-        sources = torch.arange(count, device=hidden.device) % len(tokens)
-        rows = self._exchange(tokens.index_select(0, sources))
-        # Each rank has sent some rows for each expert here.
-        of_ranks = (self.ranks, self.total // self.ranks, -1, tokens.shape[-1])
-        rows = rows.view(of_ranks).transpose(0, 1).flatten(1, 2)
-        rows = self.experts(rows).view(of_ranks[1], self.ranks, -1, of_ranks[3])
-        rows = self._exchange(rows.transpose(0, 1).reshape(count, -1))
-        rows = rows * weights.t().reshape(count, 1)
-        output = torch.zeros_like(tokens).index_add(0, sources, rows).view_as(hidden)
-        return output if self.shared is None else output + self.shared(hidden)
+def _run_experts(
+    experts: Any,
+    total: int,
+    group: dist.ProcessGroup | None,
+    comm_backend: str,
+    hidden: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """Return the weighted outputs of ``chosen`` experts ``[tokens, experts a token]`` for the
+    tokens ``hidden`` ``[tokens, width]``. Which they are is not read: all get equally many."""
+    tokens, per_token = chosen.shape
+    count, ranks = tokens * per_token, 1 if group is None else group.size()
+    if count % total:
+        raise ValueError(
+            f"{tokens} tokens for {per_token} experts each cannot be balanced over {total} "
+            f"experts: {count} is no multiple of {total}"
+        )
+    weights = weights.to(hidden.dtype).t().reshape(count, 1)
+    sent = count
+    if comm_backend == "deepep":
+        # Of ranks as if each expert of a token were on any, with the same chance.
+        distinct = ranks * (1 - (1 - 1 / ranks) ** per_token)
+        sent = round(tokens * distinct / ranks) * ranks
+    # The token of each row that travels. Experts take rows in their order, equally many.
+    sources = torch.arange(sent, device=hidden.device) % tokens
+    rows = _exchange(hidden.index_select(0, sources), group)
+    if sent == count:
+        rows = _in_experts(experts, rows, total, ranks)
+        rows = _exchange(rows, group) * weights
+    else:
+        places = torch.arange(count, device=hidden.device) % sent
+        outputs = _in_experts(experts, rows.index_select(0, places), total, ranks) * weights
+        rows = _exchange(torch.zeros_like(rows).index_add(0, places, outputs), group)
+    return torch.zeros_like(hidden).index_add(0, sources, rows)
 
-    def _exchange(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows if self.group is None else _Exchange.apply(rows, self.group)
+
+def _in_experts(experts: Any, rows: torch.Tensor, total: int, ranks: int) -> torch.Tensor:
+    """Return the outputs of this rank's experts for ``rows`` ``[rows, width]``, of which each rank
+    has sent some for each expert here."""
+    of_ranks = (ranks, total // ranks, -1, rows.shape[-1])
+    rows = rows.view(of_ranks).transpose(0, 1).flatten(1, 2)
+    inner = _linear(experts, rows, "gate_up_proj" if experts.has_gate else "up_proj")
+    inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
+    rows = _linear(experts, inner, "down_proj")
+    if experts.has_post_expert_norm:
+        rows = experts.post_expert_norm(rows)
+    rows = rows.view(of_ranks[1], ranks, -1, of_ranks[3])
+    return rows.transpose(0, 1).flatten(0, 2)
+
+
+def _linear(experts: Any, rows: torch.Tensor, name: str) -> torch.Tensor:
+    weight = getattr(experts, name)
+    outputs = torch.bmm(rows, weight if experts.is_transposed else weight.mT)
+    return outputs + getattr(experts, f"{name}_bias")[:, None] if experts.has_bias else outputs
+
+
+def _exchange(rows: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    return rows if group is None else _Exchange.apply(rows, group)
 
 
 class _Exchange(torch.autograd.Function):
@@ -88,31 +119,3 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _Exchange.forward(ctx, gradients[0].contiguous(), ctx.group), None
-
-
-def spread_experts(model: nn.Module, group: dist.ProcessGroup | None) -> list[Experts]:
-    """Put a :class:`Mixture` in the place of each mixture of a model of transformers, and return
-    the experts of all of them. Mixtures are modules with a ``gate`` and with ``experts`` that are
-    stacked. Call it with the device on which the model lies as the default.
-
-    Raises:
-        ValueError: the ranks of ``group`` cannot have equally many experts.
-    """
-    chosen: int = getattr(getattr(model, "config", None), "num_experts_per_tok", 1)
-    found = []
-    for module in list(model.modules()):
-        for name, inside in list(module.named_children()):
-            stacked = getattr(getattr(inside, "experts", None), "down_proj", None)
-            if isinstance(stacked, nn.Parameter) and hasattr(inside, "gate"):
-                total, width, inner = stacked.shape
-                ranks = 1 if group is None else group.size()
-                if total % ranks:
-                    raise ValueError(
-                        f"{total} experts cannot be spread over {ranks} ranks: {total} is no "
-                        f"multiple of {ranks}"
-                    )
-                shared = getattr(inside, "shared_experts", None)
-                mixture = Mixture(total, chosen, width, inner, shared, group)
-                setattr(module, name, mixture)
-                found.append(mixture.experts)
-    return found

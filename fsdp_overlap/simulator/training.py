@@ -27,7 +27,7 @@ from fsdp_overlap.fully_shard import find_blocks
 from fsdp_overlap.layout import Flat, LayoutRule, PerTensor
 from fsdp_overlap.optim import AdamW, Muon
 from fsdp_overlap.simulator.float8 import check_linear_dtype, compute_in_float8, step_in_float8
-from fsdp_overlap.simulator.mixture import Experts, spread_experts
+from fsdp_overlap.simulator.mixture import COMM_BACKENDS, spread_experts
 from fsdp_overlap.simulator.models import check_positions, model_of, shorten
 from fsdp_overlap.simulator.simulate import Step
 from fsdp_overlap.simulator.tensor_parallel import parallelize
@@ -112,8 +112,10 @@ class Training:
         gpus: devices, one a rank.
         replicas: how many replicas of each shard there are.
         expert_parallel: how many ranks share the experts of a mixture, each with a part of them.
-            Only of models of transformers, whose routing is replaced by one that gives all experts
-            equally many tokens (:class:`Mixture`).
+            Only of models of transformers, in which all experts get equally many tokens
+            (:func:`spread_experts`).
+        expert_parallel_comm_backend: ``"standard"`` sends a token once for each of its experts,
+            ``"deepep"`` once for each rank that has some of them.
         tensor_parallel: how many neighboring ranks share the products of a block, and its sequences
             (:func:`parallelize`). They count as one rank for ``micro_batch_size``.
         micro_batch_size: sequences of a rank in a microbatch.
@@ -145,6 +147,7 @@ class Training:
     gpus: int
     replicas: int = 1
     expert_parallel: int = 1
+    expert_parallel_comm_backend: str = "standard"
     tensor_parallel: int = 1
     micro_batch_size: int = 1
     sequence: int = 8192
@@ -183,7 +186,11 @@ class Training:
         ):
             if total % parts:
                 raise ValueError(f"{problem}: {total} is no multiple of {parts}")
-        for name, known in (("optimizer", OPTIMIZERS), ("checkpointing", CHECKPOINTING)):
+        for name, known in (
+            ("optimizer", OPTIMIZERS),
+            ("checkpointing", CHECKPOINTING),
+            ("expert_parallel_comm_backend", COMM_BACKENDS),
+        ):
             if (given := getattr(self, name)) not in known:
                 raise ValueError(f"{name}={given!r}: must be one of {', '.join(known)}")
         check_linear_dtype(self.linear_dtype, self.micro_batch_size * self.sequence)
@@ -221,7 +228,7 @@ class Training:
             check_positions(model, self.sequence)
             if self.blocks is not None:
                 shorten(model, self.blocks)
-            spread = spread_experts(model, meshes.tokens)
+            spread = spread_experts(model, meshes.tokens, self.expert_parallel_comm_backend)
         if self.linear_dtype is not None:
             compute_in_float8(model, self.gathers_in_float8)
         if meshes.tensor is not None:
@@ -231,7 +238,7 @@ class Training:
                 f"expert_parallel={self.expert_parallel}: {self.model} has no mixture of experts "
                 "as transformers builds them"
             )
-        sharded = self._shard(model, self._units_of(model, meshes), meshes)
+        sharded = self._shard(model, self._units_of(model, meshes, spread), meshes)
         optimizer = OPTIMIZERS[self.optimizer](sharded)
 
         def step() -> None:
@@ -269,7 +276,9 @@ class Training:
         )
         return Meshes(dense, grid[names], grid.get_group("experts"), None)
 
-    def _units_of(self, model: nn.Module, meshes: Meshes) -> list[SimulatedUnit]:
+    def _units_of(
+        self, model: nn.Module, meshes: Meshes, spread: list[nn.Module]
+    ) -> list[SimulatedUnit]:
         """Return the units below the root, inner ones first. Blocks keep for backward what they
         shall."""
         blocks = find_blocks(model)
@@ -288,7 +297,7 @@ class Training:
                     SimulatedUnit([module], meshes.experts, self.gpus)
                     for block in of_unit
                     for module in block.modules()
-                    if isinstance(module, Experts)
+                    if module in spread
                 ]
             units.append(SimulatedUnit(of_unit, meshes.dense))
         return units
