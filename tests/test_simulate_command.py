@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import json
 from pathlib import Path
 from typing import Any
 
+import matplotlib.colors
+import matplotlib.image
 import pytest
 import torch
 import transformers
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from fsdp_overlap.profiling import read_report
+from fsdp_overlap.profiling.plot import COLORS, write_png
 from fsdp_overlap.simulator import Costs, Device, Fabric, Prediction, Training, simulate
 from fsdp_overlap.simulator.training import CHECKPOINTING
 from support.cli_runs import run_main
@@ -74,7 +79,15 @@ class Tiny(nn.Module):
         return self.head(hidden)
 
 
-TINY = f"{__name__}:Tiny"
+class Long(Tiny):
+    """Of so many blocks that their collectives are a line in a picture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.extend(copy.deepcopy(self.layers[0]) for _ in range(16 * BLOCKS))
+
+
+TINY, LONG = f"{__name__}:Tiny", f"{__name__}:Long"
 
 
 def predicted(**options: Any) -> Prediction:
@@ -131,6 +144,22 @@ def test_more_gpus_take_longer_and_less_memory() -> None:
     seconds = [each.seconds for each in found]
     assert sorted(seconds) == seconds
     assert found[1].memory < found[0].memory
+
+
+def test_what_is_hidden_is_drawn_as_hidden(tmp_path: Path) -> None:
+    """Kernels have gaps, which no picture of a step can show."""
+    report = read_report(predicted(model=LONG, sequence=65536).trace, steps=1)
+    write_png({"": report}, tmp_path / "overlap.png")
+    pixels = matplotlib.image.imread(tmp_path / "overlap.png")[..., :3]
+    below = pixels[len(pixels) // 3 :]  # without the legend
+    exposed, hidden = (
+        int((abs(below - matplotlib.colors.to_rgb(COLORS[what])) < 0.1).all(-1).sum())
+        for what in ("exposed", "hidden")
+    )
+    found = report.ranks[0].collectives
+    share = sum(each.exposed for each in found) / sum(each.duration for each in found)
+    assert 0 < share < 0.5
+    assert abs(exposed / (exposed + hidden) - share) < 0.1
 
 
 def test_a_config_of_transformers_is_predicted_and_drawn(

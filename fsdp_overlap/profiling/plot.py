@@ -31,13 +31,14 @@ _INCHES_PER_ROW = 0.3
 @dataclass(frozen=True)
 class Bar:
     """start, end: milliseconds from the picture's left end. text: shown when the mouse points at
-    the bar."""
+    the bar. has_line: whether a line around it shows it however short it is."""
 
     row: int
     start: float
     end: float
     what: str
     text: str
+    has_line: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,14 +88,13 @@ def write_png(reports: Mapping[str, Report], path: str | os.PathLike[str]) -> No
     axes = figure.subplots()
     for what, color in COLORS.items():
         for row in range(len(drawing.rows)):
-            spans = [
-                (bar.start, bar.end - bar.start)
-                for bar in drawing.bars
-                if bar.what == what and bar.row == row
-            ]
-            # A line around them, so that the shortest can be seen.
-            line = 0.8 if what == "exposed" else 0.0
-            axes.broken_barh(spans, (row - 0.4, 0.8), color=color, linewidth=line)
+            for width in (0.0, 0.8):
+                spans = [
+                    (bar.start, bar.end - bar.start)
+                    for bar in drawing.bars
+                    if (bar.what, bar.row, bar.has_line) == (what, row, width > 0)
+                ]
+                axes.broken_barh(spans, (row - 0.4, 0.8), color=color, linewidth=width)
     axes.set_yticks(range(len(drawing.rows)), drawing.rows)
     axes.set_ylim(len(drawing.rows) - 0.4, -0.6)
     axes.set_xlabel("ms")
@@ -152,9 +152,13 @@ def _collective_bars(
 ) -> Iterator[Bar]:
     for c, level in zip(collectives, levels, strict=True):
         text = _text(c)
+        # Between two kernels the hidden ones are exposed too, for too short a time to be seen.
+        is_exposed = c.exposed > c.duration / 2
         for what, spans in (("hidden", c.spans), ("exposed", c.exposed_spans)):
+            has_line = is_exposed if what == "exposed" else not is_exposed
             for start, end in spans:
-                yield Bar(row + level, (start - left) / 1e3, (end - left) / 1e3, what, text)
+                at = (start - left) / 1e3, (end - left) / 1e3
+                yield Bar(row + level, *at, what, text, has_line)
 
 
 def _text(c: Collective) -> str:
