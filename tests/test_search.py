@@ -235,6 +235,21 @@ def test_nothing_is_skipped_that_would_have_been_the_best(
         assert [plan.seconds for plan in found.plans] == sorted(p.seconds for p in found.plans)
 
 
+def saturated(plan: Training, *_: object) -> StepCost:
+    """From one unit ahead on, more gain nearly nothing, for more memory."""
+    ahead = plan.prefetch
+    return StepCost(2.0 - 0.5 * min(ahead, 1) - 1e-5 * ahead, 1.0, 10 + ahead, 10 + ahead)
+
+
+def test_of_equally_fast_plans_the_one_of_the_least_memory_is_best(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("estimate", "measure"):
+        monkeypatch.setattr(sys.modules[search.__module__], name, saturated)
+    found = search(training(), COSTS, memory=100)
+    assert found.plans[0].training.prefetch == 1
+
+
 @pytest.mark.usefixtures("measured_once")
 def test_less_memory_gives_a_slower_plan_and_none_if_it_is_too_little() -> None:
     given = training(sequence=2048)
@@ -353,3 +368,19 @@ def test_the_command_says_that_nothing_fits(
     assert run_main("simulate", TINY, *"--gpus 64 --memory 0.2 --best".split()) == 2
     said = capsys.readouterr().err
     assert "no plan fits in 0.2 GiB; the least needs" in said
+    assert run_main("simulate", f"{__name__}:broken", *"--gpus 64 --best".split()) == 2
+    assert "no plan runs: " in (said := capsys.readouterr().err)
+    assert "cannot be predicted: ArithmeticError: planned" in said
+
+
+def broken() -> nn.Module:
+    raise ArithmeticError("planned")
+
+
+def test_the_search_tells_how_far_it_is_where_there_is_no_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fsdp_overlap.cli.simulate.PROCESSES", 1)
+    monkeypatch.setattr("fsdp_overlap.cli.simulate.SECONDS_BETWEEN_LINES", 0.0)
+    assert run_main("simulate", TINY, *"--gpus 64 --best".split()) == 0
+    assert "plans tried, " in capsys.readouterr().err

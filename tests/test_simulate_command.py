@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from fsdp_overlap.profiling import read_report
 from fsdp_overlap.profiling.plot import COLORS, write_png
 from fsdp_overlap.simulator import Costs, Device, Fabric, Prediction, Training, simulate
+from fsdp_overlap.simulator.models import model_of
 from fsdp_overlap.simulator.training import CHECKPOINTING
 from support.cli_runs import run_main
 
@@ -54,7 +55,9 @@ EXPERTS = {
 
 
 def saved(folder: Path, kind: str, **options: Any) -> Path:
-    """The config of an architecture, as transformers writes it."""
+    """The config of an architecture, as transformers writes it, with those options it has."""
+    known = transformers.CONFIG_MAPPING[kind]()
+    options = {name: value for name, value in options.items() if hasattr(known, name)}
     config = transformers.CONFIG_MAPPING[kind](**options, bos_token_id=1, eos_token_id=2)
     config.save_pretrained(folder)
     return folder / "config.json"
@@ -170,6 +173,8 @@ def test_a_config_of_transformers_is_predicted_and_drawn(
     options = "--gpus 64 --sequence 128 --out"
     assert run_main("simulate", str(config), *options.split(), str(out)) == 0
     shown = capsys.readouterr().out
+    count = sum(parameter.numel() for parameter in model_of(str(config))().parameters())
+    assert f"{count:,} (num_hidden_layers {BLOCKS}, hidden_size {WIDTH}, vocab_size" in shown
     assert "tokens a second and GPU" in shown
     assert "forward all-gathers" in shown
     trace = json.loads(gzip.decompress((out / "rank0.json.gz").read_bytes()))
@@ -239,6 +244,10 @@ def test_other_configs_are_refused_in_a_line(
         ("[]", "has no model_type"),
         ('{"model_type": "lama"}', "has no model_type 'lama'; did you mean llama?"),
         ('{"model_type": "llama", "hidden_size": "wide"}', "is no config of llama: "),
+        (
+            '{"model_type": "llama", "hidden_sizes": 64, "zzz": 1, "temperature": 0.5}',
+            "does not read hidden_sizes (did you mean hidden_size?), zzz; remove",
+        ),
     ],
 )
 def test_files_that_are_no_configs_are_said(

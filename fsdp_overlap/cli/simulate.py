@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from fsdp_overlap.simulator.choices import ways_to_save
 from fsdp_overlap.simulator.hardware import GIB
 from fsdp_overlap.simulator.models import (
     check_positions,
+    describe_size,
     model_of,
     on_meta,
     positions_of,
@@ -61,6 +63,7 @@ BEST_HEADER = (
     "GiB",
     "exposed, ms",
 )
+SECONDS_BETWEEN_LINES = 10.0
 PROCESSES = min(2, os.cpu_count() or 1)
 
 
@@ -114,6 +117,8 @@ def predict(layout: str, sequence: int | None, **arguments: Any) -> None:
             if costs.profile is not None:
                 costs.profile.check_model(model)
         training = Training(layout=LAYOUTS[layout], sequence=sequence, **arguments)
+        if model is not None:
+            print(f"{'parameters':<24} {describe_size(model)}")
         if options.best:
             _search(training, costs, options)
         else:
@@ -131,9 +136,24 @@ def _search(training: Training, costs: Costs, options: SimulateOptions) -> None:
         other = "--against-fsdp2" if options.against_fsdp2 else "--expert-parallel"
         raise BadInput(f"--best and {other}: leave one of the two out")
     start = time.perf_counter()
-    with Console(stderr=True).status(f"{training.model} on {training.gpus} GPUs") as status:
-        found = search(training, costs, processes=PROCESSES, progress=status.update)
+    console = Console(stderr=True)
+    with console.status(f"{training.model} on {training.gpus} GPUs") as status:
+        tell = status.update if console.is_terminal else _now_and_then()
+        found = search(training, costs, processes=PROCESSES, progress=tell)
     _show_best(found, costs.device, options.price, options.out, time.perf_counter() - start)
+
+
+def _now_and_then() -> Callable[[str], None]:
+    """Return what prints a line to stderr, but not more often than a log takes."""
+    last = time.perf_counter()
+
+    def tell(line: str) -> None:
+        nonlocal last
+        if time.perf_counter() - last >= SECONDS_BETWEEN_LINES:
+            last = time.perf_counter()
+            print(line, file=sys.stderr, flush=True)
+
+    return tell
 
 
 def _predict(training: Training, costs: Costs, options: SimulateOptions) -> None:
@@ -287,8 +307,10 @@ def _show_best(
     said = f"{found.tried} plans tried in {took:.0f} s{'; ' if skipped else ''}{skipped}"
     if not found.plans:
         least = found.least
-        needs = f"; the least needs {least.taken.reserved / GIB:.1f} GiB" if least else ""
-        raise BadInput(f"no plan fits in {device.memory_size / GIB:.1f} GiB{needs} ({said})")
+        if least is None:
+            raise BadInput(f"no plan runs: {said}")
+        needs = f"the least needs {least.taken.reserved / GIB:.1f} GiB"
+        raise BadInput(f"no plan fits in {device.memory_size / GIB:.1f} GiB; {needs} ({said})")
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in BEST_HEADER:
         table.add_column(column, justify="right", overflow="fold")

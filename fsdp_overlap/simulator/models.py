@@ -35,6 +35,18 @@ class ModelError(ValueError):
     can be."""
 
 
+NOT_SIZES = {"auto_map", "quantization_config", "torch_dtype", "unsloth_version"}
+"""Keys of a config that say nothing of the model that is trained."""
+SIZES = (
+    ("num_hidden_layers",),
+    ("hidden_size",),
+    ("vocab_size",),
+    ("n_routed_experts", "num_experts", "num_local_experts"),
+    ("num_experts_per_tok",),
+)
+"""Keys of a config that are shown beside the number of parameters, of each the first there is."""
+
+
 def known_models() -> list[str]:
     """Return the models that come with the library."""
     return sorted(path.stem for path in SHIPPED.glob("*.json"))
@@ -73,6 +85,15 @@ def on_meta(make: Callable[[], nn.Module]) -> nn.Module | None:
             return make()
     except ModelError:
         return None
+
+
+def describe_size(model: nn.Module) -> str:
+    """Return the number of parameters, and what its config says of sizes."""
+    count = sum(parameter.numel() for parameter in model.parameters())
+    config = getattr(model, "config", None)
+    found = (next((name for name in names if getattr(config, name, None)), "") for names in SIZES)
+    sizes = ", ".join(f"{name} {getattr(config, name)}" for name in found if name)
+    return f"{count:,} ({sizes})" if sizes else f"{count:,}"
 
 
 def positions_of(model: nn.Module) -> int | None:
@@ -158,8 +179,28 @@ def _read_config(path: Path) -> Any:
         config = transformers.CONFIG_MAPPING[kind].from_json_file(path)
     except Exception as error:  # each class has its own checks
         raise ModelError(f"{path} is no config of {kind}: {_in_a_line(error)}") from error
+    _check_keys(path, kind, config)
     config.use_cache = False
     return config
+
+
+def _check_keys(path: Path, kind: str, config: Any) -> None:
+    """Refuse what the class of ``config`` does not know. It would keep, and not read it."""
+    import transformers
+
+    default = type(config)()
+    known = {*vars(default), *default.to_dict()}
+    unknown = set(vars(config)) - known - NOT_SIZES - set(transformers.GenerationConfig().to_dict())
+    if not unknown:
+        return
+    names = []
+    for name in sorted(unknown):
+        near = difflib.get_close_matches(name, known, 1)
+        names.append(f"{name} (did you mean {near[0]}?)" if near else name)
+    raise ModelError(
+        f"{path}: {kind} of transformers {transformers.__version__} does not read "
+        f"{', '.join(names)}; remove what does not change sizes, and correct the rest"
+    )
 
 
 def _check_is_language_model(path: Path, config: Any) -> None:

@@ -30,7 +30,7 @@ SHOWN = 3
 CHECKS = 12
 """How many plans are simulated in full at most, to find those that are shown."""
 GAIN = 0.001
-"""By what share of a step a change has to be faster to be taken."""
+"""By what share of a step a plan has to be faster to be better than one that takes less memory."""
 DOES_NOT_FIT = "more memory than there is"
 Progress = Callable[[str], None]
 
@@ -52,7 +52,8 @@ class SearchResult:
     """What a search has found.
 
     Args:
-        plans: the best plans that fit, the fastest first. All of the model was simulated for each.
+        plans: the best plans that fit, the fastest first, of equally fast ones (within
+            :data:`GAIN`) that of the least memory. All of the model was simulated for each.
         defaults: the step with the library's defaults. Its microbatches and checkpointing are as
             given or, if that does not fit (``given_fits``), as in the best plan. ``None`` if that
             does not fit either.
@@ -203,17 +204,14 @@ class _Search:
         if fitting := [plan for plan in self.estimates if self.fits(plan)]:
             best = min(fitting, key=lambda plan: self.estimates[plan].seconds)
             starts.append(like(best, work))
-        plan = min(self.try_all(starts), key=lambda plan: self.estimates[plan].seconds)
-        before = None
-        while plan != before:
-            before = plan
+        plan = self.best_first(self.try_all(starts))[0]
+        seen: set[Training] = set()
+        while plan not in seen:
+            seen.add(plan)
             count = len(list(self.changes(plan)))
             for choice in range(count):
                 others = list(self.changes(plan))[choice]
-                plan = min(
-                    [plan, *self.try_all(others)],
-                    key=lambda each: self.estimates[each].seconds * (1 + GAIN * (each != plan)),
-                )
+                plan = self.best_first([plan, *self.try_all(others)])[0]
 
     def changes(self, plan: Training) -> Iterable[list[Training]]:
         return changes(plan, self.costs.fabric.ranks_a_node, self.equal_blocks)
@@ -258,6 +256,17 @@ class _Search:
         gap = self.gaps.get(_work(plan), taken.reserved - taken.memory)
         return taken.memory + gap <= self.limit
 
+    def best_first(self, plans: Iterable[Training]) -> list[Training]:
+        """Return ``plans`` by their time, and those that take as long as the fastest by memory."""
+        plans = list(plans)
+        least = min((self.estimates[plan].seconds for plan in plans), default=0.0)
+
+        def rank(plan: Training) -> tuple[float, float]:
+            taken = self.estimates[plan]
+            return max(taken.seconds, least * (1 + GAIN)), taken.memory
+
+        return sorted(plans, key=rank)
+
     def best_seconds(self) -> float:
         fitting = (taken.seconds for plan, taken in self.estimates.items() if self.fits(plan))
         return min(fitting, default=float("inf"))
@@ -268,9 +277,8 @@ class _Search:
         """Simulate the best plans in full until enough are known to fit, and the defaults."""
         self.simulate_all([defaults])
         while len(self.fitting()) < SHOWN and len(self.full) < CHECKS:
-            wave = sorted(
-                (plan for plan in self.estimates if plan not in self.full and self.may_fit(plan)),
-                key=lambda plan: self.estimates[plan].seconds,
+            wave = self.best_first(
+                plan for plan in self.estimates if plan not in self.full and self.may_fit(plan)
             )[:2]
             if not wave:
                 break
@@ -286,10 +294,9 @@ class _Search:
         return next((each for each in self.fitting() if each.training == plan), None)
 
     def fitting(self) -> list[Plan]:
-        """Return what was simulated in full and fits, the fastest first."""
-        plans = (Plan(plan, taken) for plan, taken in self.full.items())
-        fitting = (plan for plan in plans if plan.taken.reserved <= self.limit)
-        return sorted(fitting, key=lambda plan: plan.seconds)
+        """Return what was simulated in full and fits, the best first."""
+        fitting = (plan for plan, taken in self.full.items() if taken.reserved <= self.limit)
+        return [Plan(plan, self.full[plan]) for plan in self.best_first(fitting)]
 
     def simulate_all(self, plans: Iterable[Training]) -> None:
         new = [plan for plan in plans if plan not in self.full]
