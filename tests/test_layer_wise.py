@@ -255,7 +255,7 @@ def trains_compiled() -> None:
     model, _ = build("whole")
     other = twin()
     optimizer = LayerWise(model, compiled, others)
-    its = plain(other, partial(torch.optim.Muon, lr=0.02))
+    its = plain(other, compiled)  # torch 2.11's compiled Muon rounds otherwise than an eager one
     for step in range(4):
         tokens = torch.randint(20, (4, 6), generator=torch.Generator().manual_seed(step))
         for each, optimizers in ((model, [optimizer]), (other, its)):

@@ -22,6 +22,7 @@ from fsdp_overlap.simulator import Costs, Device, Fabric, Prediction, Training, 
 from fsdp_overlap.simulator.models import model_of
 from fsdp_overlap.simulator.training import CHECKPOINTING
 from support.cli_runs import run_main
+from support.predicted import known_to
 
 WIDTH, BLOCKS, VOCABULARY = 64, 4, 100
 CONFIG = {
@@ -56,8 +57,7 @@ EXPERTS = {
 
 def saved(folder: Path, kind: str, **options: Any) -> Path:
     """The config of an architecture, as transformers writes it, with those options it has."""
-    known = transformers.CONFIG_MAPPING[kind]()
-    options = {name: value for name, value in options.items() if hasattr(known, name)}
+    options = known_to(kind, options)
     config = transformers.CONFIG_MAPPING[kind](**options, bos_token_id=1, eos_token_id=2)
     config.save_pretrained(folder)
     return folder / "config.json"

@@ -141,7 +141,9 @@ def test_stretched_compute_takes_so_many_times_as_long() -> None:
     for operation, moved in ((unknown, 2), (unknown._replace(call=call), 3)):
         expected = 2e-6 + moved * 4 * MIB / (3.35e12 * 0.92)
         assert Costs(device, H100).compute(operation) == pytest.approx(expected)
-        assert Costs(device, H100, stretch=1.5).compute(operation) == pytest.approx(1.5 * expected)
+        assert Costs(device, H100, matmul_stretch=1.5, other_stretch=1.5).compute(
+            operation
+        ) == pytest.approx(1.5 * expected)
 
 
 def test_collectives_that_leave_their_node_have_another_link() -> None:

@@ -18,7 +18,7 @@ from fsdp_overlap.simulator import (
 )
 from fsdp_overlap.simulator.mixture import spread_experts
 from fsdp_overlap.simulator.models import model_of
-from support.predicted import kernels, predict, write_config
+from support.predicted import kernels, known_to, predict, write_config
 
 WIDTH, INNER, EXPERTS, CHOSEN, TOKENS = 32, 48, 8, 2, 128
 MIXTURES = 3
@@ -130,7 +130,7 @@ KINDS: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("backend", ["standard", "deepep"])
 def test_all_of_a_mixture_but_the_choice_stays(kind: str, backend: str, tmp_path: Path) -> None:
     """Of experts that are all the same, each token gets what one of them says, whatever it is."""
-    config = write_config({"model_type": kind, **SIZES, **KINDS[kind]}, tmp_path)
+    config = write_config({"model_type": kind, **known_to(kind, SIZES | KINDS[kind])}, tmp_path)
     torch.manual_seed(0)
     model = model_of(config)().float()
     with torch.no_grad():
@@ -150,7 +150,7 @@ def test_all_of_a_mixture_but_the_choice_stays(kind: str, backend: str, tmp_path
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_alone_are_spread(kind: str, tmp_path: Path) -> None:
     """In bfloat16, if they were."""
-    config = write_config({"model_type": kind, **SIZES, **KINDS[kind]}, tmp_path)
+    config = write_config({"model_type": kind, **known_to(kind, SIZES | KINDS[kind])}, tmp_path)
     with torch.device("meta"):
         model, spread = model_of(config)().bfloat16(), model_of(config)().bfloat16()
         with fake_ranks(4):
@@ -173,6 +173,6 @@ def test_a_larger_shared_expert_takes_longer(tmp_path: Path) -> None:
     took = []
     for inner in (64, 1 << 16):
         sizes = {**SIZES, **KINDS["qwen2_moe"], "shared_expert_intermediate_size": inner}
-        config = write_config({"model_type": "qwen2_moe", **sizes}, tmp_path)
+        config = write_config({"model_type": "qwen2_moe", **known_to("qwen2_moe", sizes)}, tmp_path)
         took.append(predicted(config).compute)
     assert took[1] > 1.05 * took[0]

@@ -188,12 +188,19 @@ def simulate(
     fabric: Annotated[
         str, typer.Option(help="A fabric's name, or its TOML file.")
     ] = "nvlink4_400g",
+    network: Annotated[
+        float | None, typer.Option(help="Gb/s of a GPU between nodes [default: the fabric's].")
+    ] = None,
     profile: Annotated[
         Path | None, typer.Option(help="Trace of the model on one such device, with shapes.")
     ] = None,
     replicas: Annotated[int, typer.Option(help="Replicas of each shard.")] = 1,
     expert_parallel: Annotated[int, typer.Option(help="Expert parallel degree.")] = 1,
+    expert_parallel_comm_backend: Annotated[
+        str, typer.Option(help="standard, or deepep: a token travels once to each rank.")
+    ] = "standard",
     tensor_parallel: Annotated[int, typer.Option(help="Tensor parallel degree.")] = 1,
+    context_parallel: Annotated[int, typer.Option(help="Context parallel degree.")] = 1,
     micro_batch_size: Annotated[int, typer.Option(help="Sequences per rank and microbatch.")] = 1,
     sequence: Annotated[
         int | None,
@@ -203,13 +210,38 @@ def simulate(
     checkpointing: Annotated[
         str, typer.Option(help="none, selective, or full: what is recomputed in backward.")
     ] = "none",
+    selective_ac_option: Annotated[
+        str, typer.Option(help="op, or a number: all of every so manieth block is recomputed.")
+    ] = "op",
     blocks_per_unit: Annotated[int, typer.Option(help="Blocks that are gathered as one.")] = 1,
     stage: Annotated[int, typer.Option(help="ZeRO stage: 3 frees weights after each use.")] = 3,
     layout: Annotated[str, typer.Option(help="flat, rows or whole.")] = "flat",
     prefetch: Annotated[int, typer.Option(help="Units gathered ahead.")] = 1,
+    dtype: Annotated[
+        str, typer.Option(help="Of parameters at rest, and of states: float32 or bfloat16.")
+    ] = "float32",
+    mixed_precision_param: Annotated[
+        str, typer.Option(help="Of compute and all-gathers: bfloat16 or float32.")
+    ] = "bfloat16",
+    mixed_precision_reduce: Annotated[
+        str, typer.Option(help="Of reductions: float32 or bfloat16.")
+    ] = "float32",
     linear_dtype: Annotated[
         str | None, typer.Option(help="float8, by torchao [default: bfloat16].")
     ] = None,
+    loss: Annotated[
+        str,
+        typer.Option(help="standard, fused (one kernel), or chunked: never all logits at once."),
+    ] = "standard",
+    compile: Annotated[
+        bool, typer.Option("--compile", help="Fuse kernels, as torch.compile does.")
+    ] = False,
+    matmul_stretch: Annotated[
+        float, typer.Option(help="How many times as long products take, by a measurement.")
+    ] = 1.0,
+    other_stretch: Annotated[
+        float, typer.Option(help="How many times as long all other compute takes.")
+    ] = 1.0,
     optimizer: Annotated[str, typer.Option(help="adamw, torch-adamw or muon.")] = "adamw",
     against_fsdp2: Annotated[
         bool, typer.Option("--against-fsdp2", help="Predict FSDP2 on the same, too.")

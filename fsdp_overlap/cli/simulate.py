@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -36,7 +37,7 @@ from fsdp_overlap.simulator import (
     simulate,
 )
 from fsdp_overlap.simulator.choices import ways_to_save
-from fsdp_overlap.simulator.hardware import GIB
+from fsdp_overlap.simulator.hardware import GIB, GIGA
 from fsdp_overlap.simulator.models import (
     check_positions,
     describe_size,
@@ -48,6 +49,7 @@ from fsdp_overlap.simulator.models import (
 from fsdp_overlap.simulator.plan_code import code_of
 
 LAYOUTS: dict[str, LayoutRule] = {"flat": Flat(), "rows": PerTensor(), "whole": TensorAtomic()}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LONGEST = 8192
 BEST_HEADER = (
     "plan",
@@ -70,10 +72,14 @@ PROCESSES = min(2, os.cpu_count() or 1)
 @dataclass(frozen=True)
 class SimulateOptions:
     """What the command is asked for beside the step: where it runs, and what to show of it.
-    ``memory`` in GiB a device, ``price`` in dollars an hour of one."""
+    ``network`` in Gb/s a device, ``memory`` in GiB, ``price`` in dollars an hour."""
 
     device: str
     fabric: str
+    network: float | None
+    compile: bool
+    matmul_stretch: float
+    other_stretch: float
     profile: Path | None
     memory: float | None
     price: float | None
@@ -86,11 +92,24 @@ class SimulateOptions:
         device = Device.read(self.device)
         if self.memory is not None:
             device = replace(device, memory_size=int(self.memory * GIB))
+        fabric = Fabric.read(self.fabric)
+        if self.network is not None:
+            if fabric.between is None:
+                raise BadInput(f"--network {self.network:g}: {self.fabric} has one node")
+            between = replace(fabric.between, bandwidth=self.network * GIGA / 8)
+            fabric = replace(fabric, between=between)
         profile = None if self.profile is None else Profile.read(self.profile)
-        return Costs(device, Fabric.read(self.fabric), profile=profile)
+        return Costs(device, fabric, self.matmul_stretch, self.other_stretch, profile, self.compile)
 
 
-def predict(layout: str, sequence: int | None, **arguments: Any) -> None:
+def predict(
+    layout: str,
+    sequence: int | None,
+    dtype: str,
+    mixed_precision_param: str,
+    mixed_precision_reduce: str,
+    **arguments: Any,
+) -> None:
     """Predict a step, or look for the best plan of it, and show what was found. Write files to
     ``out``. ``arguments`` are those of :class:`SimulateOptions` and of :class:`Training`. Without
     ``sequence``, sequences have as many tokens as the model has positions, at most ``LONGEST``.
@@ -102,9 +121,16 @@ def predict(layout: str, sequence: int | None, **arguments: Any) -> None:
     options = SimulateOptions(**{f.name: arguments.pop(f.name) for f in fields(SimulateOptions)})
     if layout not in LAYOUTS:
         raise BadInput(f"--layout {layout}: must be one of {', '.join(LAYOUTS)}")
-    for name, number in (("memory", options.memory), ("price", options.price)):
+    for name in ("network", "memory", "price", "matmul_stretch", "other_stretch"):
+        number = getattr(options, name)
         if number is not None and number <= 0:
-            raise BadInput(f"--{name} {number:g}: must be more than 0")
+            raise BadInput(f"--{name.replace('_', '-')} {number:g}: must be more than 0")
+    dtypes = {"dtype": dtype, "param_dtype": mixed_precision_param}
+    dtypes["reduce_dtype"] = mixed_precision_reduce
+    for given in dtypes.values():
+        if given not in DTYPES:
+            raise BadInput(f"{given}: as a dtype use {' or '.join(DTYPES)}")
+    arguments |= {name: DTYPES[given] for name, given in dtypes.items()}
     if options.out is not None:
         check_writable(options.out)
     try:

@@ -27,6 +27,8 @@ from fsdp_overlap.torch_internals import (
     takes_default_device,
 )
 
+ATTENTION = torch.nn.functional.scaled_dot_product_attention  # programs may patch the module's
+
 
 class Calls(TorchFunctionMode):
     """Lets tensors say that they are on the emulated device, moves tensors to it and back, and
@@ -70,7 +72,7 @@ class Calls(TorchFunctionMode):
                 self._instead[read] = self._read_one
             self._instead[tensor.__bool__] = self._decide
             # Which of torch's kernels it runs depends on the device that C++ knows.
-            self._instead[torch.nn.functional.scaled_dot_product_attention] = self._attend
+            self._instead[ATTENTION] = self._attend
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

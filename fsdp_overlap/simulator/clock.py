@@ -12,6 +12,7 @@ from fsdp_overlap.emulator import Operation
 from fsdp_overlap.emulator.queues import Queue
 from fsdp_overlap.profiling.intervals import Interval, clip, measure, union
 from fsdp_overlap.simulator.costs import Costs
+from fsdp_overlap.simulator.fusion import Fusion
 
 
 @dataclass
@@ -82,6 +83,7 @@ class Clock:
     """When the last collective of each process group ends."""
     rows: dict[Queue, list[Row]] = field(default_factory=dict)
     """The compute of each stream."""
+    fusion: Fusion = field(default_factory=Fusion)
 
     def on_host(self, operation: Operation) -> float:
         return self.costs.on_host(operation)
@@ -89,7 +91,10 @@ class Clock:
     def end(self, operation: Operation, stream: Queue, enqueued: float, ready: float) -> float:
         if operation.group is not None:
             return self._collective(operation, operation.group, stream, enqueued, ready)
-        seconds = self.pace * self.costs.compute(operation)
+        if self.costs.compiles:
+            seconds = self.pace * self.costs.compiled(operation, stream, self.fusion)
+        else:
+            seconds = self.pace * self.costs.compute(operation)
         self.computed += seconds
         end = self._disturbed(ready, seconds)
         ran = TimedOperation(operation.name, stream.index, enqueued, ready, end)

@@ -10,12 +10,14 @@ from typing import cast
 import torch
 
 from fsdp_overlap.emulator import Operation
+from fsdp_overlap.emulator.queues import Queue
 from fsdp_overlap.simulator.collective_time import (
     group_of,
     seconds_of_collective,
     seconds_of_list,
 )
-from fsdp_overlap.simulator.compute_time import seconds_of
+from fsdp_overlap.simulator.compute_time import flops_of, seconds_of
+from fsdp_overlap.simulator.fusion import Fusion
 from fsdp_overlap.simulator.hardware import Device, Fabric
 from fsdp_overlap.simulator.nccl_tuning import Kind
 from fsdp_overlap.simulator.profile import Profile
@@ -31,10 +33,15 @@ class Costs:
 
     device: Device
     fabric: Fabric
-    stretch: float = 1.0
-    """How many times as long compute takes as the device's numbers say: fitted to a measurement."""
+    matmul_stretch: float = 1.0
+    """How many times as long matrix products take as the device's numbers say: fitted to a
+    measurement."""
+    other_stretch: float = 1.0
+    """The same of all other compute, attention among it."""
     profile: Profile | None = None
     """What operations took on the device. For what it has not, the device's numbers are asked."""
+    compiles: bool = False
+    """Whether ``torch.compile`` fuses kernels (:class:`Fusion`)."""
 
     @property
     def slowdown(self) -> float:
@@ -46,7 +53,29 @@ class Costs:
         return self.device.operation_seconds
 
     def compute(self, operation: Operation) -> float:
-        return self.stretch * self._compute(operation)
+        """Return what ``operation`` takes as a kernel of its own."""
+        is_product = self._flops(operation) and "attention" not in operation.name
+        stretch = self.matmul_stretch if is_product else self.other_stretch
+        return stretch * self._compute(operation)
+
+    def compiled(self, operation: Operation, stream: Queue, fusion: Fusion) -> float:
+        """Return what ``operation`` adds to the time of the kernels that ``fusion`` makes."""
+        if operation.call is None or self._flops(operation) or not fusion.fuses(operation):
+            written, seconds = fusion.end_kernel(operation, stream), self.compute(operation)
+            return seconds + self.other_stretch * written / self._bandwidth
+        if not self._compute(operation):  # a view
+            return 0.0
+        moved, begins = fusion.bytes_of(operation, stream)
+        seconds = moved / self._bandwidth + begins * self.device.kernel_seconds
+        return self.other_stretch * seconds
+
+    @property
+    def _bandwidth(self) -> float:
+        return self.device.memory_bandwidth * self.device.memory_efficiency
+
+    def _flops(self, operation: Operation) -> float:
+        call = operation.call
+        return 0.0 if call is None else flops_of(call.func, call.args, call.kwargs, call.output)
 
     def _compute(self, operation: Operation) -> float:
         call = operation.call
@@ -57,8 +86,7 @@ class Costs:
                     return measured
             return seconds_of(self.device, call.func, call.args, call.kwargs, call.output)
         nbytes = sum(tensor.nbytes for tensor in (*operation.reads, *operation.writes))
-        bandwidth = self.device.memory_bandwidth * self.device.memory_efficiency
-        return self.device.kernel_seconds + nbytes / bandwidth
+        return self.device.kernel_seconds + nbytes / self._bandwidth
 
     def collective(self, operation: Operation, ranks: Sequence[int]) -> float:
         group, kind = group_of(self.fabric, ranks), cast(Kind, operation.name)

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
@@ -26,7 +25,9 @@ from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, QuantizedCommPolicy,
 from fsdp_overlap.fully_shard import find_blocks
 from fsdp_overlap.layout import Flat, LayoutRule, PerTensor
 from fsdp_overlap.optim import AdamW, Muon
+from fsdp_overlap.simulator.context_parallel import shared_attention
 from fsdp_overlap.simulator.float8 import check_linear_dtype, compute_in_float8, step_in_float8
+from fsdp_overlap.simulator.losses import LOSSES, chunk_loss, loss_of
 from fsdp_overlap.simulator.mixture import COMM_BACKENDS, spread_experts
 from fsdp_overlap.simulator.models import check_positions, model_of, shorten
 from fsdp_overlap.simulator.simulate import Step
@@ -47,6 +48,7 @@ _COUNTS = (
     "replicas",
     "expert_parallel",
     "tensor_parallel",
+    "context_parallel",
     "micro_batch_size",
     "sequence",
     "microbatches",
@@ -57,12 +59,14 @@ _COUNTS = (
 class Meshes(NamedTuple):
     """Ranks that shards lie over: ``experts`` for the experts of one rank, ``dense`` for all else.
     ``tokens`` is the group within which tokens travel to their experts; None if they need not.
-    ``tensor``: the ranks that share each product; None if there is one."""
+    ``tensor``: the ranks that share each product; None if there is one. ``context``: those that
+    share each sequence."""
 
     dense: DeviceMesh
     experts: DeviceMesh
     tokens: dist.ProcessGroup | None
     tensor: DeviceMesh | None
+    context: dist.ProcessGroup | None
 
 
 class SimulatedUnit(NamedTuple):
@@ -118,16 +122,20 @@ class Training:
             ``"deepep"`` once for each rank that has some of them.
         tensor_parallel: how many neighboring ranks share the products of a block, and its sequences
             (:func:`parallelize`). They count as one rank for ``micro_batch_size``.
+        context_parallel: how many neighboring ranks share each sequence. They count as one rank for
+            ``micro_batch_size``.
         micro_batch_size: sequences of a rank in a microbatch.
         sequence: tokens in a sequence, no more than the model has positions.
         microbatches: forwards and backwards before each optimizer step.
         checkpointing: what blocks keep for backward: ``"none"`` recomputes, ``"full"`` keeps their
-            inputs alone, ``"selective"`` keeps attention's and every second product's output too,
-            as torchtitan's default does.
+            inputs alone, ``"selective"`` is as ``selective_ac_option`` says.
+        selective_ac_option: ``"op"`` keeps attention's and every second product's output too, as
+            torchtitan's default does; a number checkpoints all of every so manieth block.
         blocks_per_unit: how many blocks one ``fully_shard`` call takes.
         stage: as :meth:`FSDPModule.set_zero_stage` takes it. 3 frees weights after each use.
         layout: as :class:`FsdpContext` takes it.
         prefetch: as :class:`FsdpContext` takes it.
+        dtype: of parameters at rest, and of optimizer states.
         param_dtype: as :class:`MixedPrecisionPolicy` takes it.
         reduce_dtype: as :class:`MixedPrecisionPolicy` takes it.
         gather_dtype: as :class:`QuantizedCommPolicy` takes it. Without, weights are gathered in
@@ -135,6 +143,8 @@ class Training:
             :class:`PerTensor` are torchao's gathers.
         linear_dtype: ``"float8"`` computes the linear layers of blocks in float8, by torchao.
             Without, they compute in ``param_dtype``.
+        loss: ``"standard"`` computes it of logits in float32, ``"fused"`` puts gradients in the
+            place of logits, by one kernel, ``"chunked"`` never has the logits of all tokens.
         optimizer: one of :data:`OPTIMIZERS`.
         reshard_after_forward: among how many neighboring ranks blocks keep their weights from
             forward to backward, as :func:`fully_shard` takes the number. Without, ``stage`` says.
@@ -149,18 +159,22 @@ class Training:
     expert_parallel: int = 1
     expert_parallel_comm_backend: str = "standard"
     tensor_parallel: int = 1
+    context_parallel: int = 1
     micro_batch_size: int = 1
     sequence: int = 8192
     microbatches: int = 1
     checkpointing: str = "none"
+    selective_ac_option: str = "op"
     blocks_per_unit: int = 1
     stage: int = 3
     layout: LayoutRule = field(default_factory=Flat)
     prefetch: int = 1
+    dtype: torch.dtype = torch.float32
     param_dtype: torch.dtype = torch.bfloat16
     reduce_dtype: torch.dtype = torch.float32
     gather_dtype: torch.dtype | None = None
     linear_dtype: str | None = None
+    loss: str = "standard"
     optimizer: str = "adamw"
     reshard_after_forward: int | None = None
     reduce_each: bool = False
@@ -175,11 +189,25 @@ class Training:
                 f"tensor_parallel={self.tensor_parallel} with expert_parallel="
                 f"{self.expert_parallel}: leave one of the two at 1"
             )
+        if self.tensor_parallel > 1 and (self.context_parallel > 1 or self.loss != "standard"):
+            raise ValueError(
+                f"tensor_parallel={self.tensor_parallel} with context_parallel="
+                f"{self.context_parallel} and loss={self.loss!r}: leave it at 1, or the others at "
+                "1 and 'standard'"
+            )
+        if self.selective_ac_option != "op" and not self._every_block:
+            raise ValueError(
+                f"selective_ac_option={self.selective_ac_option!r}: must be op, or a number of "
+                "blocks from 1 on"
+            )
         tensor, wide = self.tensor_parallel, self.gpus // self.tensor_parallel
         experts, of_copy = self.expert_parallel, self.gpus // self.replicas
+        context = self.context_parallel
         by = f"{experts} by {experts}"
         for total, parts, problem in (
             (self.sequence, tensor, f"{tensor} GPUs cannot share {self.sequence} tokens"),
+            (self.sequence, context, f"{context} GPUs cannot share {self.sequence} tokens"),
+            (self.gpus, context, f"{self.gpus} GPUs cannot share sequences {context} by {context}"),
             (self.gpus, tensor, f"{self.gpus} GPUs cannot share products {tensor} by {tensor}"),
             (wide, self.replicas, f"{wide} GPUs cannot hold {self.replicas} copies of a shard"),
             (of_copy, experts, f"{of_copy} GPUs that hold one copy cannot share experts {by}"),
@@ -190,10 +218,12 @@ class Training:
             ("optimizer", OPTIMIZERS),
             ("checkpointing", CHECKPOINTING),
             ("expert_parallel_comm_backend", COMM_BACKENDS),
+            ("loss", LOSSES),
         ):
             if (given := getattr(self, name)) not in known:
                 raise ValueError(f"{name}={given!r}: must be one of {', '.join(known)}")
-        check_linear_dtype(self.linear_dtype, self.micro_batch_size * self.sequence)
+        tokens = self.micro_batch_size * self.sequence // self.context_parallel
+        check_linear_dtype(self.linear_dtype, tokens)
         if self.reshard_after_forward is not None and self.stage != 3:
             raise ValueError(
                 f"reshard_after_forward={self.reshard_after_forward} with stage={self.stage}, "
@@ -203,7 +233,14 @@ class Training:
     @property
     def tokens(self) -> float:
         """What a GPU trains on in a step: its part, where several share a sequence."""
-        return self.micro_batch_size * self.sequence * self.microbatches / self.tensor_parallel
+        sharing = self.tensor_parallel * self.context_parallel
+        return self.micro_batch_size * self.sequence * self.microbatches / sharing
+
+    @property
+    def _every_block(self) -> int:
+        """Of how many blocks one is checkpointed whole. 0 if no number says."""
+        option = self.selective_ac_option
+        return int(option) if option.isdigit() else 0
 
     @property
     def gathers_in_float8(self) -> bool:
@@ -228,7 +265,10 @@ class Training:
             check_positions(model, self.sequence)
             if self.blocks is not None:
                 shorten(model, self.blocks)
+            model.to(self.dtype)
             spread = spread_experts(model, meshes.tokens, self.expert_parallel_comm_backend)
+            if self.loss == "chunked":
+                chunk_loss(model)
         if self.linear_dtype is not None:
             compute_in_float8(model, self.gathers_in_float8)
         if meshes.tensor is not None:
@@ -241,15 +281,19 @@ class Training:
         sharded = self._shard(model, self._units_of(model, meshes, spread), meshes)
         optimizer = OPTIMIZERS[self.optimizer](sharded)
 
+        shape = self.micro_batch_size, self.sequence // self.context_parallel
+        attention: Callable[[], ContextManager] = nullcontext
+        if meshes.context is not None:
+            attention = partial(shared_attention, meshes.context)
+
         def step() -> None:
             for number in range(self.microbatches):
                 self._begin(sharded, is_last=number == self.microbatches - 1)
-                tokens = torch.randint(2, (self.micro_batch_size, self.sequence), device=DEVICE)
-                output = sharded(tokens)
-                logits = getattr(output, "logits", output)
-                with loss_parallel() if meshes.tensor else nullcontext():
-                    loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
-                    loss.backward()
+                tokens = torch.randint(2, shape, device=DEVICE)
+                with attention(), loss_parallel() if meshes.tensor else nullcontext():
+                    output = sharded(tokens)
+                    logits = getattr(output, "logits", output)
+                    loss_of(self.loss, logits, tokens).backward()
             optimizer.step()
             optimizer.zero_grad()
 
@@ -267,14 +311,18 @@ class Training:
 
         if self.tensor_parallel > 1:
             grid = mesh_of(copies, shards, self.tensor_parallel, inner="tensor")
-            return Meshes(grid[names], grid[names], None, grid["tensor"])
-        dense = mesh_of(copies, shards)
+            return Meshes(grid[names], grid[names], None, grid["tensor"], None)
+        dense, context = mesh_of(copies, shards), None
+        if self.context_parallel > 1:
+            inside = self.context_parallel
+            grid = mesh_of(copies, shards // inside, inside, inner="context")
+            context = grid.get_group("context")
         if self.expert_parallel == 1:
-            return Meshes(dense, dense, None, None)
+            return Meshes(dense, dense, None, None, context)
         grid = mesh_of(
             copies, shards // self.expert_parallel, self.expert_parallel, inner="experts"
         )
-        return Meshes(dense, grid[names], grid.get_group("experts"), None)
+        return Meshes(dense, grid[names], grid.get_group("experts"), None, context)
 
     def _units_of(
         self, model: nn.Module, meshes: Meshes, spread: list[nn.Module]
@@ -283,8 +331,9 @@ class Training:
         shall."""
         blocks = find_blocks(model)
         if self.checkpointing != "none":
-            kept = CHECKPOINTING[self.checkpointing]
-            for block in blocks:
+            every = self._every_block if self.checkpointing == "selective" else 0
+            kept = CHECKPOINTING["full" if every else self.checkpointing]
+            for block in blocks[:: every or 1]:
                 block.forward = partial(
                     checkpoint, block.forward, use_reentrant=False, context_fn=kept
                 )

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import transformers
+
 from fsdp_overlap.simulator import Costs, Device, Fabric, Prediction, Training, simulate
 
 GPUS = 16
@@ -15,6 +17,12 @@ def write_config(config: dict[str, Any], folder: Path) -> str:
     path = folder / "config.json"
     path.write_text(json.dumps(config))
     return str(path)
+
+
+def known_to(kind: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Those options that configs of an architecture have."""
+    default = transformers.CONFIG_MAPPING[kind]()
+    return {name: value for name, value in options.items() if hasattr(default, name)}
 
 
 def predict(model: str, kind: type[Training] = Training, **options: Any) -> Prediction:

@@ -30,6 +30,7 @@ class Seconds:
     host: float = 0.0
     slowdown: float = 0.0
     slowest_: float = 1.0
+    compiles: bool = False
 
     def on_host(self, operation: Operation) -> float:
         return self.host

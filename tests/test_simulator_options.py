@@ -1,0 +1,207 @@
+"""What published runs use beside the defaults: dtypes, losses, compiled kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fsdp_overlap.simulator import Costs, Device, Fabric, Prediction, Training, simulate
+from support.cli_runs import run_main
+from support.predicted import GPUS, kernels, predict, write_config
+
+WIDTH, BLOCKS, VOCABULARY, TOKENS = 64, 4, 1024, 512
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "intermediate_size": 4 * WIDTH,
+    "num_hidden_layers": BLOCKS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+}
+COSTS = Costs(Device.read("h100_sxm"), Fabric.read("nvlink4_400g"))
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    return write_config(CONFIG, tmp_path)
+
+
+def predicted(config: str, **options: Any) -> Prediction:
+    return predict(config, **{"sequence": TOKENS, **options})
+
+
+def sent(prediction: Prediction, name: str) -> int:
+    """Bytes of the full buffers."""
+    of = "Out msg nelems" if "gather" in name else "In msg nelems"
+    return sum(each["args"][of] for each in kernels(prediction, name))
+
+
+def seconds(prediction: Prediction, name: str) -> float:
+    return sum(each["dur"] for each in kernels(prediction, name)) * 1e-6
+
+
+def test_parameters_and_states_rest_in_the_dtype_that_is_said(config: str) -> None:
+    single, half = predicted(config), predicted(config, dtype=torch.bfloat16)
+    for kind in ("parameters", "optimizer"):
+        # The allocator rounds, and there are tables beside parameters.
+        assert half.peak[kind] < 0.75 * single.peak[kind]
+
+
+def test_gradients_are_reduced_in_the_dtype_that_is_said(config: str) -> None:
+    single, half = predicted(config), predicted(config, reduce_dtype=torch.bfloat16)
+    name = "ncclDevKernel_reduce_scatter"
+    assert sent(half, name) == sent(single, name) / 2
+    assert sent(half, "ncclDevKernel_all_gather") == sent(single, "ncclDevKernel_all_gather")
+
+
+def test_a_part_of_the_blocks_is_checkpointed(config: str) -> None:
+    options = {"sequence": 2048}
+    none, full = (predicted(config, **options, checkpointing=each) for each in ("none", "full"))
+    options |= {"checkpointing": "selective"}
+    all_of_them, half = (
+        predicted(config, **options, selective_ac_option=each) for each in ("1", "2")
+    )
+    assert (all_of_them.memory, all_of_them.compute) == (full.memory, full.compute)
+    assert full.memory < half.memory < none.memory
+    assert half.compute == pytest.approx((none.compute + full.compute) / 2, rel=1e-3)
+    assert half.memory != predicted(config, **options).memory
+
+
+def test_losses_take_the_memory_of_their_logits(config: str) -> None:
+    standard, fused, chunked = (
+        predicted(config, loss=loss, sequence=2048) for loss in ("standard", "fused", "chunked")
+    )
+    logits = 2048 * VOCABULARY
+    # Logits in float32, their logarithms, and gradients of both.
+    assert standard.memory - fused.memory >= 2 * 4 * logits
+    assert fused.memory - chunked.memory >= logits
+    # The head's products are the same ones, in 16 pieces.
+    assert len(kernels(chunked, "mm")) + len(kernels(chunked, "addmm_")) == (
+        len(kernels(standard, "mm")) + 3 * (VOCABULARY // WIDTH - 1)
+    )
+
+
+def test_ranks_share_sequences(config: str) -> None:
+    whole, shared = predicted(config), predicted(config, context_parallel=4, sequence=4 * TOKENS)
+    # Keys and values in bfloat16, in forward; their gradients in backward.
+    keys = 2 * BLOCKS * 2 * 4 * TOKENS * WIDTH
+    for name in ("ncclDevKernel_all_gather", "ncclDevKernel_reduce_scatter"):
+        assert sent(shared, name) - sent(whole, name) == keys
+    assert seconds(shared, "mm") == pytest.approx(seconds(whole, "mm"))
+    again = predicted(config, context_parallel=4, sequence=4 * TOKENS, checkpointing="full")
+    assert sent(again, "ncclDevKernel_all_gather") - sent(whole, "ncclDevKernel_all_gather") == (
+        2 * keys
+    )
+    assert Training("llama3-8b", 8, context_parallel=4).tokens == 8192 / 4
+
+
+class Chain(nn.Module):
+    """A row of small operations before a product, as long as their memory takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(F.relu(x * 2 + 1) + x)
+        return out
+
+
+ROWS = 1 << 20
+
+
+def chain_in(costs: Costs, count: int = 1) -> float:
+    """The seconds of compute of so many forwards."""
+
+    def program() -> Any:
+        with torch.device("emulated"):
+            model, x = Chain(), torch.empty(ROWS, WIDTH)
+
+        @torch.no_grad()
+        def step() -> None:
+            for _ in range(count):
+                model(x)
+
+        return step
+
+    return simulate(program, 1, costs).compute
+
+
+def test_compiled_kernels_read_and_write_what_is_used_before_and_after() -> None:
+    device = COSTS.device
+    moved = ROWS * WIDTH * 4 / (device.memory_bandwidth * device.memory_efficiency)
+    # Each of four operations reads and writes; the sum reads two.
+    eager, compiled = chain_in(COSTS), chain_in(replace(COSTS, compiles=True))
+    assert eager - compiled == pytest.approx(
+        9 * moved + 4 * device.kernel_seconds - 2 * moved - device.kernel_seconds
+    )
+    # The next forward's kernel is another one.
+    twice = chain_in(replace(COSTS, compiles=True), 2)
+    assert twice == pytest.approx(2 * compiled)
+
+
+def test_what_backward_reads_is_written_or_computed_again(config: str) -> None:
+    eager = predicted(config, sequence=2048)
+    costs = replace(COSTS, compiles=True)
+    training = Training(config, GPUS, optimizer="torch-adamw", sequence=2048)
+    compiled = simulate(training.program, GPUS, costs)
+    assert seconds(compiled, "mm") == pytest.approx(seconds(eager, "mm"), rel=0.5)
+    assert 0.3 * eager.compute < compiled.compute < 0.8 * eager.compute
+    assert len(kernels(compiled, "mm")) == len(kernels(eager, "mm"))
+
+
+def test_products_and_all_else_are_stretched_apart() -> None:
+    plain = chain_in(COSTS)
+    products, others = (
+        chain_in(replace(COSTS, **{name: 3.0})) - plain
+        for name in ("matmul_stretch", "other_stretch")
+    )
+    assert products + others == pytest.approx(2 * plain)
+    flops = 2 * ROWS * WIDTH * WIDTH
+    rate = COSTS.device.products["float32"]
+    assert products >= 2 * flops / (rate.peak * rate.efficiency)
+
+
+def test_the_command_has_them_all(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = (
+        "--gpus 16 --sequence 512 --dtype bfloat16 --mixed-precision-reduce bfloat16 --compile "
+        "--loss fused --checkpointing selective --selective-ac-option 2 --context-parallel 2 "
+        "--matmul-stretch 1.5 --other-stretch 1.1 --network 50"
+    )
+    assert run_main("simulate", config, *options.split()) == 0
+    capsys.readouterr()
+    steps = []
+    for network in ("400", "50"):
+        assert run_main("simulate", config, "--gpus", "64", "--network", network) == 0
+        lines = capsys.readouterr().out.splitlines()
+        steps.append([float(line.split()[1]) for line in lines if line.startswith("step  ")])
+    assert steps[0] < steps[1]  # in ms, and with a decimal
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--dtype int8", "int8: as a dtype use float32 or bfloat16"),
+        ("--loss liger", "loss='liger': must be one of standard, fused, chunked"),
+        ("--selective-ac-option every", "must be op, or a number of blocks"),
+        ("--context-parallel 3", "8 GPUs cannot share sequences 3 by 3"),
+        ("--tensor-parallel 2 --loss fused", "leave it at 1, or the others"),
+        ("--expert-parallel-comm-backend hybridep", "must be one of standard, deepep"),
+        ("--network 0", "--network 0: must be more than 0"),
+        ("--fabric loopback_2g --network 5", "has one node"),
+        ("--matmul-stretch -1", "--matmul-stretch -1: must be more than 0"),
+    ],
+)
+def test_mistakes(
+    options: str, message: str, config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_main("simulate", config, "--sequence", "510", *options.split()) == 2
+    assert message in capsys.readouterr().err
