@@ -170,7 +170,8 @@ def test_products_and_all_else_are_stretched_apart() -> None:
     assert products >= 2 * flops / (rate.peak * rate.efficiency)
 
 
-def test_the_command_has_them_all(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_has_them_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write_config(CONFIG | {"hidden_size": 1024, "intermediate_size": 4096}, tmp_path)
     options = (
         "--gpus 16 --sequence 512 --dtype bfloat16 --mixed-precision-reduce bfloat16 --compile "
         "--loss fused --checkpointing selective --selective-ac-option 2 --context-parallel 2 "
