@@ -147,6 +147,14 @@ def test_all_of_a_mixture_but_the_choice_stays(kind: str, backend: str, tmp_path
     torch.testing.assert_close(spread(tokens).logits, model(tokens).logits)
 
 
+def test_the_head_dim_of_qwen_is_known(tmp_path: Path) -> None:
+    """Its config does not declare it, and its model reads it."""
+    sizes = known_to("qwen3_moe", SIZES | KINDS["qwen3_moe"])
+    config = write_config({"model_type": "qwen3_moe", **sizes, "head_dim": 40}, tmp_path)
+    with torch.device("meta"):
+        assert model_of(config)().model.layers[0].self_attn.q_proj.out_features == 2 * 40
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_alone_are_spread(kind: str, tmp_path: Path) -> None:
     """In bfloat16, if they were."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import json
+import re
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -185,12 +187,15 @@ def _read_config(path: Path) -> Any:
 
 
 def _check_keys(path: Path, kind: str, config: Any) -> None:
-    """Refuse what the class of ``config`` does not know. It would keep, and not read it."""
+    """Refuse what the class of ``config`` does not know, and the model does not read."""
     import transformers
 
     default = type(config)()
     known = {*vars(default), *default.to_dict()}
     unknown = set(vars(config)) - known - NOT_SIZES - set(transformers.GenerationConfig().to_dict())
+    if unknown and (found := _classes_of(config)) is not None:
+        source = inspect.getsource(inspect.getmodule(found[0]) or found[0])
+        unknown = {name for name in unknown if not re.search(rf"\b{re.escape(name)}\b", source)}
     if not unknown:
         return
     names = []
