@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.profiler import profile
@@ -594,6 +594,131 @@ def counted(name: str) -> Any:
 
 def test_ranks_without_matrices_count_steps_too() -> None:
     assert run_ranks(counted, 3, "SOAP") == [3] * 3
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts steps in a tensor of the group that it edits in place, in the group when the first
+    step is made, and by itself; and uses them all."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.02, "steps": torch.tensor(0.0)})
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += 1
+        for group in self.param_groups:
+            group["steps"] += 1
+            group["late"] = group.get("late", 0) + 1
+            divisor = float(group["steps"]) + group["late"] + self.count
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["mean"] = 0.5 * state.get("mean", 0.0) + parameter.grad
+                    parameter.add_(state["mean"], alpha=-group["lr"] / divisor)
+
+
+def counts_in_rounds() -> None:
+    """Also of matrices that have no gradient in some steps."""
+    with patch.object(exchange, "ROUND_ELEMENTS", 60):
+        model, _ = build("flat")
+        other = twin()
+        optimizer, its = LayerWise(model, Counting, others), plain(other, Counting)
+        for seed in range(4):
+            for each in (model, other):
+                each.blocks[1].requires_grad_(seed not in (0, 2))
+            train(model, [optimizer], 1, seed)
+            for piece in other.pieces:
+                piece.grad = None
+            train_part(other, its, seed)
+            same(model, other)
+        assert optimizer.param_groups[0]["steps"] == 4
+        optimizer.param_groups[0]["lr"] = its[0].param_groups[0]["lr"] = 0.5
+        train(model, [optimizer], 1, 9)
+        train(other, its, 1, 9)
+        same(model, other)
+
+
+def train_part(model: Any, optimizers: list[torch.optim.Optimizer], seed: int) -> None:
+    """As ``train``, where some stacks have no gradient."""
+    tokens = torch.randint(20, (4, 6), generator=torch.Generator().manual_seed(seed))
+    model(tokens).square().mean().backward()
+    stacks = [p for name, p in model.named_parameters() if "stack" in name]
+    for index, piece in enumerate(model.pieces):
+        gradient = stacks[index // 3].grad
+        piece.grad = None if gradient is None else gradient[index % 3]
+    for optimizer in optimizers:
+        optimizer.step()
+    for index, piece in enumerate(model.pieces):
+        stacks[index // 3].data[index % 3].copy_(piece.data)
+        piece.data = stacks[index // 3].data[index % 3]
+    model.zero_grad()
+
+
+def test_each_round_counts_steps_once() -> None:
+    run_ranks(counts_in_rounds, 2)
+
+
+def load_what_was_before(layout: str) -> None:
+    """The state dict from before the first step has no momentum and no counts."""
+    model, _ = build(layout)
+    optimizer = LayerWise(model, Counting, others)
+    first = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    train(model, [optimizer], 2)
+    model.load_state_dict(first[0])
+    optimizer.load_state_dict(first[1])
+    train(model, [optimizer], 2)
+    other = twin()
+    train(other, plain(other, Counting), 2)
+    same(model, other)
+
+
+@pytest.mark.parametrize("layout", ["flat", "whole"])
+def test_a_state_dict_from_before_the_first_step_can_be_loaded(layout: str) -> None:
+    run_ranks(load_what_was_before, 3, layout)
+
+
+class FailsOnce(torch.optim.SGD):
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        of_first = any(
+            p.grad is not None and 8 not in p.shape for p in self.param_groups[0]["params"]
+        )
+        if self.fails and of_first and dist.get_rank() == 0:
+            raise ArithmeticError("planned")
+        return super().step(closure)
+
+
+def fail_in_the_first_of_two_contexts() -> tuple[float, str]:
+    """Ranks 0 and 1 share matrices of one context, all those of another one."""
+    torch.manual_seed(0)
+    models: list[Any] = [
+        nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in ((n, n + 3), (n + 3, n), (n, n))))
+        for n in (6, 8)
+    ]
+    pair, all_ranks = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [0, 1, 2])
+    chosen = list(zip(models, (pair, all_ranks), strict=True))[dist.get_rank() == 2 :]
+    for model, mesh in chosen:
+        fully_shard(model, FsdpContext(mesh, layout=Flat()))
+        model(torch.ones(2, model[0].in_features)).sum().backward()
+    parameters = [parameter for model, _ in chosen for parameter in model.parameters()]
+    optimizer = LayerWise(parameters, partial(FailsOnce, lr=0.1))
+    FailsOnce.fails = True
+    start = time.perf_counter()
+    try:
+        optimizer.step()
+    except Exception as error:
+        return time.perf_counter() - start, type(error).__name__
+    finally:
+        FailsOnce.fails = False
+    return time.perf_counter() - start, "none"
+
+
+def test_an_error_ends_the_step_of_ranks_that_wait_in_another_context() -> None:
+    (_, first), (_, second), (seconds, third) = run_ranks(fail_in_the_first_of_two_contexts, 3)
+    assert (first, second, third) == ("ArithmeticError", "RuntimeError", "RuntimeError")
+    assert seconds < 20  # not the group's timeout
 
 
 def fail_once(layout: str) -> None:

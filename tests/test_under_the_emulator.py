@@ -32,6 +32,7 @@ from fsdp_overlap.layout import TensorAtomic
 from fsdp_overlap.optim import Muon, clip_grad_norm_
 from fsdp_overlap.optim.exchange import Exchange
 from fsdp_overlap.optim.overlapped_steps import OverlappedSteps
+from fsdp_overlap.optim.owner_groups import OwnerGroups
 from fsdp_overlap.schedule.prefetch import Prefetcher
 from fsdp_overlap.schedule.reducer import GradReducer
 from fsdp_overlap.weights import WeightResharder, export, save
@@ -250,6 +251,7 @@ DEFECTS = [
     Defect(Exchange, "run", "self._work.wait()", LAYER_WISE),
     Defect(Exchange, "finish", "self._work.wait()", LAYER_WISE),
     Defect(Exchange, "_enqueue", "self._sent = source", LAYER_WISE),
+    Defect(OwnerGroups, "abort", "comm_stream.before_compute()", "layer wise that raised"),
     Defect(PackedRows, "all_gather", COPIED, ROWS, new=aside("full", COPIED)),
     Defect(PackedRows, "reduce_scatter", COPIED, ROWS, new=aside("gradients", COPIED)),
     Defect(QuantizedGather, "all_gather", DECODED, BITS, new=aside("full", DECODED)),

@@ -28,7 +28,7 @@ from fsdp_overlap.optim.matrices import (
 )
 
 # The elements that an owner gets in a round: enough for an efficient message, and few enough for
-# several rounds. A single matrix may have more.
+# several rounds. Matrices that are assigned together may have more.
 ROUND_ELEMENTS = 1 << 21
 
 
@@ -151,16 +151,16 @@ def gather_scatter_plan(
 
 
 class MessageBuffer:
-    """The memory of one send or receive, and the chunks in it, each with its view ``[columns,
-    elements]``."""
+    """The memory of one send or receive, and the chunks in it, each with its view ``[values per
+    element, elements]``."""
 
     def __init__(
-        self, plan: BufferPlan, columns: int, dtype: torch.dtype, device: torch.device
+        self, plan: BufferPlan, values: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.sizes = [size * columns for size in plan.sizes]
+        self.sizes = [size * values for size in plan.sizes]
         self.flat = torch.empty(sum(self.sizes), dtype=dtype, device=device)
-        numels = [(chunk.last - chunk.first) * columns for _, chunk in plan.chunks]
-        views = [part.view(columns, -1) for part in self.flat.split(numels)]
+        numels = [(chunk.last - chunk.first) * values for _, chunk in plan.chunks]
+        views = [part.view(values, -1) for part in self.flat.split(numels)]
         self.chunks = [(*key, view) for key, view in zip(plan.chunks, views, strict=True)]
 
 
@@ -173,7 +173,7 @@ class Exchange(ABC):
 
     label: ClassVar[str]
     """What traces and errors name."""
-    columns: ClassVar[int] = 1
+    values_per_element: ClassVar[int] = 1
     """How many values of each element owners are sent."""
 
     def __init__(
@@ -200,8 +200,8 @@ class Exchange(ABC):
 
     @abstractmethod
     def _step(self, received: Sequence[Part], results: Sequence[Part]) -> None:
-        """Step the matrices that this rank owns, of which it lacked what it has ``received``. Fill
-        ``results``, for which others wait."""
+        """Step the matrices that this rank owns. ``received`` are the chunks of them that it does
+        not hold. Fill ``results``, the chunks that others hold."""
 
     @abstractmethod
     def _unpack(self, chunks: Sequence[Part]) -> None:
@@ -209,8 +209,8 @@ class Exchange(ABC):
 
     def start(self) -> None:
         """Send to the owners the chunks that they lack."""
-        send = self._buffer(self._plan.gather_send, self.columns)
-        self._received = self._buffer(self._plan.gather_recv, self.columns)
+        send = self._buffer(self._plan.gather_send, self.values_per_element)
+        self._received = self._buffer(self._plan.gather_recv, self.values_per_element)
         self._pack(send.chunks)
         self._enqueue(send)
 
@@ -235,8 +235,8 @@ class Exchange(ABC):
                 if self._rank in chunk.ranks:
                     yield one, chunk
 
-    def _buffer(self, plan: BufferPlan, columns: int) -> MessageBuffer:
-        return MessageBuffer(plan, columns, self._dtype, self._device)
+    def _buffer(self, plan: BufferPlan, values: int) -> MessageBuffer:
+        return MessageBuffer(plan, values, self._dtype, self._device)
 
     def _enqueue(self, source: MessageBuffer) -> None:
         self._sent = source  # keeps the memory until the comm stream has read it

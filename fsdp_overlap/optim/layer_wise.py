@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -71,14 +71,19 @@ class _Matrix:
     """One matrix that this rank steps: ``plain`` is what the optimizer is given."""
 
     def __init__(
-        self, parameter: torch.Tensor, group: int, number: int, shape: tuple[int, int]
+        self,
+        parameter: torch.Tensor,
+        group: int,
+        number: int,
+        shape: tuple[int, int],
+        device: torch.device,
     ) -> None:
         self.parameter = parameter
         self.group = group
         """The index of its param group."""
         self.number = number
         self.shape = shape
-        dtype, device = local_of(parameter).dtype, local_of(parameter).device
+        dtype = local_of(parameter).dtype
         # A placeholder without memory: a step gives it the values.
         self.plain = nn.Parameter(torch.empty(1, dtype=dtype, device=device).expand(shape))
 
@@ -126,26 +131,58 @@ class _OwnMatrices:
         return shard.narrow(0, self.start, count * rows * columns).view(count, rows, columns)
 
 
-class _Batch:
-    """Matrices that are stepped together, and the optimizer of those of each param group."""
+class _GroupOptimizer:
+    """The optimizer of those matrices of a param group that are stepped together: this rank's own,
+    or those of a round. Without any it counts steps, as some optimizers do in their group."""
 
-    def __init__(self, matrices: Iterable[_Matrix], factory: Factory) -> None:
-        self.matrices: dict[int, list[_Matrix]] = {}
-        for matrix in matrices:
-            self.matrices.setdefault(matrix.group, []).append(matrix)
-        self.optimizers = {
-            group: factory([matrix.plain for matrix in of_group])
-            for group, of_group in self.matrices.items()
-        }
+    def __init__(self, group: int, matrices: Sequence[_Matrix], factory: Factory) -> None:
+        self.group = group
+        """The index of the param group."""
+        self.matrices = matrices
+        self._factory = factory
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all states."""
+        plain = [matrix.plain for matrix in self.matrices]
+        self.optimizer = self._factory(plain or [nn.Parameter(torch.zeros(1, 1))])
+        self._known: dict[str, Any] = {}
+        """The options as they were when the last step ended."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        (own_group,) = self.optimizer.param_groups
+        return {name: own_group[name] for name in own_group.keys() - _NOT_OPTIONS}
+
+    @property
+    def has_gradient(self) -> bool:
+        return any(matrix.plain.grad is not None for matrix in self.matrices)
+
+    def step(self, group: Mapping[str, Any]) -> None:
+        """Step with those options of ``group`` that were changed since the last step. What the
+        optimizer itself changes, such as a number of steps, is its own."""
+        (own_group,) = self.optimizer.param_groups
+        for name in group.keys() - _NOT_OPTIONS:
+            if name not in self._known or not _same(group[name], self._known[name]):
+                own_group[name] = copy.deepcopy(group[name])
+        self.optimizer.step()
+
+    def end_step(self, group: Mapping[str, Any]) -> None:
+        """Note the options that ``group`` has after the step."""
+        self._known = copy.deepcopy({name: group[name] for name in group.keys() - _NOT_OPTIONS})
+
+
+_Batch = list[_GroupOptimizer]
+"""Matrices that are stepped together, by param group."""
 
 
 @dataclass(frozen=True, eq=False)
 class _SharedParameters:
-    """Parameters of which several ranks hold the same matrices, or parts of them. ``rounds``: the
-    ranks that step these, and this rank's batch."""
+    """Parameters of which several ranks hold the same matrices, or parts of them."""
 
     parameters: tuple[torch.Tensor, ...]
     rounds: tuple[tuple[tuple[OwnerAssignment, ...], _Batch], ...]
+    """Which ranks step which matrices in a round, and those that this rank steps."""
     owned: dict[OwnerAssignment, list[_Matrix]]
 
 
@@ -163,7 +200,8 @@ class LayerWise(torch.optim.Optimizer):
             given the hidden matrices (see :class:`Muon`), and ``others`` all other parameters. Of
             parameters and groups ``others`` is given groups with ``"layer_wise": False``.
         factory: makes the optimizer of a list of matrices. A stack ``[n, rows, columns]`` is ``n``
-            matrices. Called once for each group.
+            matrices. Called for this rank's own matrices of each group, and for each round in which
+            matrices are exchanged.
         others: makes the optimizer of a list of sharded parameters, which must work on their
             elements.
         layer_wise: which parameters of the model ``factory`` is given (True) or ``others``. The
@@ -195,14 +233,15 @@ class LayerWise(torch.optim.Optimizer):
         self._factory = factory
         self._others = others
         self._cost = cost
-        self._optimizers: list[torch.optim.Optimizer] = []
-        """One for each group. That of a group of matrices has none: it counts steps in which this
-        rank has none to step, as some optimizers do."""
+        self._other_optimizers: dict[int, torch.optim.Optimizer] = {}
+        """By param group."""
+        self._counting: dict[int, _GroupOptimizer] = {}
+        """What counts the steps of a group of matrices in which this rank has none to step."""
         self._batches: list[_Batch] = []
         self._own_batches: list[_Batch] = []
         """Those of :attr:`_own`."""
-        self._stepped: dict[int, torch.optim.Optimizer] = {}
-        """The last optimizer that was stepped of each group."""
+        self._stepped: list[_GroupOptimizer] = []
+        """What was stepped in the current step."""
         self._matrices: dict[torch.Tensor, list[_Matrix]] = {}
         """Those that this rank steps, by parameter."""
         self._splits: dict[torch.Tensor, Split] = {}
@@ -225,15 +264,18 @@ class LayerWise(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
+        group, index = self.param_groups[-1], len(self.param_groups) - 1
         try:
             if group["layer_wise"]:
                 for parameter in group["params"]:
                     check_matrices(parameter, group["split"], "LayerWise", _INSTEAD)
-                optimizer = self._factory([nn.Parameter(torch.zeros(1, 1))])
+                counting = _GroupOptimizer(index, (), self._factory)
+                options = _options_of(counting.optimizer)
+                self._counting[index] = counting
             else:
                 optimizer = self._others(group["params"])
-            options = _options_of(optimizer)
+                options = _options_of(optimizer)
+                self._other_optimizers[index] = optimizer
         except Exception:
             self.param_groups.pop()
             raise
@@ -241,7 +283,6 @@ class LayerWise(torch.optim.Optimizer):
             group.setdefault(name, value)
         if not group["layer_wise"]:
             optimizer.param_groups = [group]
-        self._optimizers.append(optimizer)
 
     def __repr__(self) -> str:
         return f"{super().__repr__()}\n{self._choice_table}".rstrip()
@@ -272,11 +313,13 @@ class LayerWise(torch.optim.Optimizer):
         self._stepped.clear()
         run_unshared = self._step_unshared
         try:
+            # All are there before the first exchange, so that an error can end all.
+            self._owner_groups.connect(map(self._owner_group_of, self._shared))
             for shared in self._shared:  # one after the other, in the same order on all ranks
                 run_rounds(self._exchanges(shared), run_unshared)
                 run_unshared = _do_nothing
             run_unshared()
-            self._update_groups()
+            self._end_step()
         except BaseException as error:
             if self._shared:
                 self._owner_groups.abort(error)
@@ -286,8 +329,8 @@ class LayerWise(torch.optim.Optimizer):
 
     def _step_unshared(self) -> None:
         """Step all that this rank steps without others."""
-        for group, optimizer in zip(self.param_groups, self._optimizers, strict=True):
-            if not group["layer_wise"] and _has_gradient(group):
+        for index, optimizer in self._other_optimizers.items():
+            if _has_gradient(self.param_groups[index]):
                 optimizer.step()
                 self.state.update(optimizer.state)
         for own in self._own:
@@ -298,31 +341,32 @@ class LayerWise(torch.optim.Optimizer):
             own.end()
 
     def _step_batch(self, batch: _Batch) -> None:
-        for index, matrices in batch.matrices.items():
-            if all(matrix.plain.grad is None for matrix in matrices):
+        for part in batch:
+            group = self.param_groups[part.group]
+            if not _has_gradient(group):
                 continue
-            optimizer = self._stepped[index] = batch.optimizers[index]
-            self._step_as_group(index, optimizer)
-            for matrix in matrices:
-                if matrix.plain in optimizer.state:
-                    state = optimizer.state[matrix.plain]
+            part.step(group)
+            # The options that a group shows are those of its last matrices that were stepped.
+            self._stepped.insert(len(self._stepped) if part.has_gradient else 0, part)
+            for matrix in part.matrices:
+                if matrix.plain in part.optimizer.state:
+                    state = part.optimizer.state[matrix.plain]
                     self.state[matrix.parameter][str(matrix.number)] = state
 
-    def _step_as_group(self, index: int, optimizer: torch.optim.Optimizer) -> None:
-        group = self.param_groups[index]
-        (own_group,) = optimizer.param_groups
-        own_group.update((name, group[name]) for name in group.keys() - _NOT_OPTIONS)
-        optimizer.step()
-
-    def _update_groups(self) -> None:
-        """Take from the optimizers what they keep in their groups, such as a number of steps."""
-        for index, group in enumerate(self.param_groups):
-            if group["layer_wise"] and _has_gradient(group):
-                if index not in self._stepped:
-                    self._stepped[index] = self._optimizers[index]
-                    self._step_as_group(index, self._optimizers[index])
-                (own_group,) = self._stepped[index].param_groups
-                group.update((name, own_group[name]) for name in own_group.keys() - _NOT_OPTIONS)
+    def _end_step(self) -> None:
+        """Have all optimizers of the groups that were stepped count the step, and show in the
+        groups what they keep there."""
+        for batch in self._batches:
+            self._step_batch([part for part in batch if part not in self._stepped])
+        of_groups = {part.group for part in self._stepped}
+        self._step_batch([part for index, part in self._counting.items() if index not in of_groups])
+        for part in self._stepped:
+            group = self.param_groups[part.group]
+            for name, value in part.options.items():
+                if name not in group or not _same(value, group[name]):
+                    group[name] = copy.deepcopy(value)  # the optimizer may edit its own in place
+        for part in self._stepped:
+            part.end_step(self.param_groups[part.group])
 
     # ---- who steps what ----
 
@@ -368,16 +412,22 @@ class LayerWise(torch.optim.Optimizer):
     def _batch_of(self, matrices: Sequence[_Matrix]) -> _Batch:
         for matrix in matrices:
             self._matrices[matrix.parameter].append(matrix)
-        self._batches.append(_Batch(matrices, self._factory))
-        return self._batches[-1]
+        of_groups: dict[int, list[_Matrix]] = {}
+        for matrix in matrices:
+            of_groups.setdefault(matrix.group, []).append(matrix)
+        batch = [_GroupOptimizer(*each, self._factory) for each in of_groups.items()]
+        self._batches.append(batch)
+        return batch
 
     def _add_own(self, parameter: torch.Tensor, group: int, batch: MatrixBatch) -> list[_Matrix]:
         ownership = self._owner_groups.ownership_of(parameter)
         tile, shape, split = ownership.partition.tile, tuple(parameter.shape), ownership.split
         assert tile is not None
+        device = local_of(parameter).device
+        numbers = (matrix_number(shape, split, tile, one.start) for one in batch.split(1))
         matrices = [
-            _Matrix(parameter, group, matrix_number(shape, split, tile, one.start), one.shape[1:])
-            for one in batch.split(1)
+            _Matrix(parameter, group, number, (batch.rows, batch.columns), device)
+            for number in numbers
         ]
         self._own.append(_OwnMatrices(parameter, batch.start - ownership.start, matrices))
         return matrices
@@ -434,19 +484,24 @@ class LayerWise(torch.optim.Optimizer):
     ) -> Iterator[_Matrix]:
         ownership = self._owner_groups.ownership_of(parameter)
         tile, shape = ownership.partition.tile, tuple(parameter.shape)
+        device = compute_device(parameter)
         for index in range(matrices.count):
             if tile is None:
                 number = ownership.partition.shared.index(matrices)
             else:
                 start = matrices.chunks[0].start + index * matrices.rows * matrices.columns
                 number = matrix_number(shape, ownership.split, tile, start)
-            yield _Matrix(parameter, group, number, (matrices.rows, matrices.columns))
+            yield _Matrix(parameter, group, number, (matrices.rows, matrices.columns), device)
+
+    def _owner_group_of(self, shared: _SharedParameters) -> OwnerGroup:
+        owner_group = self._owner_groups.ownership_of(shared.parameters[0]).owner_group
+        assert owner_group is not None
+        return owner_group
 
     def _exchanges(self, shared: _SharedParameters) -> Iterator[_MatrixExchange]:
         """Yield the rounds in which a parameter has a gradient."""
         example = shared.parameters[0]
-        owner_group = self._owner_groups.ownership_of(example).owner_group
-        assert owner_group is not None
+        owner_group = self._owner_group_of(shared)
         dtype, device = local_of(example).dtype, compute_device(example)
         comm_stream = self._owner_groups.comm_stream_of(device)
         has_begun = False
@@ -499,14 +554,13 @@ class LayerWise(torch.optim.Optimizer):
         super().load_state_dict({**state_dict, "state": {}, "param_groups": groups})
         for parameter, matrices in self._matrices.items():
             self.state[parameter] = {str(each.number): of_matrices[each] for each in matrices}
-        for batch in self._batches:
-            for index, matrices in batch.matrices.items():
-                for matrix in matrices:
-                    if of_matrices[matrix]:
-                        batch.optimizers[index].state[matrix.plain] = of_matrices[matrix]
-        for group, optimizer in zip(self.param_groups, self._optimizers, strict=True):
-            if group["layer_wise"]:
-                continue
+        for part in chain(self._counting.values(), *self._batches):
+            part.reset()
+            for matrix in part.matrices:
+                if of_matrices[matrix]:
+                    part.optimizer.state[matrix.plain] = of_matrices[matrix]
+        for index, optimizer in self._other_optimizers.items():
+            group = self.param_groups[index]
             parameters = group["params"]
             numbered = {i: states[p] for i, p in enumerate(parameters) if states[p]}
             options = {**group, "params": list(range(len(parameters)))}
@@ -541,7 +595,7 @@ class _MatrixExchange(Exchange):
     values."""
 
     label = "LayerWise"
-    columns = 2
+    values_per_element = 2
 
     def __init__(
         self,
@@ -620,6 +674,14 @@ class _MatrixExchange(Exchange):
 
 def _has_gradient(group: dict[str, Any]) -> bool:
     return any(parameter.grad is not None for parameter in group["params"])
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Return whether two values of an option are equal."""
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+        return both and torch.equal(one, other)
+    return bool(one == other)
 
 
 def _do_nothing() -> None:

@@ -328,6 +328,8 @@ class Muon(torch.optim.Optimizer):
         # Group after group: ranks of one may not be in the next, and all must keep one order.
         # Unshared matrices run under the first exchange, which leaves no tasks to the others.
         try:
+            # All are there before the first exchange, so that an error can end all.
+            self._owner_groups.connect(group for group in groups if group is not None)
             for group in groups:
                 assert group is not None  # a rank alone shares nothing
                 run_rounds(self._exchanges(group, updates, options), lambda: run(tasks, options))

@@ -119,9 +119,14 @@ class OwnerGroups:
             self._comm_streams[device] = make_comm_stream(device)
         return self._comm_streams[device]
 
+    def connect(self, groups: Iterable[OwnerGroup]) -> None:
+        """Connect ``groups``, which is collective over each of them at the first call."""
+        for group in groups:
+            group.connect(self._cache_of(group.mesh_info))
+
     def begin_step(self, group: OwnerGroup) -> None:
         """Connect ``group``, and report to the error monitor that this rank begins to exchange."""
-        group.connect(self._cache_of(group.mesh_info))
+        self.connect([group])
         if group.mesh_info is not None:
             group.mesh_info.error_monitor.begin_exchange("an optimizer's step", group.group)
 
@@ -171,6 +176,8 @@ class OwnerGroups:
 
     def abort(self, error: BaseException) -> None:
         """End the exchanges in which other ranks wait for this one, whose step ``error`` ended."""
+        for comm_stream in self._comm_streams.values():
+            comm_stream.before_compute()  # what is under way may still use its buffers
         connected = [group for group in self._groups.values() if group.is_connected]
         for mesh_info in {group.mesh_info for group in connected}:
             if mesh_info is not None:

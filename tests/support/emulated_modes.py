@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import pickle
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -89,6 +92,47 @@ def layer_wise_in_rounds() -> None:
     with patch.object(exchange, "ROUND_ELEMENTS", 60):
         for dims in ((4,), (2, 2)):
             Program(dims=dims, optimizer=layer_wise).train(1)
+
+
+@mode
+def layer_wise_that_raised() -> None:
+    """New tensors get the memory of buffers that exchanges under way may still use."""
+    left = 0
+
+    class Raising(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            nonlocal left
+            left -= 1
+            if not left:
+                raise ArithmeticError("planned")
+            return super().step(closure)
+
+    def layer_wise(model: nn.Module, lr: float) -> LayerWise:
+        return LayerWise(model, partial(Raising, lr=lr))
+
+    with patch.object(exchange, "ROUND_ELEMENTS", 60):
+        for steps in (1, 2):
+            program: Any = Program(optimizer=layer_wise)
+            program.train(1)
+            program.backward()
+            left = steps
+            with suppress(ArithmeticError):
+                program.optimizer.step()
+            assert not left
+            gc.collect()
+            for size in range(8, 400, 4):
+                program.kept = [torch.zeros(size, device="emulated") for _ in range(3)]
+
+
+@mode
+def layer_wise_loaded_before_a_step() -> None:
+    """Offloaded: states lie where matrices are stepped."""
+    options: Any = {"optimizer": layer_wise, "shard_options": dict(OFFLOAD)}
+    trained_one = Program(**options)
+    trained_one.train(1)
+    loaded = Program(**options)
+    loaded.optimizer.load_state_dict(copy.deepcopy(trained_one.optimizer.state_dict()))
+    loaded.train(1)
 
 
 for name, layout in {**LAYOUTS, "rows": PerTensor()}.items():
