@@ -108,11 +108,11 @@ def test_products_in_float8_take_what_was_measured(
 
 
 @pytest.mark.parametrize(("m", "n", "k", "teraflops"), FLOAT8_MISSED)
-def test_narrow_products_take_a_third_more_than_the_model_says(
+def test_narrow_products_take_a_fourth_more_than_the_model_says(
     m: int, n: int, k: int, teraflops: float
 ) -> None:
     measured = 2 * m * n * k / (teraflops * 1e12)
-    assert 1.25 < measured / product_in_float8(m, n, k) < 1.35
+    assert 1.2 < measured / product_in_float8(m, n, k) < 1.35
 
 
 def test_attention_takes_what_its_kernel_reaches() -> None:
@@ -124,6 +124,30 @@ def test_attention_takes_what_its_kernel_reaches() -> None:
         seconds[is_causal] = costs.seconds - H100.kernel_seconds
     assert seconds[False] == pytest.approx(4 * 2 * 16 * 8192**2 * 128 / (0.35 * 989e12))
     assert seconds[True] == pytest.approx(seconds[False] / 2)
+
+
+@pytest.mark.parametrize(
+    ("size", "measured"), [(1024, 177), (2048, 677), (4096, 789), (8192, 798), (10240, 720)]
+)
+def test_products_take_what_was_measured_by_their_size(size: int, measured: float) -> None:
+    """https://github.com/zzc0721/torch-performance-test-data/issues/79. The last is where the
+    measured one slows down again, which no other source says."""
+    with Costs() as costs:
+        torch.mm(empty(size, size), empty(size, size))
+    rate = 2 * size**3 / costs.seconds
+    assert rate == pytest.approx(measured * 1e12, rel=0.11 if size == 10240 else 0.02)
+
+
+def test_another_kernel_of_attention_has_another_rate() -> None:
+    q = empty(1, 16, 8192, 128)
+    seconds = []
+    for kernel in ("flash", "cudnn"):
+        with Costs(H100.with_attention(kernel)) as costs:
+            F.scaled_dot_product_attention(q, q, q)
+        seconds.append(costs.seconds - H100.kernel_seconds)
+    assert seconds[0] / seconds[1] == pytest.approx(0.62 / 0.35)
+    with pytest.raises(HardwareError, match="no rate for attention by 'cudnn'; there are flash"):
+        A100.with_attention("cudnn")
 
 
 def test_attention_backward_does_two_and_a_half_times_as_much() -> None:

@@ -233,6 +233,9 @@ def simulate(
         str,
         typer.Option(help="standard, fused (one kernel), or chunked: never all logits at once."),
     ] = "standard",
+    attention: Annotated[
+        str, typer.Option(help="flash, as torch has it, or cudnn, also for FlashAttention-3.")
+    ] = "flash",
     compile: Annotated[
         bool, typer.Option("--compile", help="Fuse kernels, as torch.compile does.")
     ] = False,

@@ -77,6 +77,7 @@ class SimulateOptions:
     device: str
     fabric: str
     network: float | None
+    attention: str
     compile: bool
     matmul_stretch: float
     other_stretch: float
@@ -89,7 +90,7 @@ class SimulateOptions:
     out: Path | None
 
     def costs(self) -> Costs:
-        device = Device.read(self.device)
+        device = Device.read(self.device).with_attention(self.attention)
         if self.memory is not None:
             device = replace(device, memory_size=int(self.memory * GIB))
         fabric = Fabric.read(self.fabric)

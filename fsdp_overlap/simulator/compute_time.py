@@ -26,6 +26,9 @@ PRODUCTS_OF = {
     torch.float8_e5m2: "float8",
 }
 
+# Dtypes in which small products are less efficient.
+SMALL = ("bfloat16", "float8")
+
 # Operations that launch no kernel, beside those whose schema says that they return a view.
 FREE = {
     "aten::_unsafe_view",
@@ -86,12 +89,12 @@ def seconds_of(
     moved = bytes_moved(func, args, kwargs, outputs)
     seconds = moved / (device.memory_bandwidth * device.memory_efficiency)
     if flops := flops_of(func, args, kwargs, outputs):
-        seconds = max(seconds, flops / rate_of(device, name, args))
+        seconds = max(seconds, flops / rate_of(device, name, args, flops))
     return seconds + device.kernel_seconds
 
 
-def rate_of(device: Device, name: str, args: Sequence[Any]) -> float:
-    """Return FLOP/s that an operation reaches whose arithmetic is matrix products."""
+def rate_of(device: Device, name: str, args: Sequence[Any], flops: float) -> float:
+    """Return FLOP/s that an operation of so many reaches whose arithmetic is matrix products."""
     dtype = tensors_in(args)[0].dtype
     key = PRODUCTS_OF.get(dtype, "float32")
     if key == "float32" and torch.get_float32_matmul_precision() != "highest":
@@ -103,9 +106,10 @@ def rate_of(device: Device, name: str, args: Sequence[Any]) -> float:
             f"[products.{key}], or use one of {', '.join(device.products)}"
         )
     if "attention" not in name:
-        return products.peak * products.efficiency
-    share = device.attention_backward if "backward" in name else device.attention_forward
-    return products.peak * share
+        share = device.small_products.at(flops) if key in SMALL else 1.0
+        return products.peak * products.efficiency * share
+    attention = device.attentions[device.attention]
+    return products.peak * (attention.backward if "backward" in name else attention.forward)
 
 
 def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> float:

@@ -8,14 +8,15 @@ and GiB is 2^30.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from fsdp_overlap.simulator.tables import Curve, TomlTable, reading
+from fsdp_overlap.simulator.tables import Curve, HardwareError, TomlTable, reading
 
 MICRO, GIGA, TERA, GIB = 1e-6, 1e9, 1e12, 2**30
 PRODUCTS = ("bfloat16", "float8", "float32", "tfloat32", "float64")
+ATTENTIONS = ("flash", "cudnn")
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,14 @@ class MatmulRate:
 
 
 @dataclass(frozen=True)
+class AttentionRate:
+    """The shares of the products' peak that an attention kernel reaches."""
+
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
 class Device:
     """One GPU, and the host that feeds it."""
 
@@ -35,9 +44,11 @@ class Device:
     products: Mapping[str, MatmulRate]
     """By dtype, of those in ``PRODUCTS``: bfloat16 is float16 too, tfloat32 is float32 that is
     rounded."""
-    attention_forward: float
-    """The share of the products' peak that the attention kernel reaches."""
-    attention_backward: float
+    small_products: Curve
+    """The share of the efficiency that products in 8 and 16 bits reach, by their FLOPs."""
+    attentions: Mapping[str, AttentionRate]
+    """By kernel: ``flash`` is torch's, ``cudnn`` also stands for FlashAttention-3 and those of
+    Transformer Engine."""
     memory_bandwidth: float
     """By the data sheet, bytes/s."""
     memory_efficiency: float
@@ -49,6 +60,8 @@ class Device:
     """What the host takes for one operation of an eager program."""
     overlap_slowdown: float
     """How much longer compute takes while a collective runs beside it: 0.1 is ten percent."""
+    attention: str
+    """Which of the kernels there is."""
     variation: float
     """By how much devices of this name differ: the standard deviation of the time of compute, as a
     share of its mean."""
@@ -57,19 +70,32 @@ class Device:
     def read(cls, name_or_path: str | Path) -> Self:
         """Return the device of this name in `hardware/`, or of the TOML file at this path."""
         with reading("device", name_or_path) as top:
+            of_products, memory = top.table("products"), top.table("memory")
             products = {
                 dtype: MatmulRate(
                     table.number("peak_tflops", 1, 1e5) * TERA, table.number("efficiency", 0.01, 1)
                 )
-                for dtype, table in top.table("products").tables(PRODUCTS)
+                for dtype, table in of_products.tables(PRODUCTS)
             }
-            attention, memory = top.table("attention"), top.table("memory")
+            small = Curve(((1.0, 1.0),))
+            if "share_by_gflop" in of_products:
+                small = of_products.curve("share_by_gflop", GIGA)
+            attentions = {
+                kernel: AttentionRate(
+                    table.number("forward_efficiency", 0.01, 1),
+                    table.number("backward_efficiency", 0.01, 1),
+                )
+                for kernel, table in top.table("attention").tables(ATTENTIONS)
+            }
+            if "flash" not in attentions:
+                raise HardwareError(f"{name_or_path}: write a table [attention.flash]")
             host, overlap = top.table("host"), top.table("overlap")
             return cls(
                 name=top.text("name"),
                 products=products,
-                attention_forward=attention.number("forward_efficiency", 0.01, 1),
-                attention_backward=attention.number("backward_efficiency", 0.01, 1),
+                small_products=small,
+                attentions=attentions,
+                attention="flash",
                 memory_bandwidth=memory.number("bandwidth_tb_per_s", 0.01, 100) * TERA,
                 memory_efficiency=memory.number("efficiency", 0.01, 1),
                 memory_size=int(memory.number("size_gib", 1, 10_000) * GIB),
@@ -78,6 +104,19 @@ class Device:
                 overlap_slowdown=overlap.number("slowdown", 0, 2),
                 variation=top.table("variation").number("deviation", 0, 0.2),
             )
+
+    def with_attention(self, kernel: str) -> Self:
+        """Return the device with another attention kernel.
+
+        Raises:
+            HardwareError: its rate is not known.
+        """
+        if kernel not in self.attentions:
+            raise HardwareError(
+                f"{self.name} has no rate for attention by {kernel!r}; there are "
+                f"{', '.join(self.attentions)}"
+            )
+        return replace(self, attention=kernel)
 
 
 @dataclass(frozen=True)
