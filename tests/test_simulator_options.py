@@ -178,11 +178,12 @@ def test_the_command_has_them_all(tmp_path: Path, capsys: pytest.CaptureFixture[
         "--matmul-stretch 1.5 --other-stretch 1.1 --network 50"
     )
     assert run_main("simulate", config, *options.split()) == 0
-    capsys.readouterr()
+    assert "times what was predicted, 1.09 in the middle" in capsys.readouterr().out
     steps = []
     for network in ("400", "50"):
         assert run_main("simulate", config, "--gpus", "64", "--network", network) == 0
         lines = capsys.readouterr().out.splitlines()
+        assert any("fit --matmul-stretch to a run on such devices" in line for line in lines)
         steps.append([float(line.split()[1]) for line in lines if line.startswith("step  ")])
     assert steps[0] < steps[1]  # in ms, and with a decimal
 

@@ -47,6 +47,7 @@ from fsdp_overlap.simulator.models import (
     unpredictable,
 )
 from fsdp_overlap.simulator.plan_code import code_of
+from fsdp_overlap.simulator.uncertainty import describe_uncertainty
 
 LAYOUTS: dict[str, LayoutRule] = {"flat": Flat(), "rows": PerTensor(), "whole": TensorAtomic()}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -290,8 +291,10 @@ def _lines(
     waits = f"{1e3 * prediction.host_bound:.0f} ms, {times}"
     if stretches:
         waits += f", the longest {1e3 * max(each.waited for each in stretches):.1f} ms"
+    is_fitted = costs.matmul_stretch != 1 or costs.profile is not None
     lines = [
         ("step", f"{1e3 * prediction.seconds:.0f} ms"),
+        ("uncertainty", describe_uncertainty(prediction.seconds, is_fitted)),
         ("tokens a step and GPU", f"{training.tokens:.0f}"),
         ("tokens a second and GPU", f"{training.tokens / prediction.seconds:.0f}"),
         (

@@ -31,8 +31,6 @@ def check_linear_dtype(linear_dtype: str | None, tokens: int) -> None:
         return
     if linear_dtype != "float8":
         raise ValueError(f"linear_dtype={linear_dtype!r}: must be float8, or be left out")
-    if find_spec("torchao") is None:
-        raise ValueError("products in float8 need torchao: pip install 'torchao>=0.18'")
     if tokens % MULTIPLE:
         raise ValueError(
             f"products in float8 of {tokens} tokens: the gradient of a weight is summed over the "
@@ -46,8 +44,10 @@ def compute_in_float8(model: nn.Module, gathers: bool) -> None:
     weights also travel in float8, as torchao has it.
 
     Raises:
-        ValueError: no layer can be replaced.
+        ValueError: no layer can be replaced, or there is no torchao.
     """
+    if find_spec("torchao") is None:
+        raise ValueError("products in float8 need torchao: pip install 'torchao>=0.18'")
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     inner = {each for block in find_blocks(model) for each in block.modules()}

@@ -238,7 +238,7 @@ class Training:
 
     @property
     def _every_block(self) -> int:
-        """Of how many blocks one is checkpointed whole. 0 if no number says."""
+        """The number of blocks of which one is checkpointed whole. 0 if none says."""
         option = self.selective_ac_option
         return int(option) if option.isdigit() else 0
 

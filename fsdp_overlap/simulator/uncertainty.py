@@ -1,0 +1,36 @@
+"""What a prediction is worth: how far those of published runs were off."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Uncertainty(NamedTuple):
+    """Steps that were measured, as shares of the predicted ones."""
+
+    least: float
+    median: float
+    most: float
+
+
+# Of 40 rows of 17 tables, scripts/bench/published.py, 26 November 2026: the columns "step as is" and, of those
+# 29 that were fitted to another table of the same devices, "step fitted".
+AS_IS = Uncertainty(0.97, 1.42, 1.56)
+FITTED = Uncertainty(0.80, 1.09, 1.31)
+
+
+def describe_uncertainty(seconds: float, is_fitted: bool) -> str:
+    """Return what a step may take that was predicted to take ``seconds``, and why.
+
+    Args:
+        is_fitted: whether products take as long as they did in a run on the same devices.
+    """
+    known = FITTED if is_fitted else AS_IS
+    low, high = (f"{1e3 * seconds * share:.0f}" for share in (known.least, known.most))
+    said = (
+        f"{low} to {high} ms: published steps took {known.least:.2f} to {known.most:.2f} times "
+        f"what was predicted, {known.median:.2f} in the middle"
+    )
+    if is_fitted:
+        return said
+    return f"{said}; fit --matmul-stretch to a run on such devices (docs/scale.md)"

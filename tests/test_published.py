@@ -1,0 +1,60 @@
+"""The published runs that predictions are compared with, as far as they can be checked without
+predicting them, which takes long."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_overlap.simulator import Device, Fabric
+from fsdp_overlap.simulator.models import model_of
+
+
+@pytest.fixture(scope="module")
+def published() -> Iterator[Any]:
+    folder = str(Path(__file__).parents[1] / "scripts" / "bench")
+    sys.path.insert(0, folder)
+    yield importlib.import_module("published")
+    sys.path.remove(folder)
+
+
+# Of MPT by llm-foundry's tables, which has no biases; of the others by their model cards.
+SIZES = {
+    "qwen3_30b": 30_532_122_624,
+    "gpt_oss_20b": 20_914_757_184,
+    "gpt_oss_120b": 116_829_156_672,
+    "mpt_125m": 125_311_488,
+    "mpt_350m": 355_985_408,
+    "mpt_760m": 760_470_528,
+    "mpt_1b": 1_315_950_592,
+    "mpt_3b": 2_651_837_440,
+    "mpt_7b": 6_658_859_008,
+    "mpt_13b": 12_853_954_560,
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_models_have_as_many_parameters_as_theirs(published: Any, name: str) -> None:
+    with torch.device("meta"):
+        model = model_of(f"published:{name}")()
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert count == pytest.approx(SIZES[name], rel=0.002 if "mpt" in name else 0)
+
+
+def test_rows_can_be_trained_as_their_tables_say(published: Any) -> None:
+    for table in published.tables():
+        Device.read(table.device).with_attention(table.attention)
+        Fabric.read(table.fabric)
+        assert [row.gpus for row in table.rows] == sorted({row.gpus for row in table.rows})
+        assert table.source.startswith("https://")
+        for row in table.rows:
+            published.replace(table.training, gpus=row.gpus)  # which checks the numbers
+        fitted_to = table.like or table
+        assert fitted_to.device.partition("_")[0] in ("h100", "h200", "a100")
+        assert fitted_to.like is None or fitted_to.like.like is None
