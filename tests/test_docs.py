@@ -65,6 +65,7 @@ def run_blocks(blocks: list[str], name: str) -> None:
         "offloading.md",
         "emulated_device.md",
         "scale.md",
+        "cost_model.md",
     ],
 )
 def test_the_python_examples_run(page: str) -> None:

@@ -190,8 +190,18 @@ def test_what_does_not_fit_is_shown_and_is_an_error(capsys: pytest.CaptureFixtur
     assert "tokens a second and GPU" in shown.out
     assert "it does not fit: it needs" in shown.err
     assert "has 0.2 GiB" in shown.err
-    assert "--checkpointing selective, a smaller --micro-batch-size, --prefetch 0" in shown.err
-    assert "--best finds a plan" in shown.err
+    assert "no single change mends that; --best tries several" in shown.err
+    first, *_ = shown.out.splitlines()
+    assert shown.err == f"error: {first}\n"
+
+
+def test_the_smallest_change_that_would_fit_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
+    options = "--gpus 8 --sequence 65536 --micro-batch-size 4".split()
+    assert run_main("simulate", MODEL, *options, "--memory", "1.5") == 2
+    first, *_ = capsys.readouterr().out.splitlines()
+    change = first.partition("; with ")[2].partition(" it does, in ")[0]
+    assert change.startswith("--")
+    assert run_main("simulate", MODEL, *options, "--memory", "1.5", *change.split()) == 0
 
 
 @pytest.mark.parametrize("option", ["--memory", "--price"])

@@ -1199,6 +1199,7 @@ OTHERS = {
     "_fsdp_owner",  # hung by us on parameters
     "_no_split_modules",  # of models of transformers
     "_is_stateful",  # of models of transformers
+    "_apply_gate",  # of experts of transformers
     "_is_owned",  # of locks, which threading.Condition asks too
 }
 LOOKUPS = ("getattr", "setattr", "hasattr", "delattr", "attrgetter", "methodcaller", "object")

@@ -37,6 +37,7 @@ from fsdp_overlap.simulator import (
     simulate,
 )
 from fsdp_overlap.simulator.choices import ways_to_save
+from fsdp_overlap.simulator.estimate import count_equal_blocks, estimate
 from fsdp_overlap.simulator.hardware import GIB, GIGA
 from fsdp_overlap.simulator.models import (
     check_positions,
@@ -145,12 +146,12 @@ def predict(
             if costs.profile is not None:
                 costs.profile.check_model(model)
         training = Training(layout=LAYOUTS[layout], sequence=sequence, **arguments)
-        if model is not None:
-            print(f"{'parameters':<24} {describe_size(model)}")
+        size = "" if model is None else describe_size(model)
         if options.best:
+            print(f"{'parameters':<24} {size or 'not known before it is made'}\n")
             _search(training, costs, options)
         else:
-            _predict(training, costs, options)
+            _predict(training, costs, options, size)
     except BadInput:
         raise
     except ValueError as error:  # unknown names, numbers that do not go, a missing package
@@ -184,7 +185,8 @@ def _now_and_then() -> Callable[[str], None]:
     return tell
 
 
-def _predict(training: Training, costs: Costs, options: SimulateOptions) -> None:
+def _predict(training: Training, costs: Costs, options: SimulateOptions, size: str) -> None:
+    """``size`` describes the model, if that is known."""
     host = None if options.offload is None else Host.read(options.offload)
     trainings = {training.model: training}
     if options.against_fsdp2:
@@ -198,12 +200,18 @@ def _predict(training: Training, costs: Costs, options: SimulateOptions) -> None
             }
         except Exception as error:  # whatever the code of a model raises
             raise unpredictable(training.model, error) from error
-    prediction = predictions[training.model]
-    offloaded = None
-    if host is not None:
-        offloaded = predict_offload(training, costs, host, prediction)
+        prediction = predictions[training.model]
+        offloaded = None
+        if host is not None:
+            offloaded = predict_offload(training, costs, host, prediction)
+        missing = ""
+        if offloaded is None and not prediction.fits(costs.device):
+            missing = _why_not(training, prediction, costs)
     took = time.perf_counter() - start
+    if missing:
+        console.print(missing, markup=False)
     for name, value in (
+        ("parameters", size or "not known before it is made"),
         *_lines(training, prediction, costs, options.price),
         ("predicted in", f"{took:.0f} s"),
     ):
@@ -232,8 +240,8 @@ def _predict(training: Training, costs: Costs, options: SimulateOptions) -> None
                 f"GPU, and {costs.device.name} has {costs.device.memory_size / GIB:.1f} GiB. Try "
                 "--checkpointing full, or a smaller --micro-batch-size or --sequence"
             )
-    elif not prediction.fits(costs.device):
-        raise BadInput(_why_not(training, prediction, costs.device))
+    elif missing:
+        raise BadInput(missing)
 
 
 def _write_trace(prediction: Prediction, path: Path) -> None:
@@ -312,14 +320,19 @@ def _lines(
     return lines
 
 
-def _why_not(training: Training, prediction: Prediction, device: Device) -> str:
-    saving = ", ".join(ways_to_save(training))
-    tried = f" These take less: {saving}." if saving else ""
-    return (
+def _why_not(training: Training, prediction: Prediction, costs: Costs) -> str:
+    """Return what is missing, and the first change that makes the step fit."""
+    device = costs.device
+    said = (
         f"it does not fit: it needs {prediction.reserved / GIB:.1f} GiB on each GPU, and "
-        f"{device.name} has {device.memory_size / GIB:.1f} GiB.{tried} --best finds a plan that "
-        "fits, if there is one; more GPUs leave less on each"
+        f"{device.name} has {device.memory_size / GIB:.1f} GiB"
     )
+    equal_blocks = count_equal_blocks(training.model)
+    for change, smaller in ways_to_save(training).items():
+        taken = estimate(smaller, costs, equal_blocks)
+        if taken.reserved <= device.memory_size:
+            return f"{said}; with {change} it does, in {1e3 * taken.seconds:.0f} ms"
+    return f"{said}; no single change mends that; --best tries several together, or use more GPUs"
 
 
 def _show_best(

@@ -99,22 +99,29 @@ def _hunger(training: Training) -> tuple[int, ...]:
     )
 
 
-def ways_to_save(training: Training) -> list[str]:
-    """Return what would take less memory, as options of the command."""
+def ways_to_save(training: Training) -> dict[str, Training]:
+    """Return what would take less memory, by the options of the command that say it, in the order
+    of what they change."""
     at = LEANEST_FIRST.index(training.checkpointing)
-    found = [f"--checkpointing {LEANEST_FIRST[at - 1]}"] if at else []
-    if training.micro_batch_size > 1 and training.microbatches > 1:
-        found.append("a smaller --micro-batch-size with more --microbatches")
-    elif training.micro_batch_size > 1:
-        found.append("a smaller --micro-batch-size")
-    if training.microbatches > 1 and not training.reduce_each:
-        found.append("--reduce-each")
-    if training.stage != 3:
-        found.append("--stage 3")
-    elif training.reshard_after_forward is not None:
-        found.append("no --reshard-after-forward")
-    if training.blocks_per_unit > 1:
-        found.append("--blocks-per-unit 1")
+    found = {}
     if training.prefetch > 0:
-        found.append(f"--prefetch {training.prefetch - 1}")
+        less = training.prefetch - 1
+        found[f"--prefetch {less}"] = replace(training, prefetch=less)
+    if training.blocks_per_unit > 1:
+        found["--blocks-per-unit 1"] = replace(training, blocks_per_unit=1)
+    if training.stage != 3:
+        found["--stage 3"] = replace(training, stage=3)
+    elif training.reshard_after_forward is not None:
+        found["no --reshard-after-forward"] = replace(training, reshard_after_forward=None)
+    if training.microbatches > 1 and not training.reduce_each:
+        found["--reduce-each"] = replace(training, reduce_each=True)
+    for kind in reversed(LEANEST_FIRST[:at]):
+        found[f"--checkpointing {kind}"] = replace(training, checkpointing=kind)
+    size = training.micro_batch_size
+    for smaller in (each for each in range(size - 1, 0, -1) if size % each == 0):
+        more = training.microbatches * size // smaller
+        text = f"--micro-batch-size {smaller} --microbatches {more} --reduce-each"
+        found[text] = replace(
+            training, micro_batch_size=smaller, microbatches=more, reduce_each=True
+        )
     return found

@@ -13,8 +13,8 @@ class Uncertainty(NamedTuple):
     most: float
 
 
-# Of 40 rows of 17 tables, scripts/bench/published.py, 26 November 2026: the columns "step as is" and, of those
-# 29 that were fitted to another table of the same devices, "step fitted".
+# Of scripts/bench/published.py, 26 November 2026: of its 40 rows the column "step as is", and of
+# those 29 that were not fitted to themselves "step fitted".
 AS_IS = Uncertainty(0.97, 1.42, 1.56)
 FITTED = Uncertainty(0.80, 1.09, 1.31)
 
