@@ -56,5 +56,4 @@ def test_rows_can_be_trained_as_their_tables_say(published: Any) -> None:
         for row in table.rows:
             published.replace(table.training, gpus=row.gpus)  # which checks the numbers
         fitted_to = table.like or table
-        assert fitted_to.device.partition("_")[0] in ("h100", "h200", "a100")
         assert fitted_to.like is None or fitted_to.like.like is None

@@ -130,6 +130,8 @@ FOUNDRY = "https://github.com/mosaicml/llm-foundry/blob/main/scripts/train/bench
 
 AUTOMODEL = "https://github.com/NVIDIA-NeMo/Automodel/blob/main/docs/performance-summary.md"
 
+RECIPES = "https://github.com/NVIDIA-NeMo/Automodel/tree/main/examples/llm_benchmark"
+
 LLAMA = Training(
     "llama3-8b", gpus=1, micro_batch_size=2, checkpointing="selective", optimizer="torch-adamw"
 )
@@ -245,6 +247,17 @@ def tables() -> tuple[Published, ...]:
         guessed="bfloat16 at rest; its fused kernels are as compiled ones; FlexAttention's rate",
         left_out="windows and sinks of attention",
     )
+    gb200 = Published(
+        "Qwen3 30B-A3B on GB200",
+        RECIPES,
+        "gb200",
+        "nvl72",
+        replace(MIXTURE, micro_batch_size=16, microbatches=4, checkpointing="full"),
+        (Row(8, 28380),),
+        compiles=True,
+        like=h200,
+        guessed="bfloat16 at rest; its fused kernels are as compiled ones; products as on an H200",
+    )
     return (
         eager,
         compiled,
@@ -296,6 +309,34 @@ def tables() -> tuple[Published, ...]:
                 microbatches=4,
             ),
             rows=(Row(64, 7626),),
+        ),
+        gb200,
+        replace(
+            gb200,
+            name="DeepSeek-V3 671B on GB200",
+            training=replace(
+                MIXTURE,
+                model="deepseek-v3",
+                gpus=64,
+                expert_parallel=64,
+                micro_batch_size=2,
+                checkpointing="full",
+            ),
+            rows=(Row(64, 2815, 107.44e9 / GIB),),
+        ),
+        replace(
+            gb200,
+            name="GPT-OSS 120B on GB200",
+            training=replace(
+                MIXTURE,
+                model="published:gpt_oss_120b",
+                gpus=32,
+                expert_parallel=16,
+                micro_batch_size=4,
+                microbatches=4,
+            ),
+            rows=(Row(32, 18693, 154.6e9 / GIB),),
+            left_out="windows and sinks of attention",
         ),
     )
 
