@@ -301,7 +301,8 @@ def test_a_loaded_run_goes_on_as_the_other_would(policy: str) -> None:
     run_ranks(resumes, 2, POLICIES[policy])
 
 
-def fails_in_the_thread(policy: OverlapPolicy) -> None:
+def fails_in_the_thread(policy: OverlapPolicy) -> bool:
+    """Return whether this rank was not told of the error by the reset of one that was faster."""
     twins = pair(policy)
     batches = list(zip(twins[0].batches(4), strict=True))
     for each in twins:
@@ -315,10 +316,13 @@ def fails_in_the_thread(policy: OverlapPolicy) -> None:
             plain_backward(twins[1], batch)
             twins[1].optimizer.step()
 
-    with failing, pytest.raises(RuntimeError, match=r"thread: no room.*ctx\.reset\(\)"):
+    said = r"thread: no room.*ctx\.reset\(\)|called ctx\.reset\(\)"
+    with failing, pytest.raises(RuntimeError, match=said) as raised:
         train_on()
-    with pytest.raises(RuntimeError, match="failed in its thread"):
-        get_state_dict(twins[1].model, twins[1].optimizer)
+    is_first = "no room" in str(raised.value)
+    if is_first:
+        with pytest.raises(RuntimeError, match="failed in its thread"):
+            get_state_dict(twins[1].model, twins[1].optimizer)
     twins[1].ctx.reset()
     twins[1].optimizer.zero_grad()
     set_state_dict(
@@ -329,11 +333,12 @@ def fails_in_the_thread(policy: OverlapPolicy) -> None:
             plain_backward(each, batch)
             step(each, policy)
     same(*twins)
+    return is_first
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_after_an_error_in_the_thread_a_reset_and_a_checkpoint_help(policy: str) -> None:
-    run_ranks(fails_in_the_thread, 2, POLICIES[policy])
+    assert any(run_ranks(fails_in_the_thread, 2, POLICIES[policy]))
 
 
 def held(limit: int, is_idle: bool) -> tuple[int, list[int]]:

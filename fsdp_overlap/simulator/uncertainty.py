@@ -13,8 +13,8 @@ class Uncertainty(NamedTuple):
     most: float
 
 
-# Of scripts/bench/published.py, 26 November 2026: of its 43 rows the column "step as is", and of
-# those 32 that were not fitted to themselves "step fitted".
+# Of the tables in docs/scale.md, 26 November 2026: of 43 rows the column "step as is", and of those
+# 32 that were not fitted to themselves "fitted".
 AS_IS = Uncertainty(0.97, 1.39, 1.61)
 FITTED = Uncertainty(0.80, 1.09, 1.38)
 
