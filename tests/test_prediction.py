@@ -195,6 +195,18 @@ def test_what_does_not_fit_is_shown_and_is_an_error(capsys: pytest.CaptureFixtur
     assert shown.err == f"error: {first}\n"
 
 
+def test_a_change_that_cannot_run_is_not_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise ArithmeticError("planned")
+
+    monkeypatch.setattr("fsdp_overlap.cli.simulate.estimate", fails)
+    options = "--gpus 8 --sequence 65536 --micro-batch-size 4 --memory 1.5".split()
+    assert run_main("simulate", MODEL, *options) == 2
+    assert "no single change mends that" in capsys.readouterr().err
+
+
 def test_the_smallest_change_that_would_fit_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
     options = "--gpus 8 --sequence 65536 --micro-batch-size 4".split()
     assert run_main("simulate", MODEL, *options, "--memory", "1.5") == 2

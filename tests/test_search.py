@@ -378,6 +378,14 @@ def test_the_command_says_that_nothing_fits(
     assert "cannot be predicted: ArithmeticError: planned" in said
 
 
+def test_a_search_whose_plan_has_no_code_is_refused_before_it_begins(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fsdp_overlap.cli.simulate.search", None)
+    assert run_main("simulate", TINY, *"--gpus 64 --best --loss fused".split()) == 2
+    assert "loss='fused': no code for that" in capsys.readouterr().err
+
+
 def broken() -> nn.Module:
     raise ArithmeticError("planned")
 

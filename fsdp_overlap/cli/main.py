@@ -211,7 +211,7 @@ def simulate(
         str, typer.Option(help="none, selective, or full: what is recomputed in backward.")
     ] = "none",
     selective_ac_option: Annotated[
-        str, typer.Option(help="op, or a number: all of every so manieth block is recomputed.")
+        str, typer.Option(help="op, or N: recompute all of every N-th block.")
     ] = "op",
     blocks_per_unit: Annotated[int, typer.Option(help="Blocks that are gathered as one.")] = 1,
     stage: Annotated[int, typer.Option(help="ZeRO stage: 3 frees weights after each use.")] = 3,

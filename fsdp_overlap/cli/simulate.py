@@ -165,6 +165,7 @@ def _search(training: Training, costs: Costs, options: SimulateOptions) -> None:
         other = "--against-fsdp2" if options.against_fsdp2 else "--expert-parallel"
         raise BadInput(f"--best and {other}: leave one of the two out")
     start = time.perf_counter()
+    code_of(training)  # which may not be able to say all of it: better now than after minutes
     console = Console(stderr=True)
     with console.status(f"{training.model} on {training.gpus} GPUs") as status:
         tell = status.update if console.is_terminal else _now_and_then()
@@ -329,7 +330,10 @@ def _why_not(training: Training, prediction: Prediction, costs: Costs) -> str:
     )
     equal_blocks = count_equal_blocks(training.model)
     for change, smaller in ways_to_save(training).items():
-        taken = estimate(smaller, costs, equal_blocks)
+        try:
+            taken = estimate(smaller, costs, equal_blocks)
+        except Exception:  # experts may need more tokens, or a model all of a batch
+            continue
         if taken.reserved <= device.memory_size:
             return f"{said}; with {change} it does, in {1e3 * taken.seconds:.0f} ms"
     return f"{said}; no single change mends that; --best tries several together, or use more GPUs"

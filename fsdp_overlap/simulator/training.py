@@ -130,7 +130,7 @@ class Training:
         checkpointing: what blocks keep for backward: ``"none"`` recomputes, ``"full"`` keeps their
             inputs alone, ``"selective"`` is as ``selective_ac_option`` says.
         selective_ac_option: ``"op"`` keeps attention's and every second product's output too, as
-            torchtitan's default does; a number checkpoints all of every so manieth block.
+            torchtitan's default does; a number ``N`` checkpoints all of every N-th block.
         blocks_per_unit: how many blocks one ``fully_shard`` call takes.
         stage: as :meth:`FSDPModule.set_zero_stage` takes it. 3 frees weights after each use.
         layout: as :class:`FsdpContext` takes it.
