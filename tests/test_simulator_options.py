@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -146,6 +148,66 @@ def test_compiled_kernels_read_and_write_what_is_used_before_and_after() -> None
     # The next forward's kernel is another one.
     twice = chain_in(replace(COSTS, compiles=True), 2)
     assert twice == pytest.approx(2 * compiled)
+
+
+def seconds_of(costs: Costs, forward: Callable[[torch.Tensor, torch.Tensor], object]) -> float:
+    """Of ``forward(x, rows)``, where ``rows`` are half as many as those of ``x``."""
+
+    def program_of(run: Callable[[torch.Tensor, torch.Tensor], object]) -> Callable[[], Any]:
+        def program() -> Any:
+            with torch.device("emulated"):
+                x, rows = torch.empty(ROWS, WIDTH), torch.empty(ROWS // 2, dtype=torch.int64)
+
+            def step() -> None:
+                run(x, rows)
+                x[:WIDTH] @ x[:WIDTH]  # the next step's kernel is another one
+
+            return step
+
+        return program
+
+    with_product = (
+        simulate(program_of(run), 1, costs).compute for run in (forward, lambda *_: None)
+    )
+    return next(with_product) - next(with_product)
+
+
+def test_kernels_read_the_rows_they_look_up_and_end_where_they_put_some() -> None:
+    costs, device = replace(COSTS, compiles=True), COSTS.device
+    bandwidth = device.memory_bandwidth * device.memory_efficiency
+    moved, indices = ROWS * WIDTH * 4, ROWS // 2 * 8
+    # Half of the rows are read; nobody reads the output from memory.
+    took = seconds_of(costs, lambda x, rows: x.index_select(0, rows).mul_(2))
+    assert took == pytest.approx((moved / 2 + indices) / bandwidth + device.kernel_seconds)
+    # The sum is read, the zeros are not; a second kernel reads what the first has written.
+    took = seconds_of(
+        costs, lambda x, rows: torch.zeros_like(x).index_add(0, rows, x[: ROWS // 2] + 1).mul(2)
+    )
+    first = moved / 2 + indices + moved
+    assert took == pytest.approx((first + moved) / bandwidth + 2 * device.kernel_seconds)
+
+
+def test_collectives_and_optimizers_are_no_part_of_a_kernel() -> None:
+    def program() -> Any:
+        with torch.device("emulated"):
+            weight = nn.Parameter(torch.empty(ROWS, WIDTH))
+            weight.grad = torch.empty(ROWS, WIDTH)
+        optimizer = torch.optim.AdamW([weight], fused=True)
+
+        def step() -> None:
+            optimizer.step()
+            dist.all_reduce(weight.detach() * 2)
+
+        return step
+
+    device = COSTS.device
+    moved = ROWS * WIDTH * 4 / (device.memory_bandwidth * device.memory_efficiency)
+    eager, compiled = (
+        simulate(program, GPUS, replace(COSTS, compiles=each)).compute for each in (False, True)
+    )
+    # The product by two is read and written: four reads and three writes are the optimizer's.
+    assert compiled == pytest.approx(eager)
+    assert compiled > (7 + 2) * moved
 
 
 def test_what_backward_reads_is_written_or_computed_again(config: str) -> None:

@@ -115,6 +115,10 @@ class Clock:
         ready: float,
     ) -> float:
         ranks, name = dist.get_process_group_ranks(group), group.group_name
+        if self.costs.compiles:
+            written = self.pace * self.costs.before(operation, stream, self.fusion)
+            self.computed += written
+            ready = self._disturbed(ready, written)
         # NCCL runs the collectives of a communicator one after the other, on whatever streams.
         ready = max(ready, self.ended.get(name, 0.0))
         link = self.links.setdefault(self.costs.link(ranks), LinkSchedule())

@@ -17,7 +17,7 @@ from fsdp_overlap.simulator.collective_time import (
     seconds_of_list,
 )
 from fsdp_overlap.simulator.compute_time import flops_of, seconds_of
-from fsdp_overlap.simulator.fusion import Fusion
+from fsdp_overlap.simulator.fusion import Fusion, is_fused
 from fsdp_overlap.simulator.hardware import Device, Fabric
 from fsdp_overlap.simulator.nccl_tuning import Kind
 from fsdp_overlap.simulator.profile import Profile
@@ -60,14 +60,21 @@ class Costs:
 
     def compiled(self, operation: Operation, stream: Queue, fusion: Fusion) -> float:
         """Return what ``operation`` adds to the time of the kernels that ``fusion`` makes."""
-        if operation.call is None or self._flops(operation) or not fusion.fuses(operation):
-            written, seconds = fusion.end_kernel(operation, stream), self.compute(operation)
-            return seconds + self.other_stretch * written / self._bandwidth
+        if not self.is_fused(operation):
+            return self.before(operation, stream, fusion) + self.compute(operation)
         if not self._compute(operation):  # a view
             return 0.0
         moved, begins = fusion.bytes_of(operation, stream)
         seconds = moved / self._bandwidth + begins * self.device.kernel_seconds
         return self.other_stretch * seconds
+
+    def is_fused(self, operation: Operation) -> bool:
+        """Return whether ``operation`` becomes a part of a kernel, if kernels are fused."""
+        return is_fused(operation) and not self._flops(operation)
+
+    def before(self, operation: Operation, stream: Queue, fusion: Fusion) -> float:
+        """Return what kernels take to write what ``operation``, which is not fused, then reads."""
+        return self.other_stretch * fusion.end_kernel(operation, stream) / self._bandwidth
 
     @property
     def _bandwidth(self) -> float:

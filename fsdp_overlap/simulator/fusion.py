@@ -1,39 +1,55 @@
 """Which kernels ``torch.compile`` fuses, and what memory they then read and write.
 
-Operations between two matrix products (or attention, lookups, collectives and the library's own
+Operations between two matrix products (or attention, sorts, collectives and the library's own
 copies) become one kernel. It reads what was there before, once, and writes what others read later.
-What backward reads of it is computed again, if that reads less.
+Of a table it reads the rows that it looks up; where it adds to rows, or puts them elsewhere, it
+ends.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from fsdp_overlap.emulator import Operation
+from fsdp_overlap.emulator.dispatch import tensors_in
 from fsdp_overlap.emulator.queues import Queue
+from fsdp_overlap.simulator.compute_time import OVERWRITES, PICKED_FROM
 
 # Operations that stay kernels of their own, beside matrix products, convolutions and attention.
-APART = (
-    "aten::_foreach",
-    "aten::_fused",
-    "aten::embedding",
-    "aten::index",
+APART = ("aten::_foreach", "aten::_fused", "aten::sort", "aten::topk", "aten::histc", "fsdp::")
+
+# Operations that put rows where an index says: the last ones of a kernel.
+SCATTERS = (
     "aten::_index_put",
+    "aten::embedding_dense_backward",
+    "aten::index_add",
+    "aten::index_put",
     "aten::scatter",
-    "aten::sort",
-    "aten::topk",
-    "aten::histc",
-    "fsdp::",
 )
+
+RECOMPUTE = "recompute"
+"""What a kernel does that computes a tensor again for backward."""
+
+
+def is_fused(operation: Operation) -> bool:
+    """Return whether an operation without matrix products becomes a part of a kernel."""
+    return operation.name == RECOMPUTE or not (
+        operation.call is None or _name(operation).startswith(APART)
+    )
+
+
+def is_recomputed(operation: Operation) -> bool:
+    """Return whether backward may run a fused operation again: none that moves rows."""
+    return _name(operation) not in PICKED_FROM and not _name(operation).startswith(SCATTERS)
 
 
 @dataclass(eq=False)
 class FusedKernel:
-    """What one kernel has read so far: bytes, and the storages."""
+    """What one kernel has read so far: the storages."""
 
-    nbytes: int
     read: set[int]
 
 
@@ -45,30 +61,32 @@ class Fusion:
         self._made_by: dict[int, FusedKernel] = {}
         """The kernel that has computed a storage's tensor, while nobody has read it from memory."""
 
-    def fuses(self, operation: Operation) -> bool:
-        """Return whether an operation that is no product becomes a part of a kernel."""
-        return not operation.name.startswith(APART)
-
     def bytes_of(self, operation: Operation, stream: Queue) -> tuple[int, bool]:
         """Return the bytes that a fused operation moves, and whether it begins a kernel."""
         begins = stream not in self._current
-        kernel = self._current.setdefault(stream, FusedKernel(0, set()))
+        kernel = self._current.setdefault(stream, FusedKernel(set()))
         moved = 0
-        for tensor in operation.reads:
+        for tensor, nbytes in _reads(operation):
             key = _key(tensor)
             if self._made_by.get(key) is not kernel and key not in kernel.read:
                 kernel.read.add(key)
-                moved += self._load(tensor)
-        kernel.nbytes += moved
+                moved += self._store(tensor) + nbytes
+        ends = _name(operation).startswith(SCATTERS)
         for tensor in operation.writes:
-            self._made_by[_key(tensor)] = kernel
+            if ends:
+                moved += tensor.nbytes
+                self._made_by.pop(_key(tensor), None)
+            else:
+                self._made_by[_key(tensor)] = kernel
+        if ends:
+            del self._current[stream]
         return moved, begins
 
     def end_kernel(self, operation: Operation, stream: Queue) -> int:
         """Return the bytes that kernels have written because ``operation``, which is not fused,
         reads them."""
         self._current.pop(stream, None)
-        moved = sum(self._store(tensor) for tensor in operation.reads)
+        moved = sum(self._store(tensor) for tensor, _ in _reads(operation))
         for tensor in operation.writes:
             self._made_by.pop(_key(tensor), None)
         return moved
@@ -76,11 +94,25 @@ class Fusion:
     def _store(self, tensor: torch.Tensor) -> int:
         return 0 if self._made_by.pop(_key(tensor), None) is None else tensor.nbytes
 
-    def _load(self, tensor: torch.Tensor) -> int:
-        """Return the bytes of reading a tensor, which somebody must have written, or of computing
-        it again."""
-        maker = self._made_by.get(_key(tensor))
-        return tensor.nbytes if maker is None else min(2 * tensor.nbytes, maker.nbytes)
+
+def _reads(operation: Operation) -> Iterator[tuple[torch.Tensor, int]]:
+    """Yield what an operation reads, and the bytes that it reads of it."""
+    call, name = operation.call, _name(operation)
+    table: torch.Tensor | None = None
+    if call is not None and name in PICKED_FROM:
+        table = tensors_in(call.args[PICKED_FROM[name]])[0]
+    picked = sum(tensor.nbytes for tensor in operation.writes)
+    for tensor in operation.reads:
+        yield tensor, min(picked, tensor.nbytes) if tensor is table else tensor.nbytes
+    is_edit = call is not None and call.func._schema.is_mutable and name not in OVERWRITES
+    if is_edit or operation.group is not None:
+        for tensor in operation.writes:
+            yield tensor, tensor.nbytes
+
+
+def _name(operation: Operation) -> str:
+    call = operation.call
+    return operation.name if call is None else str(call.func._schema.name)
 
 
 def _key(tensor: torch.Tensor) -> int:

@@ -119,6 +119,12 @@ class Ledger(Allocator):
         # The host takes memory long before compute comes to use it.
         return max(self._device.host.ends, self._device.default.ends)
 
+    def is_parameter(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor on the device is a parameter, or a view of a full buffer."""
+        return any(
+            self.kind_of(held) in ("parameters", "full buffers") for held in self._held([tensor])
+        )
+
     def kind_of(self, held: Allocation) -> MemoryKind:
         if held.phase == "building":
             return "parameters"
@@ -201,6 +207,8 @@ class ObservedDevice(EmulatedDevice):
         self.allocator: Ledger = Ledger(self)
         self.stretches: list[HostBoundStretch] = []
         self.collectives: list[ObservedCollective] = []
+        self.watchers: list[Callable[[Operation], None]] = []
+        """Called with each operation that runs on the device."""
         self._is_late = False
         """Whether compute waited for the host before its last operation."""
 
@@ -210,6 +218,8 @@ class ObservedDevice(EmulatedDevice):
         if on_host:
             return
         self.allocator.note(operation, stream)
+        for watch in self.watchers:
+            watch(operation)
         if operation.group is not None:
             nbytes = sum(tensor.nbytes for tensor in full_of(operation))
             ranks = dist.get_process_group_ranks(operation.group)

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.emulator import fake_ranks, running, torch_module
+from fsdp_overlap.emulator import Operation, fake_ranks, running, torch_module
 from fsdp_overlap.emulator.ranks import FakeProcessGroup
 from fsdp_overlap.profiling import RankReport, read_report
 from fsdp_overlap.simulator.clock import Clock
 from fsdp_overlap.simulator.costs import Costs
+from fsdp_overlap.simulator.fusion import is_recomputed
 from fsdp_overlap.simulator.hardware import Device, Fabric
 from fsdp_overlap.simulator.observed import (
     HostBoundStretch,
@@ -25,6 +26,7 @@ from fsdp_overlap.simulator.observed import (
     counters,
     traffic,
 )
+from fsdp_overlap.simulator.partitioner import Partitioner
 from fsdp_overlap.simulator.trace import TracedRange, marking, trace_of
 
 Step = Callable[[], object]
@@ -112,6 +114,8 @@ def simulate(program: Callable[[], Step], world_size: int, costs: Costs) -> Pred
     ledger = device.allocator
     with fake_ranks(world_size, BACKEND), running(device), marking(device) as marks:
         step = program()
+        if costs.compiles:
+            step = _compiled(step, device, costs)
         torch_module.empty_cache()
         torch_module.reset_peak_memory_stats()
         ledger.phase, built = "training", ledger.position
@@ -143,3 +147,19 @@ def simulate(program: Callable[[], Step], world_size: int, costs: Costs) -> Pred
             collectives=device.collectives,
             trace=trace,
         )
+
+
+def _compiled(step: Step, device: ObservedDevice, costs: Costs) -> Step:
+    """Return ``step``, in which autograd keeps what it would of a compiled model."""
+    partitioner = Partitioner(device)
+
+    def watch(operation: Operation) -> None:
+        partitioner.record(operation, costs.is_fused(operation) and is_recomputed(operation))
+
+    device.watchers.append(watch)
+
+    def run() -> None:
+        with partitioner.saving():
+            step()
+
+    return run
