@@ -131,7 +131,8 @@ def training(**options: Any) -> Training:
     ids=str,
 )
 def test_short_models_tell_what_the_whole_takes(options: dict[str, Any]) -> None:
-    plan = training(model=LONGER if "blocks_per_unit" in options else LONG, **options)
+    needs_more = "blocks_per_unit" in options or "prefetch" in options
+    plan = training(model=LONGER if needs_more else LONG, **options)
     blocks = count_equal_blocks(plan.model)
     told, took = estimate(plan, COSTS, blocks), measure(plan, COSTS)
     assert told.seconds == pytest.approx(took.seconds, rel=0.01)

@@ -131,6 +131,9 @@ def test_the_slowest_of_many_devices() -> None:
         assert expected_maximum(count) == pytest.approx(mean, abs=1e-5)
     device = replace(Device.read("h100_sxm"), variation=0.02)
     assert Costs(device, H100).slowest(100) == pytest.approx(1 + 0.02 * 2.50759)
+    # Of 259 that were rented, the fastest and the slowest lie 34.5% apart.
+    rented = Costs(device.rented(), H100)
+    assert 2 * (rented.slowest(259) - 1) == pytest.approx(0.345, abs=0.001)
 
 
 def test_stretched_compute_takes_so_many_times_as_long() -> None:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fsdp_overlap.simulator import Costs, Device, Fabric, Prediction, Training, simulate
+from fsdp_overlap.simulator.uncertainty import KNOWN
 from support.cli_runs import run_main
 from support.predicted import GPUS, kernels, predict, write_config
 
@@ -232,6 +233,15 @@ def test_products_and_all_else_are_stretched_apart() -> None:
     assert products >= 2 * flops / (rate.peak * rate.efficiency)
 
 
+def test_products_reach_less_in_training() -> None:
+    """And nothing else."""
+    device = replace(COSTS.device, share_in_training=1.0)
+    alone = replace(COSTS, device=device)
+    slower = replace(COSTS, device=replace(device, share_in_training=0.5))
+    assert chain_in(slower) == pytest.approx(chain_in(replace(alone, matmul_stretch=2.0)))
+    assert chain_in(slower) > 1.1 * chain_in(alone)
+
+
 def test_the_command_has_them_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_config(CONFIG | {"hidden_size": 1024, "intermediate_size": 4096}, tmp_path)
     options = (
@@ -240,14 +250,15 @@ def test_the_command_has_them_all(tmp_path: Path, capsys: pytest.CaptureFixture[
         "--matmul-stretch 1.5 --other-stretch 1.1 --network 50"
     )
     assert run_main("simulate", config, *options.split()) == 0
-    assert "times what was predicted, 1.09 in the middle" in capsys.readouterr().out
+    said = f"times what was predicted, {KNOWN.median:.2f} in the middle"
+    assert said in capsys.readouterr().out
     steps = []
-    for network in ("400", "50"):
-        assert run_main("simulate", config, "--gpus", "64", "--network", network) == 0
+    for others in ("--network 400", "--network 50", "--network 50 --rented"):
+        assert run_main("simulate", config, "--gpus", "64", *others.split()) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert any("fit --matmul-stretch to a run on such devices" in line for line in lines)
+        assert any(line.startswith("uncertainty  ") for line in lines)
         steps.append([float(line.split()[1]) for line in lines if line.startswith("step  ")])
-    assert steps[0] < steps[1]  # in ms, and with a decimal
+    assert steps[0] < steps[1] < steps[2]  # in ms, and with a decimal
 
 
 @pytest.mark.parametrize(

@@ -236,6 +236,9 @@ def simulate(
     attention: Annotated[
         str, typer.Option(help="flash, as torch has it, or cudnn, also for FlashAttention-3.")
     ] = "flash",
+    rented: Annotated[
+        bool, typer.Option("--rented", help="A cloud's GPUs, which differ more than one owner's.")
+    ] = False,
     compile: Annotated[
         bool, typer.Option("--compile", help="Fuse kernels, as torch.compile does.")
     ] = False,

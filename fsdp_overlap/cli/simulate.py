@@ -80,6 +80,7 @@ class SimulateOptions:
     fabric: str
     network: float | None
     attention: str
+    rented: bool
     compile: bool
     matmul_stretch: float
     other_stretch: float
@@ -93,6 +94,8 @@ class SimulateOptions:
 
     def costs(self) -> Costs:
         device = Device.read(self.device).with_attention(self.attention)
+        if self.rented:
+            device = device.rented()
         if self.memory is not None:
             device = replace(device, memory_size=int(self.memory * GIB))
         fabric = Fabric.read(self.fabric)
@@ -300,10 +303,9 @@ def _lines(
     waits = f"{1e3 * prediction.host_bound:.0f} ms, {times}"
     if stretches:
         waits += f", the longest {1e3 * max(each.waited for each in stretches):.1f} ms"
-    is_fitted = costs.matmul_stretch != 1 or costs.profile is not None
     lines = [
         ("step", f"{1e3 * prediction.seconds:.0f} ms"),
-        ("uncertainty", describe_uncertainty(prediction.seconds, is_fitted)),
+        ("uncertainty", describe_uncertainty(prediction.seconds)),
         ("tokens a step and GPU", f"{training.tokens:.0f}"),
         ("tokens a second and GPU", f"{training.tokens / prediction.seconds:.0f}"),
         (

@@ -34,8 +34,7 @@ class Costs:
     device: Device
     fabric: Fabric
     matmul_stretch: float = 1.0
-    """How many times as long matrix products take as the device's numbers say: fitted to a
-    measurement."""
+    """How many times as long matrix products take as the device's numbers say."""
     other_stretch: float = 1.0
     """The same of all other compute, attention among it."""
     profile: Profile | None = None
@@ -54,9 +53,9 @@ class Costs:
 
     def compute(self, operation: Operation) -> float:
         """Return what ``operation`` takes as a kernel of its own."""
-        is_product = self._flops(operation) and "attention" not in operation.name
-        stretch = self.matmul_stretch if is_product else self.other_stretch
-        return stretch * self._compute(operation)
+        return self._compute(operation) * (
+            self.matmul_stretch if self._is_product(operation) else self.other_stretch
+        )
 
     def compiled(self, operation: Operation, stream: Queue, fusion: Fusion) -> float:
         """Return what ``operation`` adds to the time of the kernels that ``fusion`` makes."""
@@ -80,6 +79,9 @@ class Costs:
     def _bandwidth(self) -> float:
         return self.device.memory_bandwidth * self.device.memory_efficiency
 
+    def _is_product(self, operation: Operation) -> bool:
+        return bool(self._flops(operation)) and "attention" not in operation.name
+
     def _flops(self, operation: Operation) -> float:
         call = operation.call
         return 0.0 if call is None else flops_of(call.func, call.args, call.kwargs, call.output)
@@ -91,7 +93,8 @@ class Costs:
                 measured = self.profile.seconds_of(call.func, call.args, call.kwargs)
                 if measured is not None:
                     return measured
-            return seconds_of(self.device, call.func, call.args, call.kwargs, call.output)
+            seconds = seconds_of(self.device, call.func, call.args, call.kwargs, call.output)
+            return seconds / (self.device.share_in_training if self._is_product(operation) else 1)
         nbytes = sum(tensor.nbytes for tensor in (*operation.reads, *operation.writes))
         return self.device.kernel_seconds + nbytes / self._bandwidth
 

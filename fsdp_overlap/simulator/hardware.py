@@ -65,6 +65,11 @@ class Device:
     variation: float
     """By how much devices of this name differ: the standard deviation of the time of compute, as a
     share of its mean."""
+    rented_variation: float = 0.0
+    """The same of devices that a cloud rents out."""
+    share_in_training: float = 1.0
+    """The share of these rates that matrix products reach within a step, beside all else that uses
+    power, caches and memory."""
 
     @classmethod
     def read(cls, name_or_path: str | Path) -> Self:
@@ -77,7 +82,9 @@ class Device:
                 )
                 for dtype, table in of_products.tables(PRODUCTS)
             }
-            small = Curve(((1.0, 1.0),))
+            small, share = Curve(((1.0, 1.0),)), 1.0
+            if "share_in_training" in of_products:
+                share = of_products.number("share_in_training", 0.1, 1)
             if "share_by_gflop" in of_products:
                 small = of_products.curve("share_by_gflop", GIGA)
             attentions = {
@@ -90,6 +97,10 @@ class Device:
             if "flash" not in attentions:
                 raise HardwareError(f"{name_or_path}: write a table [attention.flash]")
             host, overlap = top.table("host"), top.table("overlap")
+            variation = top.table("variation")
+            deviation = rented = variation.number("deviation", 0, 0.2)
+            if "rented_deviation" in variation:
+                rented = variation.number("rented_deviation", 0, 0.2)
             return cls(
                 name=top.text("name"),
                 products=products,
@@ -102,8 +113,14 @@ class Device:
                 kernel_seconds=top.number("kernel_us", 0, 1000) * MICRO,
                 operation_seconds=host.number("operation_us", 0, 1000) * MICRO,
                 overlap_slowdown=overlap.number("slowdown", 0, 2),
-                variation=top.table("variation").number("deviation", 0, 0.2),
+                variation=deviation,
+                rented_variation=rented,
+                share_in_training=share,
             )
+
+    def rented(self) -> Self:
+        """Return the device as clouds rent it out."""
+        return replace(self, variation=self.rented_variation)
 
     def with_attention(self, kernel: str) -> Self:
         """Return the device with another attention kernel.

@@ -13,24 +13,14 @@ class Uncertainty(NamedTuple):
     most: float
 
 
-# Of the tables in docs/scale.md, 26 November 2026: of 43 rows the column "step as is", and of those
-# 32 that were not fitted to themselves "fitted".
-AS_IS = Uncertainty(0.97, 1.39, 1.61)
-FITTED = Uncertainty(0.80, 1.09, 1.38)
+# Of the rows in docs/scale.md, 27 November 2026, without those that devices are fitted to.
+KNOWN = Uncertainty(0.77, 1.13, 1.50)
 
 
-def describe_uncertainty(seconds: float, is_fitted: bool) -> str:
-    """Return what a step may take that was predicted to take ``seconds``, and why.
-
-    Args:
-        is_fitted: whether products take as long as they did in a run on the same devices.
-    """
-    known = FITTED if is_fitted else AS_IS
-    low, high = (f"{1e3 * seconds * share:.0f}" for share in (known.least, known.most))
-    said = (
-        f"{low} to {high} ms: published steps took {known.least:.2f} to {known.most:.2f} times "
-        f"what was predicted, {known.median:.2f} in the middle"
+def describe_uncertainty(seconds: float) -> str:
+    """Return what a step may take that was predicted to take ``seconds``, and why."""
+    low, high = (f"{1e3 * seconds * share:.0f}" for share in (KNOWN.least, KNOWN.most))
+    return (
+        f"{low} to {high} ms: published steps took {KNOWN.least:.2f} to {KNOWN.most:.2f} times "
+        f"what was predicted, {KNOWN.median:.2f} in the middle"
     )
-    if is_fitted:
-        return said
-    return f"{said}; fit --matmul-stretch to a run on such devices (docs/scale.md)"

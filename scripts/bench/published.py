@@ -1,10 +1,9 @@
 """Predict what others measured and published, each beside the measurement.
 
-A table is predicted three times over: as a user would without any measurement, with products
-stretched as another table of the same devices was fitted to, and, where there is no other one, to
-its own first row, which says nothing then. Memory is predicted without any fit. What steps lose
-with scale is the time at a row over the time at the first. Below the tables it says what is guessed
-of them, and what cannot be said.
+Three tables are those that devices' products within training are fitted to, by their first row:
+their errors say nothing. What steps lose with scale is the time at a row over the time at the
+first. Beside it is the deviation of a cluster's GPUs that would explain it. Below the tables it
+says what is guessed of them, and what cannot be said.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 
 import torch
 from rich.console import Console
@@ -20,6 +19,7 @@ from rich.table import Table
 from torch import nn
 
 from fsdp_overlap.simulator import Costs, Device, Fabric, Training
+from fsdp_overlap.simulator.costs import expected_maximum
 from fsdp_overlap.simulator.estimate import StepCost, count_equal_blocks, estimate, measure
 
 GIB = 2**30
@@ -97,7 +97,7 @@ gpt_oss_120b = partial(gpt_oss, 36, 128)
 
 @dataclass(frozen=True)
 class Row:
-    """Tokens a second and GPU, and the GiB that the allocator took if they were published."""
+    """Tokens a second and GPU, and GiB if they were published."""
 
     gpus: int
     tokens: float
@@ -106,8 +106,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Published:
-    """``like``: the table that products are fitted to, if not its own first row. ``guessed``: what
-    the source does not say; ``left_out``: what it says and the simulator cannot be told."""
+    """``is_fitted``: whether products of the device are fitted to the first row. ``guessed``: what
+    the source does not say; ``left_out``: what it says and the simulator cannot be told.
+    ``is_rented``: whether a cloud rents the GPUs out; ``is_allocated``: whether memory is what
+    tensors had, and not what the allocator took."""
 
     name: str
     source: str
@@ -117,7 +119,9 @@ class Published:
     rows: tuple[Row, ...]
     compiles: bool = False
     attention: str = "flash"
-    like: Published | None = None
+    is_rented: bool = False
+    is_fitted: bool = False
+    is_allocated: bool = False
     guessed: str = ""
     left_out: str = ""
 
@@ -174,13 +178,14 @@ def tables() -> tuple[Published, ...]:
         LLAMA,
         (Row(8, 5762, 82.4), Row(128, 5605, 67.0)),
         guessed="400 Gb/s a GPU",
+        is_fitted=True,
     )
     compiled = replace(
         eager,
         name="the same, compiled",
         rows=(Row(8, 6667, 77.0), Row(128, 6514, 62.0)),
         compiles=True,
-        like=eager,
+        is_fitted=False,
     )
     compiled_float8 = replace(
         compiled,
@@ -197,6 +202,8 @@ def tables() -> tuple[Published, ...]:
         (Row(32, 10938, 47.96), Row(64, 10753, 46.97)),
         compiles=True,
         guessed="400 Gb/s a GPU; its memory is less than selective checkpointing keeps",
+        is_fitted=True,
+        is_rented=True,
     )
     h100_mpt = Published(
         "MPT 13B on H100",
@@ -207,6 +214,7 @@ def tables() -> tuple[Published, ...]:
         (Row(8, 4792), Row(16, 4767), Row(32, 4811), Row(64, 4800)),
         guessed="400 Gb/s a GPU",
         left_out=OLD_KERNELS,
+        is_rented=True,
     )
     a100_mpt = Published(
         "MPT 7B on A100 of 40 GB, batch 18",
@@ -216,6 +224,8 @@ def tables() -> tuple[Published, ...]:
         replace(PURE, model="published:mpt_7b", micro_batch_size=18, checkpointing="full"),
         (Row(32, 3725), Row(64, 3665), Row(128, 3623)),
         left_out=OLD_KERNELS,
+        is_fitted=True,
+        is_rented=True,
     )
     smaller = {
         "3b": (6, (Row(32, 9914), Row(64, 9736), Row(128, 9538))),
@@ -233,7 +243,6 @@ def tables() -> tuple[Published, ...]:
         (Row(8, 12040),),
         compiles=True,
         attention="cudnn",
-        like=h200,
         guessed=OF_MIXTURES,
     )
     oss = replace(
@@ -255,7 +264,7 @@ def tables() -> tuple[Published, ...]:
         replace(MIXTURE, micro_batch_size=16, microbatches=4, checkpointing="full"),
         (Row(8, 28380),),
         compiles=True,
-        like=h200,
+        is_allocated=True,
         guessed="bfloat16 at rest; its fused kernels are as compiled ones; products as on an H200",
     )
     return (
@@ -283,7 +292,6 @@ def tables() -> tuple[Published, ...]:
             name="MPT 1B, batch 20",
             training=replace(MPT, model="published:mpt_1b", micro_batch_size=20),
             rows=(Row(16, 46037), Row(32, 45130), Row(64, 44402)),
-            like=h100_mpt,
         ),
         a100_mpt,
         *(
@@ -292,7 +300,7 @@ def tables() -> tuple[Published, ...]:
                 name=f"MPT {size.upper()}, batch {batch}",
                 training=replace(PURE, model=f"published:mpt_{size}", micro_batch_size=batch),
                 rows=rows,
-                like=a100_mpt,
+                is_fitted=False,
             )
             for size, (batch, rows) in smaller.items()
         ),
@@ -322,7 +330,7 @@ def tables() -> tuple[Published, ...]:
                 micro_batch_size=2,
                 checkpointing="full",
             ),
-            rows=(Row(64, 2815, 107.44e9 / GIB),),
+            rows=(Row(64, 2815, 107.44),),
         ),
         replace(
             gb200,
@@ -335,57 +343,53 @@ def tables() -> tuple[Published, ...]:
                 micro_batch_size=4,
                 microbatches=4,
             ),
-            rows=(Row(32, 18693, 154.6e9 / GIB),),
+            rows=(Row(32, 18693, 154.6),),
             left_out="windows and sinks of attention",
         ),
     )
 
 
-def predict(table: Published, gpus: int, matmul_stretch: float = 1.0) -> StepCost:
-    training = replace(table.training, gpus=gpus)
+def device_of(table: Published) -> Device:
     device = Device.read(table.device).with_attention(table.attention)
-    costs = Costs(device, Fabric.read(table.fabric), matmul_stretch, compiles=table.compiles)
+    return device.rented() if table.is_rented else device
+
+
+def predict(table: Published, gpus: int) -> StepCost:
+    training = replace(table.training, gpus=gpus)
+    device = device_of(table)
+    costs = Costs(device, Fabric.read(table.fabric), compiles=table.compiles)
     if training.microbatches == 1:
         return measure(training, costs, with_exposed=False)
     return estimate(training, costs, count_equal_blocks(training.model))
 
 
-@cache
-def fit(table: Published) -> float:
-    """How many times as long products take as the device's numbers say, by the first row."""
-    if table.like is not None:
-        return fit(table.like)
-    first = table.rows[0]
-    measured = table.training.tokens / first.tokens
-    stretch, step = 1.0, 0.2
-    found = predict(table, first.gpus, stretch).seconds
-    while abs(found / measured - 1) > 1e-3:
-        more = predict(table, first.gpus, stretch + step).seconds
-        stretch += step * (measured - found) / (more - found)
-        found = predict(table, first.gpus, stretch).seconds
-    return stretch
-
-
 def lines(table: Published) -> Iterator[list[str]]:
-    stretch = fit(table)
-    seconds = []
+    first, known = table.rows[0], device_of(table).variation
+    took: dict[int, tuple[float, float]] = {}
     for row in table.rows:
-        unfitted, found = predict(table, row.gpus), predict(table, row.gpus, stretch)
-        measured = table.training.tokens / row.tokens
-        seconds.append((measured, found.seconds))
-        is_first = row is table.rows[0]
-        times = zip(seconds[-1], seconds[0], strict=True)
-        losses = ["" if is_first else f"{100 * (now / before - 1):.1f}" for now, before in times]
+        found = predict(table, row.gpus)
+        took[row.gpus] = table.training.tokens / row.tokens, found.seconds
+        loss, predicted, explained = "", "", ""
+        if row is not first:
+            lost, says = (
+                now / before - 1
+                for now, before in zip(took[row.gpus], took[first.gpus], strict=True)
+            )
+            lag = expected_maximum(row.gpus) - expected_maximum(first.gpus)
+            loss, predicted = f"{100 * lost:.1f}", f"{100 * says:.1f}"
+            explained = f"{100 * (known + (lost - says) / lag):.1f}"
         yield [
-            table.name if is_first else "",
+            table.name if row is first else "",
             str(row.gpus),
             f"{row.tokens:.0f}",
-            _error(unfitted.seconds, measured),
-            f"{stretch:.2f}" if is_first else "",
-            "fitted" if is_first and table.like is None else _error(found.seconds, measured),
-            *losses,
+            "fitted"
+            if table.is_fitted and row is first
+            else _error(found.seconds, took[row.gpus][0]),
+            loss,
+            predicted,
+            explained,
             "" if row.memory is None else f"{row.memory:.1f}",
-            f"{found.reserved / GIB:.1f}",
+            f"{(found.memory if table.is_allocated else found.reserved) / GIB:.1f}",
         ]
 
 
@@ -411,11 +415,10 @@ def main() -> None:
         "table",
         "GPUs",
         "tokens/s",
-        "step as is, %",
-        "products",
-        "step fitted, %",
+        "step, %",
         "loss, %",
         "predicted",
+        "deviation, %",
         "GiB",
         "predicted",
     ):
@@ -433,10 +436,9 @@ def main() -> None:
                 progress.print(f"{table.name}: {error}", markup=False)
     console.print(shown)
     for table in chosen:
-        of_like = "" if table.like is None else f"fitted to {table.like.name}; "
         guessed = f"guessed: {table.guessed}; " if table.guessed else ""
         left_out = f"left out: {table.left_out}; " if table.left_out else ""
-        console.print(f"- {table.name}: {of_like}{guessed}{left_out}{table.source}", markup=False)
+        console.print(f"- {table.name}: {guessed}{left_out}{table.source}", markup=False)
 
 
 if __name__ == "__main__":
