@@ -116,7 +116,7 @@ class Clock:
     ) -> float:
         ranks, name = dist.get_process_group_ranks(group), group.group_name
         if self.costs.compiles:
-            written = self.pace * self.costs.before(operation, stream, self.fusion)
+            written = self.pace * self.costs.write_inputs(operation, stream, self.fusion)
             self.computed += written
             ready = self._disturbed(ready, written)
         # NCCL runs the collectives of a communicator one after the other, on whatever streams.

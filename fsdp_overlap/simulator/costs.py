@@ -60,7 +60,7 @@ class Costs:
     def compiled(self, operation: Operation, stream: Queue, fusion: Fusion) -> float:
         """Return what ``operation`` adds to the time of the kernels that ``fusion`` makes."""
         if not self.is_fused(operation):
-            return self.before(operation, stream, fusion) + self.compute(operation)
+            return self.write_inputs(operation, stream, fusion) + self.compute(operation)
         if not self._compute(operation):  # a view
             return 0.0
         moved, begins = fusion.bytes_of(operation, stream)
@@ -71,7 +71,7 @@ class Costs:
         """Return whether ``operation`` becomes a part of a kernel, if kernels are fused."""
         return is_fused(operation) and not self._flops(operation)
 
-    def before(self, operation: Operation, stream: Queue, fusion: Fusion) -> float:
+    def write_inputs(self, operation: Operation, stream: Queue, fusion: Fusion) -> float:
         """Return what kernels take to write what ``operation``, which is not fused, then reads."""
         return self.other_stretch * fusion.end_kernel(operation, stream) / self._bandwidth
 

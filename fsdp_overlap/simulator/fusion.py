@@ -9,7 +9,6 @@ ends.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
@@ -46,30 +45,24 @@ def is_recomputed(operation: Operation) -> bool:
     return _name(operation) not in PICKED_FROM and not _name(operation).startswith(SCATTERS)
 
 
-@dataclass(eq=False)
-class FusedKernel:
-    """What one kernel has read so far: the storages."""
-
-    read: set[int]
-
-
 class Fusion:
     """The kernels of a program, whose operations are given in the order in which they run."""
 
     def __init__(self) -> None:
-        self._current: dict[Queue, FusedKernel] = {}
-        self._made_by: dict[int, FusedKernel] = {}
+        self._current: dict[Queue, set[int]] = {}
+        """The storages that each stream's kernel has read so far."""
+        self._made_by: dict[int, set[int]] = {}
         """The kernel that has computed a storage's tensor, while nobody has read it from memory."""
 
     def bytes_of(self, operation: Operation, stream: Queue) -> tuple[int, bool]:
         """Return the bytes that a fused operation moves, and whether it begins a kernel."""
         begins = stream not in self._current
-        kernel = self._current.setdefault(stream, FusedKernel(set()))
+        kernel = self._current.setdefault(stream, set())
         moved = 0
         for tensor, nbytes in _reads(operation):
             key = _key(tensor)
-            if self._made_by.get(key) is not kernel and key not in kernel.read:
-                kernel.read.add(key)
+            if self._made_by.get(key) is not kernel and key not in kernel:
+                kernel.add(key)
                 moved += self._store(tensor) + nbytes
         ends = _name(operation).startswith(SCATTERS)
         for tensor in operation.writes:
