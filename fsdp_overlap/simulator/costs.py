@@ -53,15 +53,25 @@ class Costs:
 
     def compute(self, operation: Operation) -> float:
         """Return what ``operation`` takes as a kernel of its own."""
-        return self._compute(operation) * (
-            self.matmul_stretch if self._is_product(operation) else self.other_stretch
-        )
+        call = operation.call
+        is_product = bool(self._flops(operation)) and "attention" not in operation.name
+        stretch = self.matmul_stretch if is_product else self.other_stretch
+        if call is None:
+            nbytes = sum(tensor.nbytes for tensor in (*operation.reads, *operation.writes))
+            return stretch * (self.device.kernel_seconds + nbytes / self._bandwidth)
+        if self.profile is not None:
+            measured = self.profile.seconds_of(call.func, call.args, call.kwargs)
+            if measured is not None:
+                return stretch * measured
+        if is_product:
+            stretch /= self.device.share_in_training
+        return stretch * seconds_of(self.device, call.func, call.args, call.kwargs, call.output)
 
     def compiled(self, operation: Operation, stream: Queue, fusion: Fusion) -> float:
         """Return what ``operation`` adds to the time of the kernels that ``fusion`` makes."""
         if not self.is_fused(operation):
             return self.write_inputs(operation, stream, fusion) + self.compute(operation)
-        if not self._compute(operation):  # a view
+        if not self.compute(operation):  # a view
             return 0.0
         moved, begins = fusion.bytes_of(operation, stream)
         seconds = moved / self._bandwidth + begins * self.device.kernel_seconds
@@ -79,24 +89,9 @@ class Costs:
     def _bandwidth(self) -> float:
         return self.device.memory_bandwidth * self.device.memory_efficiency
 
-    def _is_product(self, operation: Operation) -> bool:
-        return bool(self._flops(operation)) and "attention" not in operation.name
-
     def _flops(self, operation: Operation) -> float:
         call = operation.call
         return 0.0 if call is None else flops_of(call.func, call.args, call.kwargs, call.output)
-
-    def _compute(self, operation: Operation) -> float:
-        call = operation.call
-        if call is not None:
-            if self.profile is not None:
-                measured = self.profile.seconds_of(call.func, call.args, call.kwargs)
-                if measured is not None:
-                    return measured
-            seconds = seconds_of(self.device, call.func, call.args, call.kwargs, call.output)
-            return seconds / (self.device.share_in_training if self._is_product(operation) else 1)
-        nbytes = sum(tensor.nbytes for tensor in (*operation.reads, *operation.writes))
-        return self.device.kernel_seconds + nbytes / self._bandwidth
 
     def collective(self, operation: Operation, ranks: Sequence[int]) -> float:
         group, kind = group_of(self.fabric, ranks), cast(Kind, operation.name)
