@@ -3,6 +3,7 @@
 torch.compile keeps results of matrix products, attention, lookups and communication, and computes
 what lies between them again in backward where that needs less memory. This chooses tensor by
 tensor, as autograd saves them; the min-cut partitioner of AOTAutograd sees all of a graph at once.
+What a DTensor or another class of tensors holds is kept.
 """
 
 from __future__ import annotations
