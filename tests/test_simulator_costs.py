@@ -134,6 +134,8 @@ def test_the_slowest_of_many_devices() -> None:
     # Of 259 that were rented, the fastest and the slowest lie 34.5% apart.
     rented = Costs(device.rented(), H100)
     assert 2 * (rented.slowest(259) - 1) == pytest.approx(0.345, abs=0.001)
+    with pytest.raises(HardwareError, match="write rented_deviation, as"):
+        replace(device, rented_variation=None).rented()
 
 
 def test_stretched_compute_takes_so_many_times_as_long() -> None:

@@ -65,8 +65,8 @@ class Device:
     variation: float
     """By how much devices of this name differ: the standard deviation of the time of compute, as a
     share of its mean."""
-    rented_variation: float = 0.0
-    """The same of devices that a cloud rents out."""
+    rented_variation: float | None = None
+    """The same of devices that a cloud rents out, if it is known."""
     share_in_training: float = 1.0
     """The share of these rates that matrix products reach within a step, beside all else that uses
     power, caches and memory."""
@@ -97,8 +97,7 @@ class Device:
             if "flash" not in attentions:
                 raise HardwareError(f"{name_or_path}: write a table [attention.flash]")
             host, overlap = top.table("host"), top.table("overlap")
-            variation = top.table("variation")
-            deviation = rented = variation.number("deviation", 0, 0.2)
+            variation, rented = top.table("variation"), None
             if "rented_deviation" in variation:
                 rented = variation.number("rented_deviation", 0, 0.2)
             return cls(
@@ -113,13 +112,22 @@ class Device:
                 kernel_seconds=top.number("kernel_us", 0, 1000) * MICRO,
                 operation_seconds=host.number("operation_us", 0, 1000) * MICRO,
                 overlap_slowdown=overlap.number("slowdown", 0, 2),
-                variation=deviation,
+                variation=variation.number("deviation", 0, 0.2),
                 rented_variation=rented,
                 share_in_training=share,
             )
 
     def rented(self) -> Self:
-        """Return the device as clouds rent it out."""
+        """Return the device as clouds rent it out.
+
+        Raises:
+            HardwareError: it is not known by how much these differ.
+        """
+        if self.rented_variation is None:
+            raise HardwareError(
+                f"{self.name}: it is not known by how much rented ones differ; write "
+                "rented_deviation, as 0.06, into the table [variation]"
+            )
         return replace(self, variation=self.rented_variation)
 
     def with_attention(self, kernel: str) -> Self:
