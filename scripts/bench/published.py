@@ -212,7 +212,7 @@ def tables() -> tuple[Published, ...]:
         "nvlink4_400g",
         MPT,
         (Row(8, 4792), Row(16, 4767), Row(32, 4811), Row(64, 4800)),
-        guessed="400 Gb/s a GPU",
+        guessed="400 Gb/s a GPU; rented GPUs",
         left_out=OLD_KERNELS,
         is_rented=True,
     )
@@ -223,6 +223,7 @@ def tables() -> tuple[Published, ...]:
         "nvlink3_roce_200g",
         replace(PURE, model="published:mpt_7b", micro_batch_size=18, checkpointing="full"),
         (Row(32, 3725), Row(64, 3665), Row(128, 3623)),
+        guessed="rented GPUs",
         left_out=OLD_KERNELS,
         is_fitted=True,
         is_rented=True,
