@@ -93,6 +93,15 @@ def test_what_is_computed_again_takes_time() -> None:
     assert more.compute - few.compute > 4 * read
 
 
+def test_a_prediction_repeats() -> None:
+    """Wherever its storages lie, of which later ones have the addresses of former ones."""
+    layers = [step_of(gated, 6, COMPILED).compute for _ in range(2)]
+    others = [torch.empty(1000) for _ in range(100)]
+    layers.append(step_of(gated, 6, COMPILED).compute)
+    assert layers == [layers[0]] * 3
+    assert len(others) == 100
+
+
 def test_a_long_row_of_operations_is_not_looked_at_to_its_end() -> None:
     def long(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         for _ in range(2000):

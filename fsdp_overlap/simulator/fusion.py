@@ -9,6 +9,7 @@ ends.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
@@ -45,32 +46,35 @@ def is_recomputed(operation: Operation) -> bool:
     return _name(operation) not in PICKED_FROM and not _name(operation).startswith(SCATTERS)
 
 
+Storages = WeakSet[torch.UntypedStorage]  # an address may have another one later
+
+
 class Fusion:
     """The kernels of a program, whose operations are given in the order in which they run."""
 
     def __init__(self) -> None:
-        self._current: dict[Queue, set[int]] = {}
+        self._current: dict[Queue, Storages] = {}
         """The storages that each stream's kernel has read so far."""
-        self._made_by: dict[int, set[int]] = {}
+        self._made_by: WeakKeyDictionary[torch.UntypedStorage, Storages] = WeakKeyDictionary()
         """The kernel that has computed a storage's tensor, while nobody has read it from memory."""
 
     def bytes_of(self, operation: Operation, stream: Queue) -> tuple[int, bool]:
         """Return the bytes that a fused operation moves, and whether it begins a kernel."""
         begins = stream not in self._current
-        kernel = self._current.setdefault(stream, set())
+        kernel = self._current.setdefault(stream, WeakSet())
         moved = 0
         for tensor, nbytes in _reads(operation):
-            key = _key(tensor)
-            if self._made_by.get(key) is not kernel and key not in kernel:
-                kernel.add(key)
+            storage = tensor.untyped_storage()
+            if self._made_by.get(storage) is not kernel and storage not in kernel:
+                kernel.add(storage)
                 moved += self._store(tensor) + nbytes
         ends = _name(operation).startswith(SCATTERS)
         for tensor in operation.writes:
             if ends:
                 moved += tensor.nbytes
-                self._made_by.pop(_key(tensor), None)
+                self._made_by.pop(tensor.untyped_storage(), None)
             else:
-                self._made_by[_key(tensor)] = kernel
+                self._made_by[tensor.untyped_storage()] = kernel
         if ends:
             del self._current[stream]
         return moved, begins
@@ -81,11 +85,11 @@ class Fusion:
         self._current.pop(stream, None)
         moved = sum(self._store(tensor) for tensor, _ in _reads(operation))
         for tensor in operation.writes:
-            self._made_by.pop(_key(tensor), None)
+            self._made_by.pop(tensor.untyped_storage(), None)
         return moved
 
     def _store(self, tensor: torch.Tensor) -> int:
-        return 0 if self._made_by.pop(_key(tensor), None) is None else tensor.nbytes
+        return 0 if self._made_by.pop(tensor.untyped_storage(), None) is None else tensor.nbytes
 
 
 def _reads(operation: Operation) -> Iterator[tuple[torch.Tensor, int]]:
@@ -106,8 +110,3 @@ def _reads(operation: Operation) -> Iterator[tuple[torch.Tensor, int]]:
 def _name(operation: Operation) -> str:
     call = operation.call
     return operation.name if call is None else str(call.func._schema.name)
-
-
-def _key(tensor: torch.Tensor) -> int:
-    key: int = tensor.untyped_storage()._cdata
-    return key
