@@ -4,6 +4,9 @@ torch.compile keeps results of matrix products, attention, lookups and communica
 what lies between them again in backward where that needs less memory. This chooses tensor by
 tensor, as autograd saves them; the min-cut partitioner of AOTAutograd sees all of a graph at once.
 What a DTensor or another class of tensors holds is kept.
+
+Not as AOTAutograd's: that one keeps what a product reads in backward, so that a Llama layer keeps
+20 units where this keeps 14. Activations without checkpointing are predicted too small.
 """
 
 from __future__ import annotations
