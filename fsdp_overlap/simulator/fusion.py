@@ -41,9 +41,9 @@ def is_fused(operation: Operation) -> bool:
     )
 
 
-def is_recomputed(operation: Operation) -> bool:
-    """Return whether backward may run a fused operation again: none that moves rows."""
-    return _name(operation) not in PICKED_FROM and not _name(operation).startswith(SCATTERS)
+def moves_rows(operation: Operation) -> bool:
+    """Return whether it looks rows up, or puts them elsewhere: backward does not run it again."""
+    return _name(operation) in PICKED_FROM or _name(operation).startswith(SCATTERS)
 
 
 Storages = WeakSet[torch.UntypedStorage]  # an address may have another one later

@@ -119,11 +119,10 @@ class Ledger(Allocator):
         # The host takes memory long before compute comes to use it.
         return max(self._device.host.ends, self._device.default.ends)
 
-    def is_parameter(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor on the device is a parameter, or a view of a full buffer."""
-        return any(
-            self.kind_of(held) in ("parameters", "full buffers") for held in self._held([tensor])
-        )
+    def is_activation(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor on the device holds what compute has taken memory for, and not
+        parameters, gradients or optimizer states."""
+        return any(self.kind_of(held) == "activations" for held in self._held([tensor]))
 
     def kind_of(self, held: Allocation) -> MemoryKind:
         if held.phase == "building":

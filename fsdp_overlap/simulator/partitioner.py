@@ -1,12 +1,9 @@
 """What compiled programs keep for backward.
 
-torch.compile keeps results of matrix products, attention, lookups and communication, and computes
-what lies between them again in backward where that needs less memory. This chooses tensor by
-tensor, as autograd saves them; the min-cut partitioner of AOTAutograd sees all of a graph at once.
-What a DTensor or another class of tensors holds is kept.
-
-Not as AOTAutograd's: that one keeps what a product reads in backward, so that a Llama layer keeps
-20 units where this keeps 14. Activations without checkpointing are predicted too small.
+As AOTAutograd's min-cut partitioner, this keeps what products, attention, lookups and communication
+return, and what they read in backward; what lies between is computed again there if that needs less
+memory. That one sees all of a graph at once, this one chooses tensor by tensor, as autograd saves
+them. Blocks that are checkpointed keep what their checkpoints keep, and DTensors are kept.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from fsdp_overlap.emulator import Operation
-from fsdp_overlap.simulator.fusion import RECOMPUTE
+from fsdp_overlap.simulator.fusion import RECOMPUTE, moves_rows
 from fsdp_overlap.simulator.observed import ObservedDevice
 from fsdp_overlap.torch_internals import disable_current_modes
 
@@ -60,14 +57,17 @@ class Computed:
         return storage
 
 
-@dataclass
-class Dropped:
-    """A saved tensor that is to be computed again, from ``kept``."""
+@dataclass(eq=False)
+class Saved:
+    """What autograd has saved: ``tensor``, or if that is None what it is computed from."""
 
-    kept: Sequence[torch.UntypedStorage]
+    tensor: torch.Tensor | None
+    operation: int
+    """How many operations had run."""
     size: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
+    kept: Sequence[torch.UntypedStorage] = ()
 
 
 class Partitioner:
@@ -78,26 +78,38 @@ class Partitioner:
         self._computed: weakref.WeakKeyDictionary[torch.UntypedStorage, Computed] = (
             weakref.WeakKeyDictionary()
         )
+        self._operations = 0
+        self._undecided: list[Saved] = []
+        """What was saved before the operation that reads it has run."""
 
-    def record(self, operation: Operation, is_recomputed: bool) -> None:
-        """Learn what an operation computes from what. Parameters are there in backward."""
-        call = operation.call
-        is_edit = not is_recomputed or (call is not None and call.func._schema.is_mutable)
-        inputs = tuple(
-            self._of(tensor)
-            for tensor in operation.reads
-            if self._device.is_here(tensor) and not self._device.allocator.is_parameter(tensor)
+    def record(self, operation: Operation, is_fused: bool) -> None:
+        """Learn what an operation computes from what, or that it reads what must be kept.
+        Parameters are there in backward."""
+        self._operations += 1
+        call, device = operation.call, self._device
+        read = [self._of(tensor) for tensor in operation.reads if self._is_activation(tensor)]
+        if not is_fused:
+            for each in read:
+                each.inputs = None
+        is_recomputed = (
+            is_fused
+            and not moves_rows(operation)
+            and not (call is not None and call.func._schema.is_mutable)
+            and all(device.is_here(tensor) or not tensor.dim() for tensor in operation.reads)
         )
         for tensor in operation.writes:
-            if is_edit:
+            if is_recomputed:
+                self._of(tensor).inputs = tuple(read)
+            else:
                 self._of(tensor).storage = None
                 del self._computed[tensor.untyped_storage()]
-            else:
-                self._of(tensor).inputs = inputs
 
     def saving(self) -> AbstractContextManager[Any]:
         """Keep what autograd saves within as a compiled program would."""
         return saved_tensors_hooks(self._pack, self._unpack)
+
+    def _is_activation(self, tensor: torch.Tensor) -> bool:
+        return self._device.is_here(tensor) and self._device.allocator.is_activation(tensor)
 
     def _of(self, tensor: torch.Tensor) -> Computed:
         storage = tensor.untyped_storage()
@@ -105,25 +117,32 @@ class Partitioner:
             self._computed[storage] = Computed(weakref.ref(storage), storage.nbytes())
         return self._computed[storage]
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | Dropped:
-        device = self._device
-        if (
-            type(tensor) not in PLAIN
-            or not tensor.numel()
-            or not device.is_here(tensor)
-            or device.allocator.is_parameter(tensor)
-        ):
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | Saved:
+        self._decide()
+        if type(tensor) not in PLAIN or not tensor.numel() or not self._is_activation(tensor):
             return tensor
-        saved = self._of(tensor)
-        kept = _cheapest(saved, {})
-        storages = [each.keep(device.device_type) for each in kept]
-        if kept == {saved}:
-            return tensor.detach()
-        return Dropped(storages, tensor.shape, tensor.stride(), tensor.dtype)
+        layout = tensor.shape, tensor.stride(), tensor.dtype
+        self._undecided.append(Saved(tensor.detach(), self._operations, *layout))
+        return self._undecided[-1]
 
-    def _unpack(self, saved: torch.Tensor | Dropped) -> torch.Tensor:
+    def _decide(self) -> None:
+        """Choose what to keep of what was saved, once the next operation has run: a product is
+        seen after its operands were saved."""
+        while self._undecided and self._undecided[0].operation < self._operations:
+            saved = self._undecided.pop(0)
+            assert saved.tensor is not None
+            computed = self._of(saved.tensor)
+            kept = _cheapest(computed, {})
+            storages = [each.keep(self._device.device_type) for each in kept]
+            if kept != {computed}:
+                saved.tensor, saved.kept = None, storages
+
+    def _unpack(self, saved: torch.Tensor | Saved) -> torch.Tensor:
+        self._decide()
         if isinstance(saved, torch.Tensor):
             return saved
+        if saved.tensor is not None:
+            return saved.tensor
         output = torch.empty_strided(
             saved.size, saved.stride, dtype=saved.dtype, device=self._device.device_type
         )

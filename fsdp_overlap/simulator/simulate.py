@@ -15,7 +15,6 @@ from fsdp_overlap.emulator.ranks import FakeProcessGroup
 from fsdp_overlap.profiling import RankReport, read_report
 from fsdp_overlap.simulator.clock import Clock
 from fsdp_overlap.simulator.costs import Costs
-from fsdp_overlap.simulator.fusion import is_recomputed
 from fsdp_overlap.simulator.hardware import Device, Fabric
 from fsdp_overlap.simulator.observed import (
     HostBoundStretch,
@@ -154,7 +153,7 @@ def _compiled(step: Step, device: ObservedDevice, costs: Costs) -> Step:
     partitioner = Partitioner(device)
 
     def watch(operation: Operation) -> None:
-        partitioner.record(operation, costs.is_fused(operation) and is_recomputed(operation))
+        partitioner.record(operation, costs.is_fused(operation))
 
     device.watchers.append(watch)
 
