@@ -188,6 +188,37 @@ def test_kernels_read_the_rows_they_look_up_and_end_where_they_put_some() -> Non
     assert took == pytest.approx((first + moved) / bandwidth + 2 * device.kernel_seconds)
 
 
+HALF = WIDTH // 2
+
+
+@pytest.mark.parametrize(
+    ("forward", "units"),
+    [
+        # A half is read once, and so is the other one; a row by its shape alone is the same rows.
+        (lambda x, _: x[:, :HALF] * x[:, HALF:], 1),
+        (lambda x, _: x[:, :HALF].sin() * x[:, :HALF], 0.5),
+        (lambda x, _: x.view(-1).sin() + x.view(-1), 1),
+        # A column that is repeated is read as a column.
+        (lambda x, _: x[:, :1].contiguous().expand(ROWS, WIDTH) * x, 1 + 1 / WIDTH),
+        # Products read a fused tensor in halves, which was written once.
+        (lambda x, _: _halves(x.sin()), 2),
+        # Rows are added where they lie: read there, and written.
+        (lambda x, rows: x.index_add_(0, rows[:8], x[:8]), 3 * 8 / ROWS),
+    ],
+)
+def test_kernels_move_the_bytes_they_touch(
+    forward: Callable[[torch.Tensor, torch.Tensor], object], units: float
+) -> None:
+    costs, device = replace(COSTS, compiles=True), COSTS.device
+    moved = ROWS * WIDTH * 4 / (device.memory_bandwidth * device.memory_efficiency)
+    assert seconds_of(costs, forward) / moved == pytest.approx(units, abs=0.1)
+
+
+def _halves(x: torch.Tensor) -> None:
+    for half in (x[:, :HALF], x[:, HALF:]):
+        half[:8, :8] @ half[:8, :8]
+
+
 def test_collectives_and_optimizers_are_no_part_of_a_kernel() -> None:
     def program() -> Any:
         with torch.device("emulated"):

@@ -95,9 +95,14 @@ class Clock:
             seconds = self.pace * self.costs.compiled(operation, stream, self.fusion)
         else:
             seconds = self.pace * self.costs.compute(operation)
+        return self._compute(operation.name, stream, enqueued, ready, seconds)
+
+    def _compute(
+        self, name: str, stream: Queue, enqueued: float, ready: float, seconds: float
+    ) -> float:
         self.computed += seconds
         end = self._disturbed(ready, seconds)
-        ran = TimedOperation(operation.name, stream.index, enqueued, ready, end)
+        ran = TimedOperation(name, stream.index, enqueued, ready, end)
         self.ran.append(ran)
         rows = self.rows.setdefault(stream, [])
         if rows and ready <= rows[-1].end:
@@ -117,8 +122,8 @@ class Clock:
         ranks, name = dist.get_process_group_ranks(group), group.group_name
         if self.costs.compiles:
             written = self.pace * self.costs.write_inputs(operation, stream, self.fusion)
-            self.computed += written
-            ready = self._disturbed(ready, written)
+            if written:
+                ready = self._compute("write", stream, enqueued, ready, written)
         # NCCL runs the collectives of a communicator one after the other, on whatever streams.
         ready = max(ready, self.ended.get(name, 0.0))
         link = self.links.setdefault(self.costs.link(ranks), LinkSchedule())

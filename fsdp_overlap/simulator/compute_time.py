@@ -144,20 +144,20 @@ def bytes_moved(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outpu
     name = func._schema.name
     if name in SCATTERS:
         # self, then a dimension or not, then indices and values: rows are read and written.
-        others = sum(map(_size, tensors_in(args[1:])))
-        return others + 2 * max(map(_size, tensors_in(args[1:])), default=0)
+        others = sum(map(size_of, tensors_in(args[1:])))
+        return others + 2 * max(map(size_of, tensors_in(args[1:])), default=0)
     skipped = PICKED_FROM.get(name, -1)
     read = [value for at, value in enumerate(args) if at != skipped]
     if name in OVERWRITES:
         read = read[1:]
     if name == "fsdp::all_gather_copy_in":
-        return 2 * sum(map(_size, tensors_in(args[0])))  # into a part of the second
+        return 2 * sum(map(size_of, tensors_in(args[0])))  # into a part of the second
     only_written = {argument.name for argument in func._schema.arguments if argument.is_out}
     read += [value for key, value in kwargs.items() if key not in only_written]
-    moved = sum(map(_size, tensors_in(read)))
+    moved = sum(map(size_of, tensors_in(read)))
     if skipped == 0:
-        moved += sum(map(_size, tensors_in(outputs)))  # what was picked
-    return moved + sum(map(_size, _written(func, args, kwargs, outputs)))
+        moved += sum(map(size_of, tensors_in(outputs)))  # what was picked
+    return moved + sum(map(size_of, _written(func, args, kwargs, outputs)))
 
 
 def _written(
@@ -186,7 +186,7 @@ def _argument(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: s
     return None
 
 
-def _size(tensor: torch.Tensor) -> int:
+def size_of(tensor: torch.Tensor) -> int:
     """Return the bytes of a tensor in memory: expanded dimensions repeat the same ones."""
     numel = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):

@@ -80,6 +80,7 @@ def _short_lengths(training: Training, equal_blocks: int) -> tuple[int, int] | N
     """Return two lengths of short models, whose last unit has as many blocks as that of the
     whole."""
     size = training.blocks_per_unit
+    # What is gathered ahead at the start of forward, and again of backward, is not repeated.
     units = max(ENOUGH_UNITS, -(-ENOUGH_BLOCKS // size), 2 * training.prefetch + 1)
     rest = equal_blocks % size
     few = rest + units * size

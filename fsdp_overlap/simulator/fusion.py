@@ -9,20 +9,22 @@ ends.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from weakref import WeakKeyDictionary, WeakSet
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
 from fsdp_overlap.emulator import Operation
 from fsdp_overlap.emulator.dispatch import tensors_in
+from fsdp_overlap.emulator.memory import Span
 from fsdp_overlap.emulator.queues import Queue
-from fsdp_overlap.simulator.compute_time import OVERWRITES, PICKED_FROM
+from fsdp_overlap.simulator.compute_time import OVERWRITES, PICKED_FROM, size_of
 
 # Operations that stay kernels of their own, beside matrix products, convolutions and attention.
 APART = ("aten::_foreach", "aten::_fused", "aten::sort", "aten::topk", "aten::histc", "fsdp::")
 
 # Operations that put rows where an index says: the last ones of a kernel.
-SCATTERS = (
+ENDS_KERNEL = (
     "aten::_index_put",
     "aten::embedding_dense_backward",
     "aten::index_add",
@@ -43,40 +45,53 @@ def is_fused(operation: Operation) -> bool:
 
 def moves_rows(operation: Operation) -> bool:
     """Return whether it looks rows up, or puts them elsewhere: backward does not run it again."""
-    return _name(operation) in PICKED_FROM or _name(operation).startswith(SCATTERS)
+    return _name(operation) in PICKED_FROM or _name(operation).startswith(ENDS_KERNEL)
 
 
-Storages = WeakSet[torch.UntypedStorage]  # an address may have another one later
+class Kernel:
+    """What one kernel has read so far. An address may have another storage later."""
+
+    def __init__(self) -> None:
+        self._read: WeakKeyDictionary[torch.UntypedStorage, list[Span]] = WeakKeyDictionary()
+
+    def reads(self, tensor: torch.Tensor) -> bool:
+        """Return whether the kernel reads memory for ``tensor`` that it has not read before."""
+        spans, span = self._read.setdefault(tensor.untyped_storage(), []), Span.of(tensor)
+        is_new = not any(earlier.covers(span) for earlier in spans)
+        if is_new:
+            spans.append(span)
+        return is_new
+
+
+class Made(NamedTuple):
+    """What a kernel has computed."""
+
+    kernel: Kernel
+    nbytes: int
 
 
 class Fusion:
     """The kernels of a program, whose operations are given in the order in which they run."""
 
     def __init__(self) -> None:
-        self._current: dict[Queue, Storages] = {}
-        """The storages that each stream's kernel has read so far."""
-        self._made_by: WeakKeyDictionary[torch.UntypedStorage, Storages] = WeakKeyDictionary()
-        """The kernel that has computed a storage's tensor, while nobody has read it from memory."""
+        self._current: dict[Queue, Kernel] = {}
+        self._made: WeakKeyDictionary[torch.UntypedStorage, Made] = WeakKeyDictionary()
+        """What is in memory only if somebody reads it from there."""
 
     def bytes_of(self, operation: Operation, stream: Queue) -> tuple[int, bool]:
         """Return the bytes that a fused operation moves, and whether it begins a kernel."""
         begins = stream not in self._current
-        kernel = self._current.setdefault(stream, WeakSet())
+        kernel = self._current.setdefault(stream, Kernel())
         moved = 0
         for tensor, nbytes in _reads(operation):
-            storage = tensor.untyped_storage()
-            if self._made_by.get(storage) is not kernel and storage not in kernel:
-                kernel.add(storage)
+            made = self._made.get(tensor.untyped_storage())
+            if (made is None or made.kernel is not kernel) and kernel.reads(tensor):
                 moved += self._store(tensor) + nbytes
-        ends = _name(operation).startswith(SCATTERS)
-        for tensor in operation.writes:
-            if ends:
-                moved += tensor.nbytes
-                self._made_by.pop(tensor.untyped_storage(), None)
-            else:
-                self._made_by[tensor.untyped_storage()] = kernel
-        if ends:
+        if _name(operation).startswith(ENDS_KERNEL):
             del self._current[stream]
+            return moved + self._scattered(operation), begins
+        for tensor in operation.writes:
+            self._made[tensor.untyped_storage()] = Made(kernel, size_of(tensor))
         return moved, begins
 
     def end_kernel(self, operation: Operation, stream: Queue) -> int:
@@ -85,11 +100,21 @@ class Fusion:
         self._current.pop(stream, None)
         moved = sum(self._store(tensor) for tensor, _ in _reads(operation))
         for tensor in operation.writes:
-            self._made_by.pop(tensor.untyped_storage(), None)
+            self._made.pop(tensor.untyped_storage(), None)
         return moved
 
+    def _scattered(self, operation: Operation) -> int:
+        """Return the bytes that an operation writes that puts rows somewhere: the rows, which are
+        read there, too, or all of a new tensor."""
+        for tensor in operation.writes:
+            self._made.pop(tensor.untyped_storage(), None)
+        if _is_edit(operation):
+            return 2 * max(map(size_of, operation.reads), default=0)
+        return sum(map(size_of, operation.writes))
+
     def _store(self, tensor: torch.Tensor) -> int:
-        return 0 if self._made_by.pop(tensor.untyped_storage(), None) is None else tensor.nbytes
+        made = self._made.pop(tensor.untyped_storage(), None)
+        return 0 if made is None else made.nbytes
 
 
 def _reads(operation: Operation) -> Iterator[tuple[torch.Tensor, int]]:
@@ -98,13 +123,19 @@ def _reads(operation: Operation) -> Iterator[tuple[torch.Tensor, int]]:
     table: torch.Tensor | None = None
     if call is not None and name in PICKED_FROM:
         table = tensors_in(call.args[PICKED_FROM[name]])[0]
-    picked = sum(tensor.nbytes for tensor in operation.writes)
+    picked = sum(map(size_of, operation.writes))
     for tensor in operation.reads:
-        yield tensor, min(picked, tensor.nbytes) if tensor is table else tensor.nbytes
-    is_edit = call is not None and call.func._schema.is_mutable and name not in OVERWRITES
-    if is_edit or operation.group is not None:
+        nbytes = size_of(tensor)
+        yield tensor, min(picked, nbytes) if tensor is table else nbytes
+    is_row = name.startswith(ENDS_KERNEL)
+    if operation.group is not None or (_is_edit(operation) and not is_row):
         for tensor in operation.writes:
-            yield tensor, tensor.nbytes
+            yield tensor, size_of(tensor)
+
+
+def _is_edit(operation: Operation) -> bool:
+    call = operation.call
+    return call is not None and call.func._schema.is_mutable and _name(operation) not in OVERWRITES
 
 
 def _name(operation: Operation) -> str:

@@ -377,9 +377,11 @@ def lines(table: Published) -> Iterator[list[str]]:
                 now / before - 1
                 for now, before in zip(took[row.gpus], took[first.gpus], strict=True)
             )
-            lag = expected_maximum(row.gpus) - expected_maximum(first.gpus)
+            before, lag = expected_maximum(first.gpus), expected_maximum(row.gpus)
+            # By how much the predicted loss grows with the deviation.
+            slope = (lag - before) / (1 + known * before) * found.compute / found.seconds
             loss, predicted = f"{100 * lost:.1f}", f"{100 * says:.1f}"
-            explained = f"{100 * (known + (lost - says) / lag):.1f}"
+            explained = f"{100 * (known + (lost - says) / slope):.1f}"
         yield [
             table.name if row is first else "",
             str(row.gpus),
