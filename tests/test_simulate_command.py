@@ -355,7 +355,7 @@ def test_a_profile_is_of_the_model_that_is_predicted(
         ([TINY, "--stage", "7"], "set_zero_stage(7): use 1, 2 or 3"),
         ([TINY, "--profile", "no_such.json"], "no_such.json cannot be read as a trace"),
         ([TINY, "--best", "--against-fsdp2"], "--best and --against-fsdp2: leave one of the two"),
-        (["llama3-8b", "--layout", "round"], "must be one of flat, rows, whole"),
+        (["llama3-8b", "--layout", "round"], "must be one of flat, per-tensor, tensor-atomic"),
         (["llama3-8b", "--optimizer", "sgd"], "optimizer='sgd': must be one of adamw, torch-"),
     ],
 )

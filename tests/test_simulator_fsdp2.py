@@ -147,5 +147,5 @@ def test_both_are_shown_beside_each_other(
     assert "ratio" in shown
     assert "exposed communication" in shown
     assert (tmp_path / "fsdp2" / "rank0.json.gz").exists()
-    assert run_main("simulate", MODEL, "--layout", "whole", "--against-fsdp2") == 2
+    assert run_main("simulate", MODEL, "--layout", "tensor-atomic", "--against-fsdp2") == 2
     assert "FSDP2 has nothing like it" in capsys.readouterr().err

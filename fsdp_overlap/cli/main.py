@@ -215,7 +215,7 @@ def simulate(
     ] = "op",
     blocks_per_unit: Annotated[int, typer.Option(help="Blocks that are gathered as one.")] = 1,
     stage: Annotated[int, typer.Option(help="ZeRO stage: 3 frees weights after each use.")] = 3,
-    layout: Annotated[str, typer.Option(help="flat, rows or whole.")] = "flat",
+    layout: Annotated[str, typer.Option(help="flat, per-tensor or tensor-atomic.")] = "flat",
     prefetch: Annotated[int, typer.Option(help="Units gathered ahead.")] = 1,
     dtype: Annotated[
         str, typer.Option(help="Of parameters at rest, and of states: float32 or bfloat16.")

@@ -50,7 +50,11 @@ from fsdp_overlap.simulator.models import (
 from fsdp_overlap.simulator.plan_code import code_of
 from fsdp_overlap.simulator.uncertainty import describe_uncertainty
 
-LAYOUTS: dict[str, LayoutRule] = {"flat": Flat(), "rows": PerTensor(), "whole": TensorAtomic()}
+LAYOUTS: dict[str, LayoutRule] = {
+    "flat": Flat(),
+    "per-tensor": PerTensor(),
+    "tensor-atomic": TensorAtomic(),
+}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LONGEST = 8192
 BEST_HEADER = (

@@ -40,10 +40,10 @@ PLANNING_TARGET, MANY_PLANNING_TARGET, MANY = 0.3, 2.0, 10_000
 
 
 LAYOUTS: dict[str, Layout] = {
-    "whole": TensorAtomic(split=("output.weight",)),
+    "tensor-atomic": TensorAtomic(split=("output.weight",)),
     "equal": TensorAtomic(split=("output.weight",), max_padding=math.inf),
     "flat": Flat(),
-    "blocks": BlockAtomic(rows=128),
+    "block-atomic": BlockAtomic(rows=128),
 }
 
 
@@ -154,7 +154,7 @@ def plan(model: str, ranks: int, kind: str) -> Planned:
 
 def measurement_of(planned: Sequence[Planned]) -> Measurement:
     """Imbalance by number of ranks and, of each model, the headlines."""
-    whole = [one for one in planned if one.layout == "whole"]
+    whole = [one for one in planned if one.layout == "tensor-atomic"]
     figures = []
     for one in whole:
         spread = Spread.of([one.balance.over(one.bound)])
@@ -171,7 +171,7 @@ def measurement_of(planned: Sequence[Planned]) -> Measurement:
             system = f"{model} on {worst.ranks} ranks"
             figures.append(Figure(quantity, system, "", spread, at_most=BALANCE_TARGET))
     for model in dict.fromkeys(one.model for one in planned):
-        whole = [one for one in planned if one.model == model and one.layout == "whole"]
+        whole = [one for one in planned if one.model == model and one.layout == "tensor-atomic"]
         if whole:
             slowest = max(whole, key=lambda one: one.seconds)
             target = MANY_PLANNING_TARGET if slowest.matrices >= MANY else PLANNING_TARGET
@@ -190,7 +190,8 @@ def measurement_of(planned: Sequence[Planned]) -> Measurement:
 def main(
     model: Annotated[str | None, typer.Option(help="Only models whose name holds this.")] = None,
     layout: Annotated[
-        str | None, typer.Option(help="whole, equal, flat or blocks; all if left out.")
+        str | None,
+        typer.Option(help="tensor-atomic, equal, flat or block-atomic; all if left out."),
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Also write the figures here.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw them: .png or .svg.")] = None,

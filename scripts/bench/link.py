@@ -157,7 +157,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--overlap", choices=["both", "on", "off"], default="both")
     args = parser.parse_args()
     if args.optimizer == "muon":
-        args.layout = "whole"
+        args.layout = "tensor-atomic"
     return args
 
 

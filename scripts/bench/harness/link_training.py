@@ -43,9 +43,9 @@ SEQUENCE = 64
 MAX_NORM = 1.0
 LAYOUTS: dict[str, Layout] = {
     "flat": Flat(),
-    "rows": PerTensor(),
-    "blocks": BlockAtomic(rows=128),
-    "whole": TensorAtomic(),
+    "per-tensor": PerTensor(),
+    "block-atomic": BlockAtomic(rows=128),
+    "tensor-atomic": TensorAtomic(),
 }
 
 

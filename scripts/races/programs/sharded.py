@@ -1,6 +1,6 @@
-"""A decoder sharded by this library. Arguments name the layout ("flat", "block", "tensor",
-"per-tensor"), and what else differs: "hsdp", "tensor-parallel", "mixed", "offload", "quantized",
-"muon", "accumulate", "checkpoint", "zero1", "zero2"."""
+"""A decoder sharded by this library. Arguments name the layout ("flat", "block-atomic",
+"tensor-atomic", "per-tensor"), and what else differs: "hsdp", "tensor-parallel", "mixed",
+"offload", "quantized", "muon", "accumulate", "checkpoint", "zero1", "zero2"."""
 
 import os
 import sys
@@ -33,8 +33,8 @@ from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
 GIVEN = set(sys.argv[1:])
 LAYOUTS = {
     "flat": Flat(),
-    "block": BlockAtomic(rows=4),
-    "tensor": TensorAtomic(),
+    "block-atomic": BlockAtomic(rows=4),
+    "tensor-atomic": TensorAtomic(),
     "per-tensor": PerTensor(),
 }
 WORDS, WIDTH, HEADS = 128, 64, 4
