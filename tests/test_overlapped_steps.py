@@ -540,8 +540,9 @@ def keeps_its_failure() -> None:
         plain_backward(twins, batches[1])
         twins.step()
         twins.optimizer = None  # type: ignore[assignment]
-    with pytest.raises(RuntimeError, match="no room"):
-        next(twins.model.parameters()).detach()
+        # The thread may run the step only now, so what fails is still in place.
+        with pytest.raises(RuntimeError, match="no room"):
+            next(twins.model.parameters()).detach()
     twins.ctx.reset()
     next(twins.model.parameters()).detach()
 
