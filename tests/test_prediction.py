@@ -204,7 +204,17 @@ def test_a_change_that_cannot_run_is_not_said(
     monkeypatch.setattr("fsdp_overlap.cli.simulate.estimate", fails)
     options = "--gpus 8 --sequence 65536 --micro-batch-size 4 --memory 1.5".split()
     assert run_main("simulate", MODEL, *options) == 2
-    assert "no single change mends that" in capsys.readouterr().err
+    assert "no single change mends that; --best" in capsys.readouterr().err
+    # Of which --best has no code.
+    options += "--checkpointing selective --selective-ac-option 2 --memory 0.2".split()
+    assert run_main("simulate", MODEL, *options) == 2
+    assert "no single change mends that; use more GPUs" in capsys.readouterr().err
+
+
+def test_sequences_are_shared_by_torchs_attention_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_main("simulate", MODEL, "--context-parallel", "2", "--sequence", "64") == 2
+    said = "context_parallel=2: the model does not call F.scaled_dot_product_attention"
+    assert said in capsys.readouterr().err
 
 
 def test_the_smallest_change_that_would_fit_comes_first(capsys: pytest.CaptureFixture[str]) -> None:

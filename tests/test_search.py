@@ -328,6 +328,13 @@ def test_the_code_of_a_plan_does_what_was_predicted(options: dict[str, Any]) -> 
     assert len(done.collectives) == len(predicted.collectives)
 
 
+def test_the_code_of_a_compiled_plan_compiles_blocks_before_they_are_sharded() -> None:
+    assert "compile" not in code_of(training())
+    code = code_of(training(checkpointing="full"), compiles=True)
+    steps = "partial(checkpoint", "block.compile()", "fully_shard(block"
+    assert sorted(steps, key=code.index) == list(steps)
+
+
 def test_code_says_all_of_a_plan_or_nothing() -> None:
     with pytest.raises(ValueError, match="blocks=3: no code for that"):
         code_of(training(blocks=3))

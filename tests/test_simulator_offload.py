@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fsdp_overlap.layout import PerTensor
 from fsdp_overlap.simulator import Costs, Device, Fabric, Host, Training, predict_offload, simulate
 from fsdp_overlap.simulator.offload import OffloadedUnit, _steady
 from support.cli_runs import run_main
@@ -104,13 +106,30 @@ def test_ranks_share_the_hosts_memory_and_not_the_way_to_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"optimizer": "muon"}, {"microbatches": 2}, {"stage": 2}, {"replicas": 2}]
+    "options",
+    [
+        {"optimizer": "muon"},
+        {"microbatches": 2},
+        {"stage": 2},
+        {"replicas": 2},
+        {"dtype": torch.bfloat16},
+        {"blocks_per_unit": 2},
+        {"layout": PerTensor()},
+        {"reshard_after_forward": 2},
+        {"context_parallel": 2},
+    ],
 )
 def test_what_is_not_predicted_is_said(options: dict[str, Any]) -> None:
     training: Any = Training("llama3-8b", gpus=2, **options)
     resident: Any = None
     with pytest.raises(ValueError, match="leave the other options out"):
         predict_offload(training, COSTS, HOST, resident)
+
+
+def test_one_block_says_nothing_of_others() -> None:
+    resident: Any = None
+    with pytest.raises(ValueError, match="has 1: it must have 2 or more"):
+        predict_offload(Training("llama3-8b", gpus=2, blocks=1), COSTS, HOST, resident)
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

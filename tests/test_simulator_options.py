@@ -298,12 +298,17 @@ def test_the_command_has_them_all(tmp_path: Path, capsys: pytest.CaptureFixture[
         ("--dtype int8", "int8: as a dtype use float32 or bfloat16"),
         ("--loss liger", "loss='liger': must be one of standard, fused, chunked"),
         ("--selective-ac-option every", "must be op, or a number of blocks"),
-        ("--context-parallel 3", "8 GPUs cannot share sequences 3 by 3"),
+        ("--selective-ac-option ²", "must be op, or a number of blocks"),
+        ("--context-parallel 3", "8 GPUs that hold one copy cannot share sequences 3 by 3"),
+        ("--replicas 4 --context-parallel 3", "2 GPUs that hold one copy cannot share sequences"),
         ("--tensor-parallel 2 --loss fused", "leave it at 1, or the others"),
         ("--expert-parallel-comm-backend hybridep", "must be one of standard, deepep"),
+        ("--expert-parallel-comm-backend deepep", "expert_parallel=1, which sends no tokens"),
         ("--network 0", "--network 0: must be more than 0"),
         ("--fabric loopback_2g --network 5", "has one node"),
         ("--matmul-stretch -1", "--matmul-stretch -1: must be more than 0"),
+        ("--memory nan", "--memory nan: must be more than 0, and finite"),
+        ("--price inf", "--price inf: must be more than 0, and finite"),
     ],
 )
 def test_mistakes(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import os
 import sys
 import time
@@ -133,8 +134,9 @@ def predict(
         raise BadInput(f"--layout {layout}: must be one of {', '.join(LAYOUTS)}")
     for name in ("network", "memory", "price", "matmul_stretch", "other_stretch"):
         number = getattr(options, name)
-        if number is not None and number <= 0:
-            raise BadInput(f"--{name.replace('_', '-')} {number:g}: must be more than 0")
+        if number is not None and not 0 < number < math.inf:
+            option = f"--{name.replace('_', '-')} {number:g}"
+            raise BadInput(f"{option}: must be more than 0, and finite")
     dtypes = {"dtype": dtype, "param_dtype": mixed_precision_param}
     dtypes["reduce_dtype"] = mixed_precision_reduce
     for given in dtypes.values():
@@ -172,12 +174,13 @@ def _search(training: Training, costs: Costs, options: SimulateOptions) -> None:
         other = "--against-fsdp2" if options.against_fsdp2 else "--expert-parallel"
         raise BadInput(f"--best and {other}: leave one of the two out")
     start = time.perf_counter()
-    code_of(training)  # which may not be able to say all of it: better now than after minutes
+    # It may not be able to say all of the plan: better now than after minutes.
+    code_of(training, costs.compiles)
     console = Console(stderr=True)
     with console.status(f"{training.model} on {training.gpus} GPUs") as status:
         tell = status.update if console.is_terminal else _now_and_then()
         found = search(training, costs, processes=PROCESSES, progress=tell)
-    _show_best(found, costs.device, options.price, options.out, time.perf_counter() - start)
+    _show_best(found, costs, options.price, options.out, time.perf_counter() - start)
 
 
 def _now_and_then() -> Callable[[str], None]:
@@ -342,11 +345,21 @@ def _why_not(training: Training, prediction: Prediction, costs: Costs) -> str:
             continue
         if taken.reserved <= device.memory_size:
             return f"{said}; with {change} it does, in {1e3 * taken.seconds:.0f} ms"
-    return f"{said}; no single change mends that; --best tries several together, or use more GPUs"
+    tries = "--best tries several together, or " if _is_searched(training) else ""
+    return f"{said}; no single change mends that; {tries}use more GPUs"
+
+
+def _is_searched(training: Training) -> bool:
+    """Return whether ``--best`` takes ``training``."""
+    try:
+        code_of(training)
+    except (ImportError, ValueError):
+        return False
+    return training.expert_parallel == 1
 
 
 def _show_best(
-    found: SearchResult, device: Device, price: float | None, out: Path | None, took: float
+    found: SearchResult, costs: Costs, price: float | None, out: Path | None, took: float
 ) -> None:
     """Print the table, how much better the best plan is than the defaults, and its code. Writes
     the code to ``plan.py`` in ``out``.
@@ -362,8 +375,8 @@ def _show_best(
         least = found.least
         if least is None:
             raise BadInput(f"no plan runs: {said}")
-        needs = f"the least needs {least.taken.reserved / GIB:.1f} GiB"
-        raise BadInput(f"no plan fits in {device.memory_size / GIB:.1f} GiB; {needs} ({said})")
+        has, needs = costs.device.memory_size / GIB, least.taken.reserved / GIB
+        raise BadInput(f"no plan fits in {has:.1f} GiB; the least needs {needs:.1f} GiB ({said})")
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in BEST_HEADER:
         table.add_column(column, justify="right", overflow="fold")
@@ -379,7 +392,7 @@ def _show_best(
         cost = best.training.gpus * best.seconds / 3600 * price
         tokens = best.training.tokens * best.training.gpus
         console.print(f"It costs ${cost:.4f} a step, ${cost / tokens * 1e9:.0f} a billion tokens.")
-    code = code_of(best.training)
+    code = code_of(best.training, costs.compiles)
     print(f"\nThe best as code:\n\n{code}")
     if out is not None:
         with writing(out) as new:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -14,24 +14,29 @@ import torch.nn.functional as F
 from fsdp_overlap.comm.collectives import gather_into, reduce_into
 
 
-def shared_attention(group: dist.ProcessGroup) -> AbstractContextManager[object]:
-    """Return a context in which attention of this rank's tokens sees those of all ranks of
-    ``group``: keys and values are gathered, and their gradients reduced."""
-    attention = partial(_attention, F.scaled_dot_product_attention, group)
-    return patch.object(F, "scaled_dot_product_attention", attention)
+@contextmanager
+def shared_attention(group: dist.ProcessGroup) -> Iterator[None]:
+    """Within, let attention of this rank's tokens see those of all ranks of ``group``: keys and
+    values are gathered, and their gradients reduced.
 
+    Raises:
+        ValueError: no attention was called as ``F.scaled_dot_product_attention``.
+    """
+    of_rank, called = F.scaled_dot_product_attention, False
 
-def _attention(
-    attention: Any,
-    group: dist.ProcessGroup,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *args: Any,
-    **options: Any,
-) -> Any:
-    key, value = (_Gather.apply(each, group) for each in (key, value))
-    return attention(query, key, value, *args, **options)
+    def attend(query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
+        nonlocal called
+        called = True
+        key, value = (_Gather.apply(each, group) for each in (key, value))
+        return of_rank(query, key, value, *args, **options)
+
+    with patch.object(F, "scaled_dot_product_attention", attend):
+        yield
+    if not called:
+        raise ValueError(
+            f"context_parallel={group.size()}: the model does not call "
+            "F.scaled_dot_product_attention, by which ranks share sequences; leave it at 1"
+        )
 
 
 class _Gather(torch.autograd.Function):

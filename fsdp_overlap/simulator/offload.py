@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
+
 from fsdp_overlap.fully_shard import find_blocks
+from fsdp_overlap.layout import Flat
 from fsdp_overlap.optim import OverlapPolicy
 from fsdp_overlap.simulator.costs import Costs
 from fsdp_overlap.simulator.hardware import Fabric, Host
@@ -76,8 +79,8 @@ def predict_offload(
     with a single block. Copies, steps and compute wait for each other as they do in training.
 
     Raises:
-        ValueError: the step is of another optimizer than AdamW, of several microbatches, of
-            experts, replicas or tensor parallelism, or the model has no equal blocks.
+        ValueError: the step has another optimizer than AdamW or another option that is not
+            modelled, or the model has no two equal blocks.
     """
     plain = replace(
         training,
@@ -86,16 +89,27 @@ def predict_offload(
         replicas=1,
         expert_parallel=1,
         tensor_parallel=1,
+        context_parallel=1,
+        blocks_per_unit=1,
+        layout=Flat(),
+        dtype=torch.float32,
+        reshard_after_forward=None,
     )
     model = on_meta(model_of(training.model))
     if plain != training or training.stage != 3 or model is None:
         raise ValueError(
-            "offloading is predicted of AdamW at stage 3, of one microbatch, and without replicas, "
-            "experts or tensor parallelism: leave the other options out"
+            "offloading is predicted of AdamW in float32 at stage 3, of one microbatch, of blocks "
+            "that are a flat unit each, and without replicas or ranks that share experts, products "
+            "or sequences: leave the other options out"
         )
     blocks = find_blocks(model)
     if training.blocks is not None:
         blocks = blocks[: training.blocks]
+    if len(blocks) < 2:
+        raise ValueError(
+            f"offloading is predicted from equal blocks, of which {training.model} has "
+            f"{len(blocks)}: it must have 2 or more"
+        )
     in_block = sum(parameter.numel() for parameter in blocks[0].parameters())
     of_blocks = sum(p.numel() for block in find_blocks(model) for p in block.parameters())
     in_root = sum(parameter.numel() for parameter in model.parameters()) - of_blocks

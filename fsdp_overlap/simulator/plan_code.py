@@ -18,9 +18,9 @@ _TEMPLATE = Path(__file__).parent / "plan.py.jinja"
 _IN_OTHER_WORDS = {"model", "gpus", "replicas", "gather_dtype", "optimizer"}
 
 
-def code_of(training: Training) -> str:
+def code_of(training: Training, compiles: bool = False) -> str:
     """Return a module with two functions: ``shard(model)`` returns an optimizer, and ``train_step``
-    makes a step.
+    makes a step. ``compiles``: whether blocks are compiled.
 
     Raises:
         ValueError: an option is set that the code does not speak of.
@@ -39,6 +39,7 @@ def code_of(training: Training) -> str:
     template = Template(source, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     return template.render(
         plan=training,
+        compiles=compiles,
         optimizer=_OPTIMIZERS[training.optimizer],
         sizes=f"({replicas}, {ranks})" if replicas > 1 else f"({ranks},)",
         names='("replicate", "shard")' if replicas > 1 else '("shard",)',

@@ -127,8 +127,8 @@ class Training:
         micro_batch_size: sequences of a rank in a microbatch.
         sequence: tokens in a sequence, no more than the model has positions.
         microbatches: forwards and backwards before each optimizer step.
-        checkpointing: what blocks keep for backward: ``"none"`` recomputes, ``"full"`` keeps their
-            inputs alone, ``"selective"`` is as ``selective_ac_option`` says.
+        checkpointing: what blocks keep for backward: ``"none"`` keeps all, ``"full"`` their inputs
+            alone, ``"selective"`` is as ``selective_ac_option`` says.
         selective_ac_option: ``"op"`` keeps attention's and every second product's output too, as
             torchtitan's default does; a number ``N`` checkpoints all of every N-th block.
         blocks_per_unit: how many blocks one ``fully_shard`` call takes.
@@ -203,14 +203,14 @@ class Training:
         tensor, wide = self.tensor_parallel, self.gpus // self.tensor_parallel
         experts, of_copy = self.expert_parallel, self.gpus // self.replicas
         context = self.context_parallel
-        by = f"{experts} by {experts}"
+        of = "GPUs that hold one copy cannot share"
         for total, parts, problem in (
             (self.sequence, tensor, f"{tensor} GPUs cannot share {self.sequence} tokens"),
             (self.sequence, context, f"{context} GPUs cannot share {self.sequence} tokens"),
-            (self.gpus, context, f"{self.gpus} GPUs cannot share sequences {context} by {context}"),
             (self.gpus, tensor, f"{self.gpus} GPUs cannot share products {tensor} by {tensor}"),
             (wide, self.replicas, f"{wide} GPUs cannot hold {self.replicas} copies of a shard"),
-            (of_copy, experts, f"{of_copy} GPUs that hold one copy cannot share experts {by}"),
+            (of_copy, context, f"{of_copy} {of} sequences {context} by {context}"),
+            (of_copy, experts, f"{of_copy} {of} experts {experts} by {experts}"),
         ):
             if total % parts:
                 raise ValueError(f"{problem}: {total} is no multiple of {parts}")
@@ -222,6 +222,11 @@ class Training:
         ):
             if (given := getattr(self, name)) not in known:
                 raise ValueError(f"{name}={given!r}: must be one of {', '.join(known)}")
+        if self.expert_parallel_comm_backend != "standard" and experts == 1:
+            raise ValueError(
+                f"expert_parallel_comm_backend={self.expert_parallel_comm_backend!r} with "
+                "expert_parallel=1, which sends no tokens: set that, or leave this out"
+            )
         tokens = self.micro_batch_size * self.sequence // self.context_parallel
         check_linear_dtype(self.linear_dtype, tokens)
         if self.reshard_after_forward is not None and self.stage != 3:
@@ -240,7 +245,7 @@ class Training:
     def _every_block(self) -> int:
         """The number of blocks of which one is checkpointed whole. 0 if none says."""
         option = self.selective_ac_option
-        return int(option) if option.isdigit() else 0
+        return int(option) if option.isdecimal() else 0
 
     @property
     def gathers_in_float8(self) -> bool:
