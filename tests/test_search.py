@@ -135,7 +135,7 @@ def test_short_models_tell_what_the_whole_takes(options: dict[str, Any]) -> None
     plan = training(model=LONGER if needs_more else LONG, **options)
     blocks = count_equal_blocks(plan.model)
     told, took = estimate(plan, COSTS, blocks), measure(plan, COSTS)
-    assert told.seconds == pytest.approx(took.seconds, rel=0.01)
+    assert told.seconds == pytest.approx(took.seconds, rel=0.02)
     assert told.compute == pytest.approx(took.compute, rel=0.01)
     assert told.memory == pytest.approx(took.memory, rel=0.02)
     assert told.reserved == pytest.approx(took.reserved, rel=0.1)

@@ -161,7 +161,7 @@ def seconds_of(costs: Costs, forward: Callable[[torch.Tensor, torch.Tensor], obj
 
             def step() -> None:
                 run(x, rows)
-                x[:WIDTH] @ x[:WIDTH]  # the next step's kernel is another one
+                x[:WIDTH] @ x[:WIDTH]
 
             return step
 
@@ -219,6 +219,20 @@ def _halves(x: torch.Tensor) -> None:
         half[:8, :8] @ half[:8, :8]
 
 
+def test_products_that_do_not_read_from_a_kernel_do_not_end_it() -> None:
+    """As in Llama's blocks, whose second product comes after the first one's activation."""
+
+    def between(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return (x @ x[:WIDTH]).sin() * (x @ x[:WIDTH])
+
+    def after(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        first, second = x @ x[:WIDTH], x @ x[:WIDTH]
+        return first.sin() * second
+
+    costs = replace(COSTS, compiles=True)
+    assert seconds_of(costs, between) == pytest.approx(seconds_of(costs, after))
+
+
 def test_collectives_and_optimizers_are_no_part_of_a_kernel() -> None:
     def program() -> Any:
         with torch.device("emulated"):
@@ -247,7 +261,7 @@ def test_what_backward_reads_is_written_or_computed_again(config: str) -> None:
     costs = replace(COSTS, compiles=True)
     training = Training(config, GPUS, optimizer="torch-adamw", sequence=2048)
     compiled = simulate(training.program, GPUS, costs)
-    assert seconds(compiled, "mm") == pytest.approx(seconds(eager, "mm"), rel=0.5)
+    assert seconds(compiled, "mm") == pytest.approx(seconds(eager, "mm"), rel=0.02)
     assert 0.3 * eager.compute < compiled.compute < 0.8 * eager.compute
     assert len(kernels(compiled, "mm")) == len(kernels(eager, "mm"))
 

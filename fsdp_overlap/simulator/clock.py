@@ -89,6 +89,10 @@ class Clock:
         return self.costs.on_host(operation)
 
     def end(self, operation: Operation, stream: Queue, enqueued: float, ready: float) -> float:
+        if self.costs.compiles:
+            written = self.pace * self.costs.write_inputs(operation, stream, self.fusion)
+            if written:
+                ready = self._compute("write", stream, enqueued, ready, written)
         if operation.group is not None:
             return self._collective(operation, operation.group, stream, enqueued, ready)
         if self.costs.compiles:
@@ -120,10 +124,6 @@ class Clock:
         ready: float,
     ) -> float:
         ranks, name = dist.get_process_group_ranks(group), group.group_name
-        if self.costs.compiles:
-            written = self.pace * self.costs.write_inputs(operation, stream, self.fusion)
-            if written:
-                ready = self._compute("write", stream, enqueued, ready, written)
         # NCCL runs the collectives of a communicator one after the other, on whatever streams.
         ready = max(ready, self.ended.get(name, 0.0))
         link = self.links.setdefault(self.costs.link(ranks), LinkSchedule())

@@ -68,9 +68,10 @@ class Costs:
         return stretch * seconds_of(self.device, call.func, call.args, call.kwargs, call.output)
 
     def compiled(self, operation: Operation, stream: Queue, fusion: Fusion) -> float:
-        """Return what ``operation`` adds to the time of the kernels that ``fusion`` makes."""
+        """Return what ``operation`` adds to the time of the kernels that ``fusion`` makes, without
+        :meth:`write_inputs`."""
         if not self.is_fused(operation):
-            return self.write_inputs(operation, stream, fusion) + self.compute(operation)
+            return self.compute(operation)
         if not self.compute(operation):  # a view
             return 0.0
         moved, begins = fusion.bytes_of(operation, stream)
@@ -82,7 +83,9 @@ class Costs:
         return is_fused(operation) and not self._flops(operation)
 
     def write_inputs(self, operation: Operation, stream: Queue, fusion: Fusion) -> float:
-        """Return what kernels take to write what ``operation``, which is not fused, then reads."""
+        """Return what kernels take to write what ``operation`` then reads, if it is not fused."""
+        if self.is_fused(operation):
+            return 0.0
         return self.other_stretch * fusion.end_kernel(operation, stream) / self._bandwidth
 
     @property

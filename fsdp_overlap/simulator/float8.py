@@ -13,7 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.emulator import Operation, active
 from fsdp_overlap.fully_shard import find_blocks
+from fsdp_overlap.simulator.fusion import Kernel
 from fsdp_overlap.simulator.simulate import Step
+from fsdp_overlap.torch_internals import current_graph_task_id
 
 MULTIPLE = 16
 """GPUs multiply matrices in float8 whose sizes are multiples of this."""
@@ -78,7 +80,8 @@ def compute_in_float8(model: nn.Module, gathers: bool) -> None:
 
 
 def fused_casts() -> AbstractContextManager[object]:
-    """Count each cast of torchao's within as one operation, as ``torch.compile`` makes of it.
+    """Count each cast of torchao's within as one operation, and those of the same tensor in a
+    forward or a backward as one, as ``torch.compile`` makes of them.
 
     The largest magnitude of a tensor is found where it is computed, which costs nothing; then the
     tensor is read, and a byte written for each element. A weight was gathered and not computed, so
@@ -86,7 +89,7 @@ def fused_casts() -> AbstractContextManager[object]:
     """
     from torchao.float8 import float8_linear
 
-    return patch.object(float8_linear, "hp_tensor_to_float8_dynamic", _cast)
+    return patch.object(float8_linear, "hp_tensor_to_float8_dynamic", _Casts().cast)
 
 
 def step_in_float8(step: Step, model: nn.Module, gathers: bool) -> Step:
@@ -102,21 +105,45 @@ def step_in_float8(step: Step, model: nn.Module, gathers: bool) -> Step:
     return run
 
 
-def _cast(
-    tensor: torch.Tensor, dtype: torch.dtype, config: Any, *, gemm_input_role: Any, **options: Any
-) -> torch.Tensor:
-    from torchao.float8 import float8_training_tensor as torchaos
+class _Casts:
+    """The casts of a step."""
 
-    if isinstance(tensor, DTensor):  # of tensor parallelism
-        local = _cast(tensor.to_local(), dtype, config, gemm_input_role=gemm_input_role)
-        return DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False)
-    reads = [tensor]
-    if gemm_input_role is torchaos.GemmInputRole.WEIGHT:
-        reads.append(tensor)
-    numbers = torch.empty_like(tensor, dtype=dtype)
-    scale = torch.empty((), device=tensor.device)
-    active().run(Operation("cast_to_float8", reads, [numbers, scale]))
-    made: torch.Tensor = torchaos.Float8TrainingTensor(
-        numbers, scale, tensor.dtype, config, gemm_input_role
-    )
-    return made
+    def __init__(self) -> None:
+        self._in_forward = Kernel()
+        self._in_backward = Kernel()
+        self._backward = -1
+        """Which backward that is."""
+
+    def cast(
+        self,
+        tensor: torch.Tensor,
+        dtype: torch.dtype,
+        config: Any,
+        *,
+        gemm_input_role: Any,
+        **options: Any,
+    ) -> torch.Tensor:
+        from torchao.float8 import float8_training_tensor as torchaos
+
+        if isinstance(tensor, DTensor):  # of tensor parallelism
+            local = self.cast(tensor.to_local(), dtype, config, gemm_input_role=gemm_input_role)
+            return DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False)
+        is_weight = gemm_input_role is torchaos.GemmInputRole.WEIGHT
+        numbers = torch.empty_like(tensor, dtype=dtype)
+        scale = torch.empty((), device=tensor.device)
+        if self._is_first(tensor, is_weight):
+            reads = [tensor, tensor] if is_weight else [tensor]
+            active().run(Operation("cast_to_float8", reads, [numbers, scale]))
+        made: torch.Tensor = torchaos.Float8TrainingTensor(
+            numbers, scale, tensor.dtype, config, gemm_input_role
+        )
+        return made
+
+    def _is_first(self, tensor: torch.Tensor, is_weight: bool) -> bool:
+        backward = current_graph_task_id()
+        if backward == -1:
+            # The memory of a weight may have been gathered again since.
+            return is_weight or self._in_forward.reads(tensor)
+        if backward != self._backward:
+            self._backward, self._in_backward = backward, Kernel()
+        return self._in_backward.reads(tensor)

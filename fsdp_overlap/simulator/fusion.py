@@ -1,9 +1,9 @@
 """Which kernels ``torch.compile`` fuses, and what memory they then read and write.
 
-Operations between two matrix products (or attention, sorts, collectives and the library's own
-copies) become one kernel. It reads what was there before, once, and writes what others read later.
-Of a table it reads the rows that it looks up; where it adds to rows, or puts them elsewhere, it
-ends.
+Operations become one kernel until a matrix product (or attention, a sort, a collective, one of the
+library's own copies) reads what it has computed; others run beside it. It reads what was there
+before, once, and writes what others read later. Of a table it reads the rows that it looks up;
+where it adds to rows, or puts them elsewhere, it ends.
 """
 
 from __future__ import annotations
@@ -96,9 +96,12 @@ class Fusion:
 
     def end_kernel(self, operation: Operation, stream: Queue) -> int:
         """Return the bytes that kernels have written because ``operation``, which is not fused,
-        reads them."""
-        self._current.pop(stream, None)
-        moved = sum(self._store(tensor) for tensor, _ in _reads(operation))
+        reads them. What has computed them ends."""
+        read = [tensor for tensor, _ in _reads(operation)]
+        made = [self._made.get(tensor.untyped_storage()) for tensor in read]
+        if any(each is not None and each.kernel is self._current.get(stream) for each in made):
+            del self._current[stream]
+        moved = sum(map(self._store, read))
         for tensor in operation.writes:
             self._made.pop(tensor.untyped_storage(), None)
         return moved

@@ -15,6 +15,7 @@ from fsdp_overlap.emulator.ranks import FakeProcessGroup
 from fsdp_overlap.profiling import RankReport, read_report
 from fsdp_overlap.simulator.clock import Clock
 from fsdp_overlap.simulator.costs import Costs
+from fsdp_overlap.simulator.fusion import Fusion
 from fsdp_overlap.simulator.hardware import Device, Fabric
 from fsdp_overlap.simulator.observed import (
     HostBoundStretch,
@@ -114,7 +115,7 @@ def simulate(program: Callable[[], Step], world_size: int, costs: Costs) -> Pred
     with fake_ranks(world_size, BACKEND), running(device), marking(device) as marks:
         step = program()
         if costs.compiles:
-            step = _compiled(step, device, costs)
+            step = _compiled(step, device, clock)
         torch_module.empty_cache()
         torch_module.reset_peak_memory_stats()
         ledger.phase, built = "training", ledger.position
@@ -148,16 +149,18 @@ def simulate(program: Callable[[], Step], world_size: int, costs: Costs) -> Pred
         )
 
 
-def _compiled(step: Step, device: ObservedDevice, costs: Costs) -> Step:
-    """Return ``step``, in which autograd keeps what it would of a compiled model."""
+def _compiled(step: Step, device: ObservedDevice, clock: Clock) -> Step:
+    """Return ``step``, whose kernels are its own and in which autograd keeps what it would of a
+    compiled model."""
     partitioner = Partitioner(device)
 
     def watch(operation: Operation) -> None:
-        partitioner.record(operation, costs.is_fused(operation))
+        partitioner.record(operation, clock.costs.is_fused(operation))
 
     device.watchers.append(watch)
 
     def run() -> None:
+        clock.fusion = Fusion()
         with partitioner.saving():
             step()
 
