@@ -234,7 +234,9 @@ FakeTensorMode = fake_tensor.FakeTensorMode
 for all devices what shapes it found."""
 
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
-"""Attention as a GPU computes it, which is not chosen for an emulated device without values."""
+masked_attention = torch.ops.aten._scaled_dot_product_efficient_attention
+"""Attention as a GPU computes it, without and with a mask, which is not chosen for an emulated
+device without values."""
 
 attention_on_host = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -274,6 +276,22 @@ def run_kernel_of_cuda(operator: Any, *args: Any, **kwargs: Any) -> Any:
 def replacing_group_tensors(group: Callable[..., dict[Any, Any]]) -> Iterator[None]:
     """Have optimizers call ``group`` instead of :data:`group_tensors`."""
     with patch.object(torch._C, "_group_tensors_by_device_and_dtype", group):
+        yield
+
+
+@contextmanager
+def wrapping_on(device: str, asked: Sequence[str]) -> Iterator[None]:
+    """Have tensors of classes that are made of others lie on ``device`` where one of the types
+    ``asked`` is asked for."""
+    wrap: Any = torch.Tensor._make_wrapper_subclass
+
+    def wrap_there(*args: Any, **kwargs: Any) -> Any:
+        given = kwargs.get("device")
+        if given is not None and torch.device(given).type in asked:
+            kwargs["device"] = device
+        return wrap(*args, **kwargs)
+
+    with patch.object(torch.Tensor, "_make_wrapper_subclass", wrap_there):
         yield
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch._inductor.decomposition import select_decomp_table
 
 from fsdp_overlap.simulator import Costs, Device, Fabric, Prediction, Training, simulate
+from fsdp_overlap.simulator.observed import MemoryKind
 from support.predicted import GPUS, write_config
 
 ROWS, WIDTH = 1 << 18, 64
@@ -133,6 +134,54 @@ def test_what_is_computed_again_takes_time() -> None:
     assert kernels[1] - kernels[0] == 4
 
 
+def test_what_a_kernel_alone_reads_takes_no_memory() -> None:
+    def program() -> Callable[[], None]:
+        with torch.device("emulated"):
+            weight, x = torch.empty(WIDTH, WIDTH), torch.empty(ROWS, WIDTH)
+
+        def step() -> None:
+            hidden = x.sin() + x.cos()
+            hidden = hidden * x.tanh()
+            F.linear(hidden, weight)
+
+        return step
+
+    eager, compiled = (simulate(program, 1, costs) for costs in (COSTS, COMPILED))
+    weight = WIDTH * WIDTH * 4
+    assert compiled.memory == 3 * NBYTES + weight  # x, what the product reads, and what it makes
+    assert eager.memory == 4 * NBYTES + weight
+    assert compiled.reserved < eager.reserved
+
+
+def test_a_compiled_loss_keeps_no_logits_in_float32() -> None:
+    """As torch's: the loss keeps the logits, and their gradient, in their dtype, takes their place
+    if nobody else holds them."""
+    tokens, vocabulary = 4096, 32768
+
+    def program() -> Callable[[], None]:
+        with torch.device("emulated"):
+            head = nn.Linear(WIDTH, vocabulary, bias=False, dtype=torch.bfloat16)
+            hidden = torch.empty(tokens, WIDTH, dtype=torch.bfloat16)
+            targets = torch.zeros(tokens, dtype=torch.long)
+
+        def step() -> None:
+            logits = head(hidden)
+            held.extend([logits] if holds else [])
+            loss = F.cross_entropy(logits.float(), targets)
+            del logits
+            loss.backward()
+            held.clear()
+
+        return step
+
+    nbytes, held, holds = tokens * vocabulary * 2, list[torch.Tensor](), False
+    eager, compiled = (simulate(program, 1, costs).memory for costs in (COSTS, COMPILED))
+    assert compiled == pytest.approx(nbytes, rel=0.05)
+    assert eager > 5 * nbytes
+    holds = True
+    assert simulate(program, 1, COMPILED).memory == pytest.approx(2 * nbytes, rel=0.05)
+
+
 def test_what_came_from_the_host_is_kept() -> None:
     def program() -> Callable[[], None]:
         with torch.device("emulated"):
@@ -146,7 +195,9 @@ def test_what_came_from_the_host_is_kept() -> None:
         return step
 
     eager, compiled = (simulate(program, 1, costs).memory for costs in (COSTS, COMPILED))
-    assert compiled == eager > 8 * NBYTES
+    # The weight, eight copies of what the host has, and the gradient, to which one kernel adds.
+    assert compiled == 10 * NBYTES
+    assert eager > compiled
 
 
 def test_a_prediction_repeats() -> None:
@@ -181,10 +232,14 @@ def test_full_parameters_are_not_held(tmp_path: Path) -> None:
     )
     training = Training(config, GPUS, optimizer="torch-adamw", sequence=2048)
     eager, compiled = (simulate(training.program, GPUS, costs) for costs in (COSTS, COMPILED))
-    for kind in ("parameters", "full buffers", "optimizer"):
-        assert compiled.peak[kind] == eager.peak[kind]
-    assert compiled.peak["activations"] < 0.75 * eager.peak["activations"]
+
+    def most(found: Prediction, kind: MemoryKind) -> int:
+        return max(usage.nbytes[kind] for usage in found.usage)
+
+    for kind in cast(tuple[MemoryKind, ...], ("parameters", "full buffers", "optimizer")):
+        assert most(compiled, kind) == most(eager, kind)
+    assert most(compiled, "activations") < 0.75 * most(eager, "activations")
     # With all blocks checkpointed there is nothing between them to choose from.
     training = replace(training, checkpointing="full", loss="fused")
     eager, compiled = (simulate(training.program, GPUS, costs) for costs in (COSTS, COMPILED))
-    assert compiled.memory == pytest.approx(eager.memory, rel=0.01)
+    assert 0.9 * eager.memory < compiled.memory <= eager.memory

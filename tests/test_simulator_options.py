@@ -93,6 +93,38 @@ def test_losses_take_the_memory_of_their_logits(config: str) -> None:
     )
 
 
+@pytest.mark.parametrize("tensor_parallel", [1, 4])
+def test_a_loss_may_be_eager_where_blocks_are_compiled(
+    tmp_path: Path, tensor_parallel: int
+) -> None:
+    words = 64 * VOCABULARY
+    config = write_config(CONFIG | {"vocab_size": words}, tmp_path)
+    more = {}
+    for blocks in (1, 4):
+        standard, eager = (
+            simulate(
+                Training(
+                    config,
+                    GPUS,
+                    loss=loss,
+                    sequence=TOKENS,
+                    blocks=blocks,
+                    tensor_parallel=tensor_parallel,
+                ).program,
+                GPUS,
+                replace(COSTS, compiles=True),
+            )
+            for loss in ("standard", "eager")
+        )
+        # Logits in float32, their logarithms, and gradients of both.
+        logits = TOKENS * words // tensor_parallel
+        assert eager.memory - standard.memory >= 2 * 4 * logits
+        more[blocks] = eager.compute - standard.compute
+    # They are written and read, and as many kernels of blocks are fused.
+    assert more[1] > 6 * 4 * logits / COSTS.device.memory_bandwidth
+    assert more[4] == pytest.approx(more[1], rel=0.02)
+
+
 def test_ranks_share_sequences(config: str) -> None:
     whole, shared = predicted(config), predicted(config, context_parallel=4, sequence=4 * TOKENS)
     # Keys and values in bfloat16, in forward; their gradients in backward.
@@ -105,6 +137,44 @@ def test_ranks_share_sequences(config: str) -> None:
         2 * keys
     )
     assert Training("llama3-8b", 8, context_parallel=4).tokens == 8192 / 4
+
+
+def test_a_sliding_window_changes_attention_alone(tmp_path: Path) -> None:
+    """From its length on it is a mask, with which kernels compute all scores, and not half."""
+    window = {"model_type": "mistral", "sliding_window": TOKENS, "max_position_embeddings": TOKENS}
+    config = write_config(CONFIG | window, tmp_path)
+    for compiles in (False, True):
+        costs = replace(COSTS, compiles=compiles)
+        without, masked = (
+            simulate(Training(config, GPUS, sequence=tokens).program, GPUS, costs)
+            for tokens in (TOKENS - 1, TOKENS)
+        )
+        assert len(kernels(masked, "mm")) == len(kernels(without, "mm"))
+        assert not kernels(masked, "bmm")
+        name = "_scaled_dot_product_{}_attention"
+        assert len(kernels(masked, name.format("efficient"))) == BLOCKS
+        assert len(kernels(without, name.format("flash"))) == BLOCKS
+        # Each block keeps what is added to its scores, in bfloat16.
+        more = masked.memory - without.memory - 2 * BLOCKS * TOKENS**2
+        assert abs(more) < 0.02 * without.memory
+
+
+def test_ranks_do_not_share_masked_sequences(tmp_path: Path) -> None:
+    window = {"model_type": "mistral", "sliding_window": TOKENS // 4}
+    config = write_config(CONFIG | window, tmp_path)
+    with pytest.raises(ValueError, match="context_parallel=2: the model masks its attention"):
+        predicted(config, context_parallel=2)
+
+
+def test_expandable_segments_reserve_less(config: str) -> None:
+    training = Training(config, GPUS, sequence=TOKENS, micro_batch_size=8)
+    fixed, expandable = (
+        simulate(training.program, GPUS, replace(COSTS, expandable_segments=expands))
+        for expands in (False, True)
+    )
+    assert expandable.memory == pytest.approx(fixed.memory, rel=0.01)
+    assert expandable.memory <= expandable.reserved < fixed.reserved
+    assert expandable.seconds == fixed.seconds
 
 
 class Chain(nn.Module):
@@ -300,7 +370,8 @@ def test_the_command_has_them_all(tmp_path: Path, capsys: pytest.CaptureFixture[
     ("options", "message"),
     [
         ("--dtype int8", "int8: as a dtype use float32 or bfloat16"),
-        ("--loss liger", "loss='liger': must be one of standard, fused, chunked"),
+        ("--loss liger", "loss='liger': must be one of standard, eager, fused, chunked"),
+        ("--loss eager", "--loss eager without --compile: all kernels are eager"),
         ("--selective-ac-option every", "must be op, or a number of blocks"),
         ("--selective-ac-option ²", "must be op, or a number of blocks"),
         ("--context-parallel 3", "8 GPUs that hold one copy cannot share sequences 3 by 3"),

@@ -89,6 +89,20 @@ def test_products_that_are_shared_may_be_in_float8(tmp_path: Path) -> None:
     )
     assert len(kernels(float8, "_scaled_mm")) == 3 * 7 * BLOCKS
     assert len(kernels(float8, "_scaled_mm")) + 3 == len(kernels(bfloat16, "mm"))
+    # All that blocks gather is cast before; the head's is not, nor what is reduced.
+    whole = TOKENS * wide["hidden_size"]
+    assert sent(float8, "all_gather", whole) == 4 * BLOCKS
+    assert sent(float8, "all_gather", 2 * whole) == 2
+    assert sent(float8, "reduce_scatter", 2 * whole) == 4 * BLOCKS + 2
+    again = predicted(config, tensor_parallel=4, linear_dtype="float8", checkpointing="full")
+    assert sent(again, "all_gather", whole) == 6 * BLOCKS
+
+
+def test_one_layer_that_is_not_in_float8_leaves_gathers_in_bfloat16(tmp_path: Path) -> None:
+    config = write_config(CONFIG | {"hidden_size": 256, "intermediate_size": 520}, tmp_path)
+    prediction = predicted(config, tensor_parallel=4, linear_dtype="float8")
+    assert len(kernels(prediction, "_scaled_mm")) == 3 * 4 * BLOCKS
+    assert sent(prediction, "all_gather", TOKENS * 256) == 0
 
 
 @pytest.mark.parametrize("tensor", [1, 4])

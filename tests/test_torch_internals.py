@@ -483,6 +483,17 @@ def attention_of_gpus_has_shapes() -> None:
     assert query.grad is not None
 
 
+@canary("masked_attention")
+def attention_with_a_mask_has_shapes() -> None:
+    """The emulated device without values computes all scores of models with sliding windows."""
+    query = torch.empty(1, 4, 8, 16, device="meta", requires_grad=True)
+    bias = torch.empty(1, 1, 8, 8, device="meta").expand(1, 4, 8, 8)
+    output = internals.masked_attention(query, query, query, bias, True, 0.0, scale=None)[0]
+    output.sum().backward()
+    assert output.shape == query.shape
+    assert query.grad is not None
+
+
 @canary("push_pending_hooks")
 def others_see_hooks_being_pushed() -> None:
     """Hooks of saved tensors see tensors of the emulated device as the host's."""
@@ -1093,6 +1104,22 @@ def optimizers_group_tensors() -> None:
     assert seen
     [((device, dtype), (lists, indices))] = internals.group_tensors([[parameter]], True).items()
     assert (device.type, dtype, len(lists), indices) == ("cpu", torch.float32, 1, [0])
+
+
+@canary("wrapping_on")
+def wrappers_lie_where_they_are_made_to() -> None:
+    """Wrappers on the emulated device lie now there, now below, and torch refuses to mix them."""
+
+    class Wrapper(torch.Tensor):
+        __torch_dispatch__ = torch.Tensor.__torch_function__
+
+    make: Any = torch.Tensor
+    with internals.wrapping_on("meta", ("cuda",)):
+        devices = [
+            make._make_wrapper_subclass(Wrapper, (2,), device=device).device.type
+            for device in ("cuda", "cpu")
+        ]
+    assert devices == ["meta", "cpu"]
 
 
 @canary("moving_random_states_by")

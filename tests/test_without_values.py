@@ -149,6 +149,55 @@ def test_attention_keeps_no_matrix() -> None:
         assert device.allocator.peak_allocated - before < 8 * query.nbytes
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16])
+@pytest.mark.parametrize("width", [64, 48])
+def test_attention_with_a_mask_keeps_its_bias_alone(dtype: torch.dtype, width: int) -> None:
+    """As GPUs' memory-efficient kernel wants it: in the dtype of queries, once for all heads."""
+    tokens, heads = 4096, 8
+    with running(EmulatedDevice(values=False)) as device:
+        query = torch.empty(1, heads, tokens, 64, device=HERE, dtype=torch.bfloat16)
+        value = query.new_empty(1, heads, tokens, width).requires_grad_()
+        mask = torch.empty(1, 1, tokens, tokens, device=HERE, dtype=dtype)
+        before = device.allocator.peak_allocated
+        output = nn.functional.scaled_dot_product_attention(
+            query=query, key=query, value=value, attn_mask=mask
+        )
+        assert output.shape == value.shape
+        output.sum().backward()
+        assert value.grad is not None
+        taken = device.allocator.peak_allocated - before
+        bias = 2 * tokens**2 if dtype is torch.bool else 0
+        assert bias <= taken < bias + 8 * query.nbytes
+
+
+DROPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "function": nn.functional.dropout,
+    "module": nn.Dropout(0.1),
+    "C++": lambda x: torch.dropout(x, 0.1, True),
+    "by names": lambda x: torch.dropout(input=x, p=0.1, train=True),
+}
+
+
+@pytest.mark.parametrize("name", DROPS)
+def test_dropout_keeps_a_byte_an_element(name: str) -> None:
+    with running(EmulatedDevice(values=False)) as device:
+        x = torch.empty(1 << 20, device=HERE, requires_grad=True)
+        before, operations = device.allocator.allocated, device.operations
+        output = DROPS[name](x)
+        assert device.operations == operations + 1
+        assert device.allocator.allocated - before == output.nbytes + x.numel()
+        output.sum().backward()
+        assert x.grad is not None
+
+
+def test_dropout_that_drops_nothing_does_nothing() -> None:
+    with running(EmulatedDevice(values=False)) as device:
+        x = torch.empty(4, device=HERE)
+        before = device.operations
+        assert nn.Dropout(0.1).eval()(x) is x
+        assert device.operations == before
+
+
 def test_a_model_of_a_trillion_bytes_takes_no_memory() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with fake_ranks(1024), running(EmulatedDevice(values=False)) as device:

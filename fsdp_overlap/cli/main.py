@@ -231,7 +231,7 @@ def simulate(
     ] = None,
     loss: Annotated[
         str,
-        typer.Option(help="standard, fused (one kernel), or chunked: never all logits at once."),
+        typer.Option(help="standard, eager (not compiled), fused (one kernel), or chunked."),
     ] = "standard",
     attention: Annotated[
         str, typer.Option(help="flash, as torch has it, or cudnn, also for FlashAttention-3.")
@@ -241,6 +241,9 @@ def simulate(
     ] = False,
     compile: Annotated[
         bool, typer.Option("--compile", help="Fuse kernels, as torch.compile does.")
+    ] = False,
+    expandable_segments: Annotated[
+        bool, typer.Option("--expandable-segments", help="As PYTORCH_ALLOC_CONF has it.")
     ] = False,
     matmul_stretch: Annotated[
         float, typer.Option(help="How many times as long products take, by a measurement.")

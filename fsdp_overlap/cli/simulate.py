@@ -87,6 +87,7 @@ class SimulateOptions:
     attention: str
     rented: bool
     compile: bool
+    expandable_segments: bool
     matmul_stretch: float
     other_stretch: float
     profile: Path | None
@@ -110,7 +111,15 @@ class SimulateOptions:
             between = replace(fabric.between, bandwidth=self.network * GIGA / 8)
             fabric = replace(fabric, between=between)
         profile = None if self.profile is None else Profile.read(self.profile)
-        return Costs(device, fabric, self.matmul_stretch, self.other_stretch, profile, self.compile)
+        return Costs(
+            device,
+            fabric,
+            self.matmul_stretch,
+            self.other_stretch,
+            profile,
+            self.compile,
+            self.expandable_segments,
+        )
 
 
 def predict(
@@ -155,6 +164,8 @@ def predict(
             if costs.profile is not None:
                 costs.profile.check_model(model)
         training = Training(layout=LAYOUTS[layout], sequence=sequence, **arguments)
+        if training.loss == "eager" and not options.compile:
+            raise BadInput("--loss eager without --compile: all kernels are eager; leave it out")
         size = "" if model is None else describe_size(model)
         if options.best:
             print(f"{'parameters':<24} {size or 'not known before it is made'}\n")

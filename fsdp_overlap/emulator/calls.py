@@ -23,6 +23,7 @@ from fsdp_overlap.torch_internals import (
     disabled_torch_function,
     flash_attention,
     is_torch_function_enabled,
+    masked_attention,
     parse_to,
     takes_default_device,
 )
@@ -73,6 +74,8 @@ class Calls(TorchFunctionMode):
             self._instead[tensor.__bool__] = self._decide
             # Which of torch's kernels it runs depends on the device that C++ knows.
             self._instead[ATTENTION] = self._attend
+            for drop in (torch.nn.functional.dropout, torch.dropout):
+                self._instead[drop] = self._drop
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -85,11 +88,12 @@ class Calls(TorchFunctionMode):
                     return each.__torch_function__(func, types, args, kwargs)
         instead = self._instead.get(func)
         if instead is not None:
-            if type(args[0]) in PLAIN:
+            first = args[0] if args else next(iter(kwargs.values()))
+            if type(first) in PLAIN:
                 return instead(func, *args, **kwargs)
-            if func in self._getters and (inner := inner_of(args[0])) is not None:
+            if func in self._getters and (inner := inner_of(first)) is not None:
                 return instead(func, inner)
-            if func in self._moves and inner_of(args[0]) is not None:
+            if func in self._moves and inner_of(first) is not None:
                 return instead(func, *args, **kwargs)
             if func == torch.Tensor.__deepcopy__:
                 self._copy_held(*args)
@@ -285,17 +289,39 @@ class Calls(TorchFunctionMode):
         is_causal: bool = False,
         **options: Any,
     ) -> Any:
-        """Return the kernel that a GPU would run, which keeps no matrix of attention. It wants
-        values as wide as keys."""
-        if attn_mask is not None or not self.device.is_here(query):
+        """Return what the kernel gives that a GPU would run, which keeps no matrix of attention.
+        The one without masks wants values as wide as keys, the other one as many heads of keys as
+        of queries."""
+        is_grouped = attn_mask is not None and options.get("enable_gqa")
+        if is_grouped or not self.device.is_here(query):
             return func(query, key, value, attn_mask, dropout_p, is_causal, **options)
         scale, width = options.get("scale"), value.shape[-1]
-        if width < query.shape[-1]:
-            value = torch.nn.functional.pad(value, (0, query.shape[-1] - width))
-        output: Any = flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
+        output: Any
+        if attn_mask is not None:
+            if attn_mask.dtype is torch.bool:
+                attn_mask = query.new_empty(attn_mask.shape).copy_(attn_mask)
+            bias = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+            trains = torch.is_grad_enabled()
+            output = masked_attention(query, key, value, bias, trains, dropout_p, scale=scale)
+        else:
+            if width < query.shape[-1]:
+                value = torch.nn.functional.pad(value, (0, query.shape[-1] - width))
+            output = flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
         if torch.is_grad_enabled():
             self.backwards.follow(output)
-        return output[0] if width == query.shape[-1] else output[0][..., :width]
+        return output[0] if width == output[0].shape[-1] else output[0][..., :width]
+
+    def _drop(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return what the kernel gives that a GPU would run, which keeps a byte an element."""
+        given = dict(zip(("input", "p", "train", "inplace"), args, strict=False)) | kwargs
+        p, train = given.get("p", 0.5), given.get("training", given.get("train", True))
+        is_kernel = train and 0 < p < 1 and not given.get("inplace")
+        if not is_kernel or not self.device.is_here(given["input"]):
+            return func(*args, **kwargs)
+        output = torch.native_dropout(given["input"], p, True)[0]
+        if torch.is_grad_enabled():
+            self.backwards.follow(output)
+        return output
 
 
 def _move_gradients(target: torch.device, gradients: Sequence[Any]) -> tuple[Any, ...]:

@@ -76,7 +76,8 @@ class OperatorCall(NamedTuple):
 
 class Operation(NamedTuple):
     """What is enqueued. ``call``: unless Python does it; ``group``: of a collective; ``staged``:
-    those of ``reads`` that the host has read when it has enqueued the operation."""
+    those of ``reads`` that the host has read when it has enqueued the operation; ``crosses``:
+    whether it copies between the host and the device."""
 
     name: str
     reads: Sequence[torch.Tensor]
@@ -84,6 +85,7 @@ class Operation(NamedTuple):
     call: OperatorCall | None = None
     group: dist.ProcessGroup | None = None
     staged: Sequence[torch.Tensor] = ()
+    crosses: bool = False
 
 
 class Timing(Protocol):
@@ -486,6 +488,11 @@ class EmulatedDevice:
     def address_of(self, tensor: torch.Tensor) -> int:
         """Return where ``tensor``'s storage lies on the device."""
         return self._blocks[self.memory_of(tensor)].address
+
+    def block_of(self, storage: torch.UntypedStorage) -> MemoryBlock | None:
+        """Return the block that ``storage`` has on the device; None if it has none there."""
+        memory = self._memories.get(storage._cdata)
+        return None if memory is None else self._blocks.get(memory)
 
     def check_is_there(self, operation: str, tensors: Sequence[torch.Tensor]) -> None:
         """Check before an operation, because the host would run it on memory that is not there.

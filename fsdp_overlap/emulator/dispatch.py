@@ -273,7 +273,8 @@ class Dispatch(TorchDispatchMode):
         else:  # numbers
             staged = [t for t in reads if not device.is_here(t)] if runs_here else []
         call = call._replace(output=output)
-        device.run(Operation(about.name, reads, writes, call, staged=staged), not runs_here)
+        operation = Operation(about.name, reads, writes, call, None, staged, bool(crossing))
+        device.run(operation, not runs_here)
         if about.gives_value and on_device:
             device.wait_for_current(about.name)
         for _ in not_direct:

@@ -23,8 +23,6 @@ from fsdp_overlap.emulator.functional import Functional
 from fsdp_overlap.emulator.queues import Moment, Queue
 from fsdp_overlap.emulator.threads import following_threads
 from fsdp_overlap.torch_internals import (
-    AsyncCollectiveTensor,
-    DisableTorchFunction,
     FakeTensorMode,
     determinism_checks,
     disable_current_modes,
@@ -36,6 +34,7 @@ from fsdp_overlap.torch_internals import (
     register_device,
     replacing_group_tensors,
     running_backwards_by,
+    wrapping_on,
 )
 
 # What C++ calls the kind of device that a library adds to torch.
@@ -148,11 +147,6 @@ def _telling(modes: Modes) -> Iterator[None]:
 
     seen = {name: partial(modes.seeing, check) for name, check in checks.items()}
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
-    wrap = AsyncCollectiveTensor.__new__
-
-    def wrap_for_torch(cls: Any, elem: torch.Tensor) -> Any:
-        with DisableTorchFunction():
-            return wrap(cls, elem)
 
     with (
         patch.object(torch.UntypedStorage, "resize_", resize_and_tell),
@@ -169,8 +163,8 @@ def _telling(modes: Modes) -> Iterator[None]:
         ),
         replacing_group_tensors(partial(_group, device)),
         moving_random_states_by(modes.seeing),
-        # Else some of these would lie where C++ believes, and some where they do.
-        patch.object(AsyncCollectiveTensor, "__new__", wrap_for_torch),
+        # Else some wrappers would lie where C++ believes, and some where they do.
+        wrapping_on("cpu" if device.values else "meta", (device.device_type, NAME)),
         # Else C++ answers, which does not know the emulated streams.
         patch.object(torch.accelerator, "current_stream", current_stream),
         patch.object(torch.accelerator, "set_stream", set_stream),

@@ -83,27 +83,34 @@ class Clock:
     """When the last collective of each process group ends."""
     rows: dict[Queue, list[Row]] = field(default_factory=dict)
     """The compute of each stream."""
-    fusion: Fusion = field(default_factory=Fusion)
+    fusion: Fusion = field(default_factory=lambda: Fusion(lambda storage: None))
+    fuses: bool = True
+    """Whether operations are fused now, if the costs have them fused."""
 
     def on_host(self, operation: Operation) -> float:
         return self.costs.on_host(operation)
 
     def end(self, operation: Operation, stream: Queue, enqueued: float, ready: float) -> float:
+        if self.is_fused(operation):
+            seconds = self.costs.compiled(operation, stream, self.fusion)
+            return self._compute(operation.name, stream, enqueued, ready, seconds)
         if self.costs.compiles:
-            written = self.pace * self.costs.write_inputs(operation, stream, self.fusion)
+            written = self.costs.write_inputs(operation, stream, self.fusion)
             if written:
                 ready = self._compute("write", stream, enqueued, ready, written)
         if operation.group is not None:
             return self._collective(operation, operation.group, stream, enqueued, ready)
-        if self.costs.compiles:
-            seconds = self.pace * self.costs.compiled(operation, stream, self.fusion)
-        else:
-            seconds = self.pace * self.costs.compute(operation)
+        seconds = self.costs.compute(operation)
         return self._compute(operation.name, stream, enqueued, ready, seconds)
+
+    def is_fused(self, operation: Operation) -> bool:
+        """Return whether ``operation`` becomes a part of a kernel."""
+        return self.fuses and self.costs.is_fused(operation)
 
     def _compute(
         self, name: str, stream: Queue, enqueued: float, ready: float, seconds: float
     ) -> float:
+        seconds *= self.pace
         self.computed += seconds
         end = self._disturbed(ready, seconds)
         ran = TimedOperation(name, stream.index, enqueued, ready, end)

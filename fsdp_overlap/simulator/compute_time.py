@@ -63,7 +63,10 @@ OVERWRITES |= {"aten::_foreach_zero_", "aten::normal_", "aten::uniform_"}
 SCATTERS = {"aten::index_add_", "aten::index_put_", "aten::_index_put_impl_", "aten::scatter_add_"}
 
 # Attention of GPUs and of a CPU. torch counts them from 2.14 on if keys have fewer heads.
-ATTENTION = {f"aten::_scaled_dot_product_flash_attention{which}" for which in ("", "_for_cpu")}
+ATTENTION = {
+    f"aten::_scaled_dot_product_{which}"
+    for which in ("efficient_attention", "flash_attention", "flash_attention_for_cpu")
+}
 
 # Products of experts, which torch does not count.
 GROUPED_PRODUCTS = {"aten::_grouped_mm", "aten::_scaled_grouped_mm"}

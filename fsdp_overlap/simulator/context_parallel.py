@@ -20,15 +20,24 @@ def shared_attention(group: dist.ProcessGroup) -> Iterator[None]:
     values are gathered, and their gradients reduced.
 
     Raises:
-        ValueError: no attention was called as ``F.scaled_dot_product_attention``.
+        ValueError: no attention was called as ``F.scaled_dot_product_attention``, or one with a
+            mask.
     """
     of_rank, called = F.scaled_dot_product_attention, False
 
-    def attend(query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
+    def attend(
+        query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **options: Any
+    ) -> Any:
         nonlocal called
         called = True
+        if attn_mask is not None:
+            raise ValueError(
+                f"context_parallel={group.size()}: the model masks its attention, as for a sliding "
+                "window, and ranks share sequences of causal attention alone; leave it at 1, or "
+                "use a sequence that is shorter than the window"
+            )
         key, value = (_Gather.apply(each, group) for each in (key, value))
-        return of_rank(query, key, value, *args, **options)
+        return of_rank(query, key, value, None, *args, **options)
 
     with patch.object(F, "scaled_dot_product_attention", attend):
         yield

@@ -29,7 +29,7 @@ _BOUND, _STEPS = 9.0, 3600  # beyond 9 standard deviations lie less than 1e-18 o
 
 @dataclass(frozen=True)
 class Costs:
-    """How many seconds things take that nothing else disturbs."""
+    """How many seconds things take that nothing else disturbs, and what memory they take."""
 
     device: Device
     fabric: Fabric
@@ -41,6 +41,8 @@ class Costs:
     """What operations took on the device. For what it has not, the device's numbers are asked."""
     compiles: bool = False
     """Whether ``torch.compile`` fuses kernels (:class:`Fusion`)."""
+    expandable_segments: bool = False
+    """Whether the allocator's segments grow, as ``PYTORCH_ALLOC_CONF`` may have it."""
 
     @property
     def slowdown(self) -> float:
@@ -68,10 +70,8 @@ class Costs:
         return stretch * seconds_of(self.device, call.func, call.args, call.kwargs, call.output)
 
     def compiled(self, operation: Operation, stream: Queue, fusion: Fusion) -> float:
-        """Return what ``operation`` adds to the time of the kernels that ``fusion`` makes, without
-        :meth:`write_inputs`."""
-        if not self.is_fused(operation):
-            return self.compute(operation)
+        """Return what ``operation``, which is fused, adds to the time of the kernels that
+        ``fusion`` makes."""
         if not self.compute(operation):  # a view
             return 0.0
         moved, begins = fusion.bytes_of(operation, stream)
@@ -79,13 +79,11 @@ class Costs:
         return self.other_stretch * seconds
 
     def is_fused(self, operation: Operation) -> bool:
-        """Return whether ``operation`` becomes a part of a kernel, if kernels are fused."""
-        return is_fused(operation) and not self._flops(operation)
+        """Return whether ``operation`` becomes a part of a kernel."""
+        return self.compiles and is_fused(operation) and not self._flops(operation)
 
     def write_inputs(self, operation: Operation, stream: Queue, fusion: Fusion) -> float:
-        """Return what kernels take to write what ``operation`` then reads, if it is not fused."""
-        if self.is_fused(operation):
-            return 0.0
+        """Return what kernels take to write what ``operation``, which is not fused, then reads."""
         return self.other_stretch * fusion.end_kernel(operation, stream) / self._bandwidth
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
@@ -87,9 +87,14 @@ def fused_casts() -> AbstractContextManager[object]:
     tensor is read, and a byte written for each element. A weight was gathered and not computed, so
     it is read twice.
     """
-    from torchao.float8 import float8_linear
+    from torchao.float8 import float8_linear, float8_tensor_parallel
 
-    return patch.object(float8_linear, "hp_tensor_to_float8_dynamic", _Casts().cast)
+    casts, patches = _Casts(), ExitStack()
+    for module in (float8_linear, float8_tensor_parallel):
+        patches.enter_context(patch.object(module, "hp_tensor_to_float8_dynamic", casts.cast))
+    of_gradients: Any = float8_tensor_parallel.NoopFwToFloat8BwDynamic
+    patches.enter_context(patch.object(of_gradients, "backward", staticmethod(casts.cast_gradient)))
+    return patches
 
 
 def step_in_float8(step: Step, model: nn.Module, gathers: bool) -> Step:
@@ -123,19 +128,36 @@ class _Casts:
         gemm_input_role: Any,
         **options: Any,
     ) -> torch.Tensor:
+        """Return ``tensor`` in float8, as torchao's function of these arguments does."""
+        made: torch.Tensor = _Cast.apply(self, tensor, dtype, config, gemm_input_role)
+        return made
+
+    def cast_gradient(self, ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """Return the gradient of a product in float8, as torchao casts it before it travels."""
+        from torchao.float8.distributed_utils import tensor_already_casted_to_fp8
+        from torchao.float8.float8_training_tensor import GemmInputRole
+
+        if not tensor_already_casted_to_fp8(gradient):
+            role = GemmInputRole.GRAD_OUTPUT
+            gradient = self.run_cast(gradient, ctx.target_dtype, ctx.linear_mm_config, role)
+        return gradient, None, None
+
+    def run_cast(
+        self, tensor: torch.Tensor, dtype: torch.dtype, config: Any, role: Any
+    ) -> torch.Tensor:
         from torchao.float8 import float8_training_tensor as torchaos
 
         if isinstance(tensor, DTensor):  # of tensor parallelism
-            local = self.cast(tensor.to_local(), dtype, config, gemm_input_role=gemm_input_role)
+            local = self.run_cast(tensor.to_local(), dtype, config, role)
             return DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False)
-        is_weight = gemm_input_role is torchaos.GemmInputRole.WEIGHT
+        is_weight = role is torchaos.GemmInputRole.WEIGHT
         numbers = torch.empty_like(tensor, dtype=dtype)
         scale = torch.empty((), device=tensor.device)
         if self._is_first(tensor, is_weight):
             reads = [tensor, tensor] if is_weight else [tensor]
             active().run(Operation("cast_to_float8", reads, [numbers, scale]))
         made: torch.Tensor = torchaos.Float8TrainingTensor(
-            numbers, scale, tensor.dtype, config, gemm_input_role
+            numbers, scale, tensor.dtype, config, role
         )
         return made
 
@@ -147,3 +169,15 @@ class _Casts:
         if backward != self._backward:
             self._backward, self._in_backward = backward, Kernel()
         return self._in_backward.reads(tensor)
+
+
+class _Cast(torch.autograd.Function):
+    """A cast, which lets gradients pass."""
+
+    @staticmethod
+    def forward(ctx: Any, casts: _Casts, *args: Any) -> torch.Tensor:
+        return casts.run_cast(*args)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        return None, gradients[0], None, None, None

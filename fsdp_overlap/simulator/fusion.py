@@ -3,13 +3,13 @@
 Operations become one kernel until a matrix product (or attention, a sort, a collective, one of the
 library's own copies) reads what it has computed; others run beside it. It reads what was there
 before, once, and writes what others read later. Of a table it reads the rows that it looks up;
-where it adds to rows, or puts them elsewhere, it ends.
+where it adds to rows, or puts them elsewhere, it ends. What the program has dropped by the end of
+the kernel that computed it takes no memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
 from weakref import WeakKeyDictionary
 
 import torch
@@ -39,7 +39,7 @@ RECOMPUTE = "recompute"
 def is_fused(operation: Operation) -> bool:
     """Return whether an operation without matrix products becomes a part of a kernel."""
     return operation.name == RECOMPUTE or not (
-        operation.call is None or _name(operation).startswith(APART)
+        operation.call is None or operation.crosses or _name(operation).startswith(APART)
     )
 
 
@@ -49,10 +49,12 @@ def moves_rows(operation: Operation) -> bool:
 
 
 class Kernel:
-    """What one kernel has read so far. An address may have another storage later."""
+    """What one kernel has read and computed so far. An address may have another storage later."""
 
     def __init__(self) -> None:
         self._read: WeakKeyDictionary[torch.UntypedStorage, list[Span]] = WeakKeyDictionary()
+        self.made: WeakKeyDictionary[torch.UntypedStorage, int] = WeakKeyDictionary()
+        """The bytes that it writes if somebody reads them from memory."""
 
     def reads(self, tensor: torch.Tensor) -> bool:
         """Return whether the kernel reads memory for ``tensor`` that it has not read before."""
@@ -63,20 +65,18 @@ class Kernel:
         return is_new
 
 
-class Made(NamedTuple):
-    """What a kernel has computed."""
-
-    kernel: Kernel
-    nbytes: int
-
-
 class Fusion:
-    """The kernels of a program, whose operations are given in the order in which they run."""
+    """The kernels of a program, whose operations are given in the order in which they run.
 
-    def __init__(self) -> None:
+    Args:
+        allocate: is called with each storage that takes memory, once or more often.
+    """
+
+    def __init__(self, allocate: Callable[[torch.UntypedStorage], None]) -> None:
+        self._allocate = allocate
         self._current: dict[Queue, Kernel] = {}
-        self._made: WeakKeyDictionary[torch.UntypedStorage, Made] = WeakKeyDictionary()
-        """What is in memory only if somebody reads it from there."""
+        self._made: WeakKeyDictionary[torch.UntypedStorage, Kernel] = WeakKeyDictionary()
+        """Which kernel computes what nobody has read from memory yet."""
 
     def bytes_of(self, operation: Operation, stream: Queue) -> tuple[int, bool]:
         """Return the bytes that a fused operation moves, and whether it begins a kernel."""
@@ -84,40 +84,61 @@ class Fusion:
         kernel = self._current.setdefault(stream, Kernel())
         moved = 0
         for tensor, nbytes in _reads(operation):
-            made = self._made.get(tensor.untyped_storage())
-            if (made is None or made.kernel is not kernel) and kernel.reads(tensor):
+            is_inside = self._made.get(tensor.untyped_storage()) is kernel
+            if not is_inside and kernel.reads(tensor):
                 moved += self._store(tensor) + nbytes
         if _name(operation).startswith(ENDS_KERNEL):
-            del self._current[stream]
+            self._end(stream)
             return moved + self._scattered(operation), begins
         for tensor in operation.writes:
-            self._made[tensor.untyped_storage()] = Made(kernel, size_of(tensor))
+            self._overwrite(tensor)
+            self._made[tensor.untyped_storage()] = kernel
+            kernel.made[tensor.untyped_storage()] = size_of(tensor)
         return moved, begins
 
     def end_kernel(self, operation: Operation, stream: Queue) -> int:
         """Return the bytes that kernels have written because ``operation``, which is not fused,
         reads them. What has computed them ends."""
         read = [tensor for tensor, _ in _reads(operation)]
-        made = [self._made.get(tensor.untyped_storage()) for tensor in read]
-        if any(each is not None and each.kernel is self._current.get(stream) for each in made):
-            del self._current[stream]
+        kernel = self._current.get(stream)
+        if kernel is not None and any(each.untyped_storage() in kernel.made for each in read):
+            self._end(stream)
         moved = sum(map(self._store, read))
-        for tensor in operation.writes:
-            self._made.pop(tensor.untyped_storage(), None)
+        self._write(operation)
         return moved
+
+    def end(self) -> None:
+        """End all kernels."""
+        for stream in list(self._current):
+            self._end(stream)
+
+    def _end(self, stream: Queue) -> None:
+        for storage in self._current.pop(stream).made:
+            self._allocate(storage)
 
     def _scattered(self, operation: Operation) -> int:
         """Return the bytes that an operation writes that puts rows somewhere: the rows, which are
         read there, too, or all of a new tensor."""
-        for tensor in operation.writes:
-            self._made.pop(tensor.untyped_storage(), None)
+        self._write(operation)
         if _is_edit(operation):
             return 2 * max(map(size_of, operation.reads), default=0)
         return sum(map(size_of, operation.writes))
 
+    def _write(self, operation: Operation) -> None:
+        for tensor in operation.writes:
+            self._overwrite(tensor)
+            self._allocate(tensor.untyped_storage())
+
     def _store(self, tensor: torch.Tensor) -> int:
-        made = self._made.pop(tensor.untyped_storage(), None)
-        return 0 if made is None else made.nbytes
+        """Let ``tensor`` be in memory, and return the bytes that its kernel writes there for it."""
+        self._allocate(tensor.untyped_storage())
+        return self._overwrite(tensor)
+
+    def _overwrite(self, tensor: torch.Tensor) -> int:
+        """Forget that a kernel computes ``tensor``, and return the bytes that it would write."""
+        storage = tensor.untyped_storage()
+        kernel = self._made.pop(storage, None)
+        return 0 if kernel is None else kernel.made.pop(storage)
 
 
 def _reads(operation: Operation) -> Iterator[tuple[torch.Tensor, int]]:

@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-LOSSES = ("standard", "fused", "chunked")
+from fsdp_overlap.emulator import active
+
+LOSSES = ("standard", "eager", "fused", "chunked")
 
 
 def loss_of(kind: str, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -19,7 +21,33 @@ def loss_of(kind: str, logits: torch.Tensor, targets: torch.Tensor) -> torch.Ten
         return logits.mean()
     if kind == "fused":
         return _in_place(logits)
+    if kind == "eager":
+        return _fuse(_standard(_fuse(logits, False), targets), True)
+    return _standard(logits, targets)
+
+
+def _standard(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+class _Fuse(torch.autograd.Function):
+    """Passes a tensor on. What follows is fused, or is not; in backward, the other way around."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, fuses: bool) -> torch.Tensor:
+        ctx.clock = active().timing
+        ctx.fuses = ctx.clock.fuses = fuses
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.clock.fuses = not ctx.fuses
+        return gradients[0], None
+
+
+def _fuse(tensor: torch.Tensor, fuses: bool) -> torch.Tensor:
+    passed: torch.Tensor = _Fuse.apply(tensor, fuses)
+    return passed
 
 
 def chunk_loss(model: Any) -> None:

@@ -43,6 +43,8 @@ class Allocation:
     stream: int
     phase: Phase
     """What the program did when it took it."""
+    block: MemoryBlock | None
+    """None while it takes no memory."""
     kind: MemoryKind | None = None
     """What the collectives that used it say it is."""
     copied_to: Allocation | None = None
@@ -56,14 +58,17 @@ class Usage(NamedTuple):
 
 
 class Ledger(Allocator):
-    """An allocator that remembers who held what, and when."""
+    """An allocator that remembers who held what, and when. Where it ``defers``, what compute takes
+    in training takes memory by :meth:`allocate`."""
 
-    def __init__(self, device: EmulatedDevice) -> None:
-        super().__init__()
+    def __init__(self, device: EmulatedDevice, expandable: bool = False) -> None:
+        super().__init__(expandable)
         self.phase: Phase = "building"
+        self.defers = False
         self._device = device
         self._live: dict[int, Allocation] = {}
         """By address."""
+        self._deferred = 0
         self._changes: list[tuple[float, Allocation, int]] = []
         """When, what, and by how many bytes memory grew."""
         self._reducing: set[int] = set()
@@ -73,10 +78,25 @@ class Ledger(Allocator):
     def take(
         self, nbytes: int, stream: Queue, pool: MemPool | None = None
     ) -> tuple[MemoryBlock, list[Access]]:
+        if self.defers and self.phase == "training" and stream is self._device.default:
+            self._deferred += 1
+            block = MemoryBlock(nbytes, stream.index, False, -self._deferred, None)
+            self._live[block.address] = Allocation(nbytes, stream.index, self.phase, None)
+            return block, []
         block, last = super().take(nbytes, stream, pool)
-        held = self._live[block.address] = Allocation(block.nbytes, stream.index, self.phase)
+        held = Allocation(block.nbytes, stream.index, self.phase, block)
+        self._live[block.address] = held
         self._changes.append((self._now(), held, held.nbytes))
         return block, last
+
+    def allocate(self, storage: torch.UntypedStorage) -> None:
+        """Let ``storage`` take memory, if it lies on the device and does not yet."""
+        given = self._device.block_of(storage)
+        held = None if given is None else self._live[given.address]
+        if held is not None and held.block is None:
+            held.block, _ = super().take(held.nbytes, self._device.default)
+            held.nbytes = held.block.nbytes
+            self._changes.append((self._now(), held, held.nbytes))
 
     def give_back(
         self,
@@ -86,8 +106,9 @@ class Ledger(Allocator):
         is_done: Callable[[], bool] = bool,
     ) -> None:
         held = self._live.pop(block.address)
-        self._changes.append((self._now(), held, -held.nbytes))
-        super().give_back(block, accesses, used, is_done)
+        if held.block is not None:
+            self._changes.append((self._now(), held, -held.nbytes))
+            super().give_back(held.block, accesses, used, is_done)
 
     @property
     def position(self) -> int:
@@ -201,9 +222,9 @@ class ObservedCollective(NamedTuple):
 class ObservedDevice(EmulatedDevice):
     """Tensors have no values. ``stretches`` and ``collectives`` may be cleared at any time."""
 
-    def __init__(self, timing: Timing) -> None:
+    def __init__(self, timing: Timing, expandable_segments: bool = False) -> None:
         super().__init__(timing=timing, values=False)
-        self.allocator: Ledger = Ledger(self)
+        self.allocator: Ledger = Ledger(self, expandable_segments)
         self.stretches: list[HostBoundStretch] = []
         self.collectives: list[ObservedCollective] = []
         self.watchers: list[Callable[[Operation], None]] = []

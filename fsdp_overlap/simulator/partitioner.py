@@ -47,12 +47,14 @@ class Computed:
         """Bytes that it takes to keep it."""
         return 0 if self.is_kept and self.is_there else self.nbytes
 
-    def keep(self, device: str) -> torch.UntypedStorage:
+    def keep(self, device: ObservedDevice) -> torch.UntypedStorage:
         """Return its storage, or one of the same size for contents that eager programs drop."""
         self.is_kept, self.inputs = True, None
         storage = self.storage() if self.storage is not None else None
         if storage is None:
-            storage = torch.empty(self.nbytes, dtype=torch.uint8, device=device).untyped_storage()
+            whole = torch.empty(self.nbytes, dtype=torch.uint8, device=device.device_type)
+            storage = whole.untyped_storage()
+            device.allocator.allocate(storage)
             self.storage = weakref.ref(storage)
         return storage
 
@@ -94,7 +96,7 @@ class Partitioner:
         is_recomputed = (
             is_fused
             and not moves_rows(operation)
-            and not (call is not None and call.func._schema.is_mutable)
+            and not (call is not None and _changes_when_repeated(call.func))
             and all(device.is_here(tensor) or not tensor.dim() for tensor in operation.reads)
         )
         for tensor in operation.writes:
@@ -133,7 +135,7 @@ class Partitioner:
             assert saved.tensor is not None
             computed = self._of(saved.tensor)
             kept = _cheapest(computed, {})
-            storages = [each.keep(self._device.device_type) for each in kept]
+            storages = [each.keep(self._device) for each in kept]
             if kept != {computed}:
                 saved.tensor, saved.kept = None, storages
 
@@ -169,6 +171,10 @@ def _cheapest(
 
 def _cost(kept: Iterable[Computed]) -> int:
     return sum(each.cost for each in kept)
+
+
+def _changes_when_repeated(func: Any) -> bool:
+    return func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags
 
 
 def _whole(storage: torch.UntypedStorage) -> torch.Tensor:

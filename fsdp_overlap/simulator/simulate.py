@@ -107,10 +107,10 @@ def simulate(program: Callable[[], Step], world_size: int, costs: Costs) -> Pred
             training step of it. It runs once, as the first of ``world_size`` ranks and on the
             slowest of their devices. Tensors that it makes on the device have no values.
         world_size: the number of ranks, of which each has a device.
-        costs: how long everything takes.
+        costs: how long everything takes, and how memory is allocated.
     """
     clock = Clock(costs, pace=costs.slowest(world_size))
-    device = ObservedDevice(clock)
+    device = ObservedDevice(clock, costs.expandable_segments)
     ledger = device.allocator
     with fake_ranks(world_size, BACKEND), running(device), marking(device) as marks:
         step = program()
@@ -155,13 +155,15 @@ def _compiled(step: Step, device: ObservedDevice, clock: Clock) -> Step:
     partitioner = Partitioner(device)
 
     def watch(operation: Operation) -> None:
-        partitioner.record(operation, clock.costs.is_fused(operation))
+        partitioner.record(operation, clock.is_fused(operation))
 
     device.watchers.append(watch)
+    device.allocator.defers = True
+    clock.fusion = Fusion(device.allocator.allocate)
 
     def run() -> None:
-        clock.fusion = Fusion()
         with partitioner.saving():
             step()
+        clock.fusion.end()
 
     return run

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -71,29 +71,51 @@ def _ends_alike(model: Any, base: Any) -> bool:
     return has_all and base.embed_tokens.weight is not model.lm_head.weight
 
 
+class Styles(NamedTuple):
+    """What cuts products of a block by columns and by rows, and what gathers the sequence."""
+
+    colwise: type[ColwiseParallel] = ColwiseParallel
+    rowwise: type[RowwiseParallel] = RowwiseParallel
+    gather: type[PrepareModuleInput] = PrepareModuleInput
+
+
 def _of_block(block: nn.Module, plan: dict[str, str]) -> dict[str, ParallelStyle]:
     """Return what each module of a block does. A module whose products are cut by columns gathers
     the sequence once for all of them."""
     styles: dict[str, ParallelStyle] = {}
-    for pattern, style in plan.items():
-        inside = pattern.partition(".*.")[2]
-        if style == "rowwise":
-            styles[inside] = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
+    kinds = {pattern.partition(".*.")[2]: kind for pattern, kind in plan.items()}
+    of = _styles_for([block.get_submodule(name) for name in kinds])
+    for inside, kind in kinds.items():
+        if kind == "rowwise":
+            styles[inside] = of.rowwise(output_layouts=Shard(1), use_local_output=False)
             continue
-        styles[inside] = ColwiseParallel()
+        styles[inside] = of.colwise()
         user = inside.rpartition(".")[0]
-        styles[user] = _gather_sequence(block.get_submodule(user))
+        styles[user] = _gather_sequence(block.get_submodule(user), of.gather)
     for name, module in block.named_modules():
         if name not in styles and next(module.parameters(recurse=False), None) is not None:
             styles[name] = SequenceParallel()
     return styles
 
 
-def _gather_sequence(module: nn.Module) -> PrepareModuleInput:
+def _styles_for(products: list[nn.Module]) -> Styles:
+    """Return torch's, or torchao's, which gather numbers in float8, where all are multiplied."""
+    if any(type(product) is nn.Linear for product in products):
+        return Styles()
+    from torchao.float8 import float8_tensor_parallel as in_float8
+
+    return Styles(
+        in_float8.Float8ColwiseParallel,
+        in_float8.Float8RowwiseParallel,
+        in_float8.PrepareFloat8ModuleInput,
+    )
+
+
+def _gather_sequence(module: nn.Module, gather: type[PrepareModuleInput]) -> PrepareModuleInput:
     """Return what gathers the input, which transformers gives to attention by name."""
     if "hidden_states" in inspect.signature(module.forward).parameters:
         name = "hidden_states"
-        return PrepareModuleInput(
+        return gather(
             input_kwarg_layouts={name: Shard(1)}, desired_input_kwarg_layouts={name: Replicate()}
         )
-    return PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+    return gather(input_layouts=Shard(1), desired_input_layouts=Replicate())

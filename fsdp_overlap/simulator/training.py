@@ -32,7 +32,7 @@ from fsdp_overlap.simulator.mixture import COMM_BACKENDS, spread_experts
 from fsdp_overlap.simulator.models import check_positions, model_of, shorten
 from fsdp_overlap.simulator.simulate import Step
 from fsdp_overlap.simulator.tensor_parallel import parallelize
-from fsdp_overlap.torch_internals import flash_attention
+from fsdp_overlap.torch_internals import flash_attention, masked_attention
 
 DEVICE = "emulated"
 ContextManager = AbstractContextManager[Any]
@@ -96,7 +96,7 @@ def _select() -> tuple[ContextManager, ContextManager]:
 
 
 PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.linear.default}
-KEPT = {flash_attention.default}
+KEPT = {flash_attention.default, masked_attention.default}
 CHECKPOINTING: dict[str, Callable[[], tuple[ContextManager, ContextManager]]] = {
     "none": noop_context_fn,
     "selective": _select,
@@ -143,8 +143,9 @@ class Training:
             :class:`PerTensor` are torchao's gathers.
         linear_dtype: ``"float8"`` computes the linear layers of blocks in float8, by torchao.
             Without, they compute in ``param_dtype``.
-        loss: ``"standard"`` computes it of logits in float32, ``"fused"`` puts gradients in the
-            place of logits, by one kernel, ``"chunked"`` never has the logits of all tokens.
+        loss: ``"standard"`` computes it of logits in float32, ``"eager"`` does so by torch's own
+            kernels where others are fused, ``"fused"`` puts gradients in the place of logits, by
+            one kernel, ``"chunked"`` never has the logits of all tokens.
         optimizer: one of :data:`OPTIMIZERS`.
         reshard_after_forward: among how many neighboring ranks blocks keep their weights from
             forward to backward, as :func:`fully_shard` takes the number. Without, ``stage`` says.
@@ -189,7 +190,8 @@ class Training:
                 f"tensor_parallel={self.tensor_parallel} with expert_parallel="
                 f"{self.expert_parallel}: leave one of the two at 1"
             )
-        if self.tensor_parallel > 1 and (self.context_parallel > 1 or self.loss != "standard"):
+        needs_all_words = self.loss in ("fused", "chunked")
+        if self.tensor_parallel > 1 and (self.context_parallel > 1 or needs_all_words):
             raise ValueError(
                 f"tensor_parallel={self.tensor_parallel} with context_parallel="
                 f"{self.context_parallel} and loss={self.loss!r}: leave it at 1, or the others at "

@@ -31,12 +31,16 @@ class Seconds:
     slowdown: float = 0.0
     slowest_: float = 1.0
     compiles: bool = False
+    expandable_segments: bool = False
 
     def on_host(self, operation: Operation) -> float:
         return self.host
 
     def compute(self, operation: Operation) -> float:
         return self.compute_ if operation.name == "mm" else 0.0
+
+    def is_fused(self, operation: Operation) -> bool:
+        return False
 
     def collective(self, operation: Operation, ranks: Sequence[int]) -> float:
         assert len(ranks) == 8
