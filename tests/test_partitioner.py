@@ -153,6 +153,38 @@ def test_what_a_kernel_alone_reads_takes_no_memory() -> None:
     assert compiled.reserved < eager.reserved
 
 
+def test_what_a_program_takes_to_write_it_later_takes_memory_at_once() -> None:
+    """As fully_shard does for the gradients that it reduces: compiled code is not asked."""
+
+    def program() -> Callable[[], None]:
+        def step() -> None:
+            buffer = torch.empty(ROWS, WIDTH, device="emulated")
+            other = torch.empty(0, device="emulated")
+            other.untyped_storage().resize_(NBYTES)
+            del buffer, other
+
+        return step
+
+    assert simulate(program, 1, COMPILED).memory == 2 * NBYTES
+
+
+def test_the_host_enqueues_a_kernel_once() -> None:
+    def program() -> Callable[[], None]:
+        with torch.device("emulated"):
+            x, weight = torch.empty(16, WIDTH), torch.empty(WIDTH, WIDTH)
+
+        def step() -> None:
+            for _ in range(100):
+                F.linear((x + 1).sin().cos() * 2, weight)
+
+        return step
+
+    eager, compiled = (simulate(program, 1, costs).seconds for costs in (COSTS, COMPILED))
+    host = COSTS.device.operation_seconds
+    assert eager == pytest.approx(500 * host, rel=0.1)
+    assert compiled == pytest.approx(200 * host, rel=0.1)
+
+
 def test_a_compiled_loss_keeps_no_logits_in_float32() -> None:
     """As torch's: the loss keeps the logits, and their gradient, in their dtype, takes their place
     if nobody else holds them."""

@@ -338,6 +338,16 @@ def test_the_code_of_a_compiled_plan_compiles_blocks_before_they_are_sharded() -
 def test_code_says_all_of_a_plan_or_nothing() -> None:
     with pytest.raises(ValueError, match="blocks=3: no code for that"):
         code_of(training(blocks=3))
+    with pytest.raises(ValueError, match="loss='chunked': no code for that"):
+        code_of(training(loss="chunked"))
+
+
+def test_code_says_what_else_was_predicted() -> None:
+    assert "compile the loss" in code_of(training(), compiles=True)
+    assert "compile the loss" not in code_of(training(loss="eager"), compiles=True)
+    setting = "PYTORCH_ALLOC_CONF=expandable_segments:True"
+    assert setting in code_of(training(), expandable_segments=True)
+    assert setting not in code_of(training())
 
 
 def test_ways_to_save_are_options_that_save() -> None:

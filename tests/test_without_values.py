@@ -170,6 +170,47 @@ def test_attention_with_a_mask_keeps_its_bias_alone(dtype: torch.dtype, width: i
         assert bias <= taken < bias + 8 * query.nbytes
 
 
+ATTENDED: dict[str, tuple[list[int], list[int], list[int], dict[str, Any]]] = {
+    "no batch": ([8, 32, 16], [8, 32, 16], [8, 32, 16], {}),
+    "no batch, a mask": ([8, 32, 16], [8, 32, 16], [8, 32, 16], {"mask": torch.bool}),
+    "wide values": ([2, 4, 32, 16], [2, 4, 32, 16], [2, 4, 32, 24], {}),
+    "wide values, a mask": ([2, 4, 32, 16], [2, 4, 32, 16], [2, 4, 32, 24], {"mask": torch.bool}),
+    "keys of groups": ([2, 4, 32, 16], [2, 2, 32, 16], [2, 2, 32, 16], {"enable_gqa": True}),
+    "keys of groups, a mask": (
+        [2, 4, 32, 16],
+        [2, 2, 32, 16],
+        [2, 2, 32, 16],
+        {"enable_gqa": True, "mask": torch.bool},
+    ),
+    "other keys": ([2, 4, 32, 16], [2, 4, 20, 16], [2, 4, 20, 16], {"mask": torch.float32}),
+    "fewer heads": ([2, 4, 32, 16], [2, 2, 32, 16], [2, 2, 32, 16], {}),
+    "fewer heads, a mask": ([2, 4, 32, 16], [2, 2, 32, 16], [2, 2, 32, 16], {"mask": torch.bool}),
+    "a mask of numbers": ([2, 4, 32, 16], [2, 4, 32, 16], [2, 4, 32, 16], {"mask": torch.int32}),
+}
+
+
+@pytest.mark.parametrize("name", ATTENDED)
+def test_attention_gives_what_it_gives_on_the_host(name: str) -> None:
+    *sizes, options = ATTENDED[name]
+
+    def attend(where: str) -> list[torch.Size] | type[Exception]:
+        tensors = [torch.zeros(size, device=where, requires_grad=True) for size in sizes]
+        given = dict(options)
+        if dtype := given.pop("mask", None):
+            lengths = sizes[0][-2], sizes[1][-2]
+            given["attn_mask"] = torch.zeros(lengths, device=where, dtype=dtype)
+        try:
+            output = nn.functional.scaled_dot_product_attention(*tensors, **given)
+            output.sum().backward()
+        except RuntimeError as error:
+            return type(error)
+        return [output.shape, *(tensor.grad.shape for tensor in tensors if tensor.grad is not None)]
+
+    with running(EmulatedDevice(values=False)):
+        found = attend(HERE)
+    assert found == attend("cpu")
+
+
 DROPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "function": nn.functional.dropout,
     "module": nn.Dropout(0.1),

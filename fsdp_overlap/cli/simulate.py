@@ -186,7 +186,7 @@ def _search(training: Training, costs: Costs, options: SimulateOptions) -> None:
         raise BadInput(f"--best and {other}: leave one of the two out")
     start = time.perf_counter()
     # It may not be able to say all of the plan: better now than after minutes.
-    code_of(training, costs.compiles)
+    code_of(training, costs.compiles, costs.expandable_segments)
     console = Console(stderr=True)
     with console.status(f"{training.model} on {training.gpus} GPUs") as status:
         tell = status.update if console.is_terminal else _now_and_then()
@@ -403,7 +403,7 @@ def _show_best(
         cost = best.training.gpus * best.seconds / 3600 * price
         tokens = best.training.tokens * best.training.gpus
         console.print(f"It costs ${cost:.4f} a step, ${cost / tokens * 1e9:.0f} a billion tokens.")
-    code = code_of(best.training, costs.compiles)
+    code = code_of(best.training, costs.compiles, costs.expandable_segments)
     print(f"\nThe best as code:\n\n{code}")
     if out is not None:
         with writing(out) as new:

@@ -88,7 +88,7 @@ class Calls(TorchFunctionMode):
                     return each.__torch_function__(func, types, args, kwargs)
         instead = self._instead.get(func)
         if instead is not None:
-            first = args[0] if args else next(iter(kwargs.values()))
+            first = (args or tensors_in(list(kwargs.values())))[0]
             if type(first) in PLAIN:
                 return instead(func, *args, **kwargs)
             if func in self._getters and (inner := inner_of(first)) is not None:
@@ -290,10 +290,8 @@ class Calls(TorchFunctionMode):
         **options: Any,
     ) -> Any:
         """Return what the kernel gives that a GPU would run, which keeps no matrix of attention.
-        The one without masks wants values as wide as keys, the other one as many heads of keys as
-        of queries."""
-        is_grouped = attn_mask is not None and options.get("enable_gqa")
-        if is_grouped or not self.device.is_here(query):
+        The one without masks wants values as wide as keys."""
+        if not self._has_kernel(query, key, value, attn_mask, options.get("enable_gqa", False)):
             return func(query, key, value, attn_mask, dropout_p, is_causal, **options)
         scale, width = options.get("scale"), value.shape[-1]
         output: Any
@@ -311,9 +309,29 @@ class Calls(TorchFunctionMode):
             self.backwards.follow(output)
         return output[0] if width == output[0].shape[-1] else output[0][..., :width]
 
+    def _has_kernel(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        is_grouped: bool,
+    ) -> bool:
+        """Return whether attention has a kernel, and torch need not refuse or decompose it."""
+        tensors = [query, key, value, *([] if mask is None else [mask])]
+        if query.dim() != 4 or not all(map(self.device.is_here, tensors)):
+            return False
+        if mask is None:
+            heads_fit = is_grouped or key.shape[1] == query.shape[1]
+            return heads_fit and value.shape[-1] <= query.shape[-1]
+        is_whole = query.shape[1] == key.shape[1] == value.shape[1]
+        return is_whole and mask.dtype in (torch.bool, query.dtype)
+
     def _drop(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Return what the kernel gives that a GPU would run, which keeps a byte an element."""
-        given = dict(zip(("input", "p", "train", "inplace"), args, strict=False)) | kwargs
+        given: dict[str, Any] = (
+            dict(zip(("input", "p", "train", "inplace"), args, strict=False)) | kwargs
+        )
         p, train = given.get("p", 0.5), given.get("training", given.get("train", True))
         is_kernel = train and 0 < p < 1 and not given.get("inplace")
         if not is_kernel or not self.device.is_here(given["input"]):

@@ -485,6 +485,9 @@ class EmulatedDevice:
         memory.is_freed = nbytes == 0
         self._give(memory, nbytes)
 
+    def note_empty(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Note that a program has taken memory that it will write later."""
+
     def address_of(self, tensor: torch.Tensor) -> int:
         """Return where ``tensor``'s storage lies on the device."""
         return self._blocks[self.memory_of(tensor)].address

@@ -257,6 +257,7 @@ class Dispatch(TorchDispatchMode):
         for tensor in new:
             device.place(tensor, makes, thread.makes_pinned)
         if about.allocates_only:
+            device.note_empty(new)
             return output
         reads = [] if about.reads_nothing else reads
         writes = [*writes, *new]

@@ -8,7 +8,7 @@ from operator import attrgetter
 
 import torch.distributed as dist
 
-from fsdp_overlap.emulator import Operation
+from fsdp_overlap.emulator import Operation, active
 from fsdp_overlap.emulator.queues import Queue
 from fsdp_overlap.profiling.intervals import Interval, clip, measure, union
 from fsdp_overlap.simulator.costs import Costs
@@ -88,6 +88,8 @@ class Clock:
     """Whether operations are fused now, if the costs have them fused."""
 
     def on_host(self, operation: Operation) -> float:
+        if self.is_fused(operation) and self.fusion.is_open(active().current):
+            return 0.0  # the kernel is enqueued
         return self.costs.on_host(operation)
 
     def end(self, operation: Operation, stream: Queue, enqueued: float, ready: float) -> float:

@@ -4,7 +4,7 @@ Operations become one kernel until a matrix product (or attention, a sort, a col
 library's own copies) reads what it has computed; others run beside it. It reads what was there
 before, once, and writes what others read later. Of a table it reads the rows that it looks up;
 where it adds to rows, or puts them elsewhere, it ends. What the program has dropped by the end of
-the kernel that computed it takes no memory.
+the kernel that computed it takes no memory; the rest may take that of inputs that are dropped.
 """
 
 from __future__ import annotations
@@ -78,9 +78,13 @@ class Fusion:
         self._made: WeakKeyDictionary[torch.UntypedStorage, Kernel] = WeakKeyDictionary()
         """Which kernel computes what nobody has read from memory yet."""
 
+    def is_open(self, stream: Queue) -> bool:
+        """Return whether the next fused operation on ``stream`` adds to a kernel."""
+        return stream in self._current
+
     def bytes_of(self, operation: Operation, stream: Queue) -> tuple[int, bool]:
         """Return the bytes that a fused operation moves, and whether it begins a kernel."""
-        begins = stream not in self._current
+        begins = not self.is_open(stream)
         kernel = self._current.setdefault(stream, Kernel())
         moved = 0
         for tensor, nbytes in _reads(operation):

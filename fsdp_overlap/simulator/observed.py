@@ -58,8 +58,8 @@ class Usage(NamedTuple):
 
 
 class Ledger(Allocator):
-    """An allocator that remembers who held what, and when. Where it ``defers``, what compute takes
-    in training takes memory by :meth:`allocate`."""
+    """An allocator that remembers who held what, and when. Where it ``defers``, what operations of
+    a training step return takes memory by :meth:`allocate`."""
 
     def __init__(self, device: EmulatedDevice, expandable: bool = False) -> None:
         super().__init__(expandable)
@@ -231,6 +231,14 @@ class ObservedDevice(EmulatedDevice):
         """Called with each operation that runs on the device."""
         self._is_late = False
         """Whether compute waited for the host before its last operation."""
+
+    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        super().resize(storage, nbytes)
+        self.allocator.allocate(storage)
+
+    def note_empty(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            self.allocator.allocate(tensor.untyped_storage())
 
     def run(self, operation: Operation, on_host: bool = False) -> None:
         stream, ready = self.current, self.current.ends

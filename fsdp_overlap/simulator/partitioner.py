@@ -54,7 +54,6 @@ class Computed:
         if storage is None:
             whole = torch.empty(self.nbytes, dtype=torch.uint8, device=device.device_type)
             storage = whole.untyped_storage()
-            device.allocator.allocate(storage)
             self.storage = weakref.ref(storage)
         return storage
 
@@ -145,11 +144,10 @@ class Partitioner:
             return saved
         if saved.tensor is not None:
             return saved.tensor
-        output = torch.empty_strided(
-            saved.size, saved.stride, dtype=saved.dtype, device=self._device.device_type
-        )
         with disable_current_modes():
+            output = torch.empty_strided(saved.size, saved.stride, dtype=saved.dtype, device="meta")
             reads = [_whole(storage) for storage in saved.kept]
+        self._device.place(output, on_device=True)
         self._device.run(Operation(RECOMPUTE, reads, [output]))
         return output
 

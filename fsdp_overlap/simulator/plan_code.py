@@ -18,9 +18,10 @@ _TEMPLATE = Path(__file__).parent / "plan.py.jinja"
 _IN_OTHER_WORDS = {"model", "gpus", "replicas", "gather_dtype", "optimizer"}
 
 
-def code_of(training: Training, compiles: bool = False) -> str:
+def code_of(training: Training, compiles: bool = False, expandable_segments: bool = False) -> str:
     """Return a module with two functions: ``shard(model)`` returns an optimizer, and ``train_step``
-    makes a step. ``compiles``: whether blocks are compiled.
+    makes a step. ``compiles``: whether blocks are compiled; ``expandable_segments``: whether the
+    allocator is set to have these.
 
     Raises:
         ValueError: an option is set that the code does not speak of.
@@ -30,8 +31,10 @@ def code_of(training: Training, compiles: bool = False) -> str:
     source = _TEMPLATE.read_text()
     said = {*re.findall(r"plan\.(\w+)", source), *_IN_OTHER_WORDS}
     for each in fields(training):
-        if each.name not in said and getattr(training, each.name) != each.default:
-            raise ValueError(f"{each.name}={getattr(training, each.name)!r}: no code for that")
+        value = getattr(training, each.name)
+        # An eager loss is what is there without code.
+        if each.name not in said and value not in (each.default, "eager"):
+            raise ValueError(f"{each.name}={value!r}: no code for that")
     replicas, ranks = (
         training.replicas,
         training.gpus // training.replicas // training.tensor_parallel,
@@ -40,6 +43,8 @@ def code_of(training: Training, compiles: bool = False) -> str:
     return template.render(
         plan=training,
         compiles=compiles,
+        compiles_loss=compiles and training.loss == "standard",
+        expandable_segments=expandable_segments,
         optimizer=_OPTIMIZERS[training.optimizer],
         sizes=f"({replicas}, {ranks})" if replicas > 1 else f"({ranks},)",
         names='("replicate", "shard")' if replicas > 1 else '("shard",)',
