@@ -317,11 +317,14 @@ def test_collectives_and_optimizers_are_no_part_of_a_kernel() -> None:
 
 
 def test_what_backward_reads_is_written_or_computed_again(config: str) -> None:
-    eager = predicted(config, sequence=2048)
-    costs = replace(COSTS, compiles=True)
+    # Where collectives do not slow compute down, of which some run beside other operations now.
+    costs = replace(COSTS, device=replace(COSTS.device, overlap_slowdown=0.0))
     training = Training(config, GPUS, optimizer="torch-adamw", sequence=2048)
-    compiled = simulate(training.program, GPUS, costs)
-    assert seconds(compiled, "mm") == pytest.approx(seconds(eager, "mm"), rel=0.02)
+    eager, compiled = (
+        simulate(training.program, GPUS, replace(costs, compiles=compiles))
+        for compiles in (False, True)
+    )
+    assert seconds(compiled, "mm") == pytest.approx(seconds(eager, "mm"))
     assert 0.3 * eager.compute < compiled.compute < 0.8 * eager.compute
     assert len(kernels(compiled, "mm")) == len(kernels(eager, "mm"))
 
