@@ -78,7 +78,8 @@ class Ledger(Allocator):
     def take(
         self, nbytes: int, stream: Queue, pool: MemPool | None = None
     ) -> tuple[MemoryBlock, list[Access]]:
-        if self.defers and self.phase == "training" and stream is self._device.default:
+        is_of_compute = stream is self._device.default and pool is None
+        if self.defers and is_of_compute and self.phase == "training":
             self._deferred += 1
             block = MemoryBlock(nbytes, stream.index, False, -self._deferred, None)
             self._live[block.address] = Allocation(nbytes, stream.index, self.phase, None)

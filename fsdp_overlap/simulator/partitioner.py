@@ -47,13 +47,12 @@ class Computed:
         """Bytes that it takes to keep it."""
         return 0 if self.is_kept and self.is_there else self.nbytes
 
-    def keep(self, device: ObservedDevice) -> torch.UntypedStorage:
+    def keep(self, device: str) -> torch.UntypedStorage:
         """Return its storage, or one of the same size for contents that eager programs drop."""
         self.is_kept, self.inputs = True, None
         storage = self.storage() if self.storage is not None else None
         if storage is None:
-            whole = torch.empty(self.nbytes, dtype=torch.uint8, device=device.device_type)
-            storage = whole.untyped_storage()
+            storage = torch.empty(self.nbytes, dtype=torch.uint8, device=device).untyped_storage()
             self.storage = weakref.ref(storage)
         return storage
 
@@ -134,7 +133,7 @@ class Partitioner:
             assert saved.tensor is not None
             computed = self._of(saved.tensor)
             kept = _cheapest(computed, {})
-            storages = [each.keep(self._device) for each in kept]
+            storages = [each.keep(self._device.device_type) for each in kept]
             if kept != {computed}:
                 saved.tensor, saved.kept = None, storages
 
