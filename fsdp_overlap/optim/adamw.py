@@ -280,7 +280,7 @@ class FusedAdamW:
         ]
         self._known.clear()  # counts of parameters that are stepped apart at times
         for call in calls:
-            call.columns[0][:] = [tensor.data for tensor in call.columns[0]]
+            call.columns[:] = [[tensor.data for tensor in column] for column in call.columns]
 
         def run() -> None:
             for call in calls:
@@ -389,7 +389,7 @@ class AdamW(torch.optim.AdamW):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         if self.overlapped is not None:
-            self.overlapped.add(len(self.param_groups) - 1, self.param_groups[-1]["params"])
+            self.overlapped.add(self.param_groups[-1]["params"])
 
     def state_dict(self) -> dict[str, Any]:
         finish_pending_steps()

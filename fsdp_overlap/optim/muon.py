@@ -159,7 +159,7 @@ class Muon(torch.optim.Optimizer):
         if not isinstance(group["split"], int):
             group["split"] = tuple(group["split"])
         if self.overlapped is not None:
-            self.overlapped.add(len(self.param_groups) - 1, group["params"])
+            self.overlapped.add(group["params"])
 
     def __repr__(self) -> str:
         return f"{super().__repr__()}\n{self._choice_table}".rstrip()
@@ -220,6 +220,7 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._owner_groups.drop_ended()
+        self._check_states()
         if self.overlapped is not None:
             self.overlapped.step()
         updates = [
@@ -248,6 +249,17 @@ class Muon(torch.optim.Optimizer):
         prefetch.finish()
         return loss
 
+    def _check_states(self) -> None:
+        for group in self.param_groups:
+            key = "step" if group["algorithm"] == "adamw" else "momentum_buffer"
+            for state in map(self.state.get, group["params"]):
+                if state and key not in state:
+                    raise ValueError(
+                        f"a parameter whose state has {', '.join(state)} is in a group with "
+                        f'"algorithm": "{group["algorithm"]}", which needs {key}: delete its state '
+                        "when you move it to a group of another algorithm"
+                    )
+
     def can_plan(self, parameters: Sequence[torch.Tensor]) -> bool:
         for parameter in parameters:
             momentum = self.state[parameter].get("momentum_buffer")
@@ -269,7 +281,7 @@ class Muon(torch.optim.Optimizer):
         ]
 
         for update in updates:  # whose edits must not be seen before they are counted
-            update.local = update.local.data
+            update.local, update.buffer = update.local.data, update.buffer.data
         devices = {current_device(u.device.type) for u in updates if has_streams(u.device)}
         for device in devices - self._side_streams.keys():
             self._side_streams[device] = streams_of(device).Stream(device)

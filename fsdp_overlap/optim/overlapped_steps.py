@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, Protocol
@@ -24,7 +24,8 @@ from fsdp_overlap.optim.clipping import (
     total_norm,
 )
 from fsdp_overlap.optim.host_thread import HostThread, Job
-from fsdp_overlap.optim.spans import edits_of, gradients_of, locals_of
+from fsdp_overlap.optim.spans import edits_of, gradients_of, local_of, locals_of
+from fsdp_overlap.optim.states import different_option
 from fsdp_overlap.tensor.pending_steps import before_steps
 
 Groups = Sequence[tuple[Hashable, dict[str, Any]]]
@@ -38,7 +39,8 @@ class OverlapPolicy:
 
     Without ``max_norm`` the shards of a unit are stepped as soon as their gradients are on the
     host, in the last backward before ``step()``: say with ``set_is_last_backward(False)`` which
-    backwards are not the last. ``.grad`` cannot be read then.
+    backwards are not the last. ``.grad`` cannot be read then, and ``step()`` raises if gradients,
+    weights, states or options of groups, learning rates among them, were changed since backward.
 
     Attributes:
         max_norm: gradients are scaled down so that their norm over all parameters, taken as one
@@ -69,11 +71,12 @@ class OverlapPolicy:
 
 
 def _fixed(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of ``group``, which a scheduler may edit before the thread reads them."""
-    return {
+    """Return ``group`` as it is now: a scheduler may edit options before the thread reads them."""
+    fixed = {
         name: option.clone() if isinstance(option, torch.Tensor) else option
         for name, option in group.items()
     }
+    return fixed | {"params": list(group["params"])}
 
 
 class SteppedOptimizer(Protocol):
@@ -195,27 +198,28 @@ class OverlappedSteps:
         self._thread = HostThread()
         self._buffers = GradientBuffers(policy.buffer_bytes, self._thread)
         weakref.finalize(optimizer, _end, self._thread, self._buffers)
-        self._group_of: dict[torch.Tensor, int] = {}
-        self._ahead: dict[ParamGroup, None] = {}
-        """Those that are stepped before :meth:`step`."""
+        self._groups: list[dict[str, Any]] = []
+        """The optimizer's groups as they were when the first gradient of this step was used."""
+        self._group_of: dict[torch.Tensor, dict[str, Any]] = {}
+        """Which of :attr:`_groups` a parameter is in."""
+        self._ahead: dict[ParamGroup, tuple[Any, ...]] = {}
+        """Those that are stepped before :meth:`step`, each with its version then."""
         self._arrived: dict[ParamGroup, None] = {}
-        """Those whose gradients became ``.grad`` and that can be stepped, as they arrived."""
+        """Those whose gradients became ``.grad``, as they arrived."""
         self._used_norms: dict[int, torch.Tensor] = {}
         """The norm of each gradient that was used in backward, by the id of a parameter."""
         self._previous_norm: D2HCopy | None = None
         self.norm: torch.Tensor | None = None
         """The norm of the last step's gradients before clipping, if there is a ``max_norm``."""
 
-    def add(self, index: int, parameters: Sequence[torch.Tensor]) -> None:
-        """Step ``parameters`` too, which are those of group ``index``. An optimizer that did so
-        before does so no longer."""
+    def add(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Step ``parameters`` too. An optimizer that did so before does so no longer."""
         for edits in edits_of(parameters):
             if isinstance(edits, ParamGroupEdits):
                 edits.stepper = self
                 if edits.is_ahead:  # of a step that nobody will end
                     edits.is_ahead = False
                     edits.record_values()
-        self._group_of |= dict.fromkeys(parameters, index)
 
     # ---- gradients that arrive ----
 
@@ -226,11 +230,13 @@ class OverlappedSteps:
         param_group = gradients.param_group
         edits, parameters = param_group.edits, param_group.sharded_parameters
         unit = unit_of_edits(edits)
-        if not self._can_step(param_group):
-            return False
         self._arrived.pop(param_group, None)
         self._arrived[param_group] = None
         if self._policy.waits_for_norm or unit is None or not unit.settings.is_last_backward:
+            return False
+        if not self._ahead:
+            self._read_groups()
+        if not self._can_step(param_group):
             return False
         earlier = [parameter.grad for parameter in parameters if parameter.grad is not None]
         scale = None
@@ -270,8 +276,13 @@ class OverlappedSteps:
 
         [edits.pending_step] = self._thread.submit([(run, param_group.label)])
         edits.is_ahead = True
-        self._ahead[param_group] = None
+        self._ahead[param_group] = self._version(param_group)
         return True
+
+    def _read_groups(self) -> None:
+        optimizer = self._optimizer()
+        self._groups = [] if optimizer is None else list(map(_fixed, optimizer.param_groups))
+        self._group_of = {p: group for group in self._groups for p in group["params"]}
 
     def _can_step(self, param_group: ParamGroup) -> bool:
         optimizer, parameters = self._optimizer(), param_group.sharded_parameters
@@ -291,9 +302,9 @@ class OverlappedSteps:
         assert optimizer is not None
         flats = [] if scale is None else flat_gradients(gradients_of(parameters))
         groups = [
-            ((index, param_group), {**_fixed(group), "params": members})
-            for index, group in enumerate(optimizer.param_groups)
-            if (members := [p for p in parameters if self._group_of[p] == index])
+            ((index, param_group), {**group, "params": members})
+            for index, group in enumerate(self._groups)
+            if (members := [p for p in parameters if self._group_of[p] is group])
         ]
         step = optimizer.plan(groups)
         for parameter in parameters:
@@ -314,9 +325,14 @@ class OverlappedSteps:
         which are scaled.
 
         Raises:
-            RuntimeError: a step in the thread failed.
+            RuntimeError: a step in the thread failed, or what was stepped in backward was changed
+                since: a gradient, a parameter, its state or an option of its group.
         """
         self._thread.check()
+        groups_in_backward = self._group_of
+        self._read_groups()
+        for param_group, version in self._ahead.items():
+            self._check_unchanged(param_group, version, groups_in_backward)
         is_scaled = getattr(self._optimizer(), "grad_scale", None) is not None
         if self._policy.max_norm is not None and is_scaled:
             raise RuntimeError(
@@ -328,7 +344,8 @@ class OverlappedSteps:
         given = [
             param_group
             for param_group in arrived
-            if all(parameter.grad is not None for parameter in param_group.sharded_parameters)
+            if self._can_step(param_group)
+            and all(parameter.grad is not None for parameter in param_group.sharded_parameters)
         ]
         scale = self._find_scale(given) if self._policy.max_norm is not None else None
         for param_group in given:
@@ -340,6 +357,53 @@ class OverlappedSteps:
         for edits in edits_of(p for p in self._group_of if p.grad is not None):
             if isinstance(edits, ParamGroupEdits):
                 edits.finish_step()  # the caller steps these
+
+    def _version(self, param_group: ParamGroup) -> tuple[Any, ...]:
+        """Return what tells whether somebody edited the parameters of ``param_group``, or their
+        states, since. The thread's own edits do not count."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        states = [optimizer.state.get(p, {}) for p in param_group.sharded_parameters]
+        values = [value for state in states for value in state.values()]
+        tensors = [local_of(value) for value in values if isinstance(value, torch.Tensor)]
+        return param_group.version, [id(tensor) for tensor in tensors] + [
+            tensor._version for tensor in tensors
+        ]
+
+    def _check_unchanged(
+        self,
+        param_group: ParamGroup,
+        version: tuple[Any, ...],
+        groups_in_backward: Mapping[torch.Tensor, Mapping[str, Any]],
+    ) -> None:
+        """Raise RuntimeError if something was changed since ``param_group`` was stepped."""
+        change = ""
+        for item, parameter in zip(param_group.owned, param_group.sharded_parameters, strict=True):
+            before, group = groups_in_backward[parameter], self._group_of.get(parameter)
+            if parameter.grad is None:
+                change = f"the gradient of {item.where} was removed"
+            elif parameter.grad is not _USED:
+                change = f"the gradient of {item.where} was replaced"
+            elif group is None:
+                change = f"{item.where} was removed from the optimizer's groups"
+            elif different := different_option(before, group):
+                change = (
+                    f"{different!r} of the group of {item.where} was {before[different]} and is "
+                    f"{group.get(different)}"
+                )
+            if change:
+                break
+        else:
+            if version == (now := self._version(param_group)):
+                return
+            edited = "parameters" if version[0] != now[0] else "optimizer states"
+            change = f"{edited} of unit {param_group.label!r} were edited"
+        raise RuntimeError(
+            f"{change} between backward and step(), but overlap=OverlapPolicy() has stepped unit "
+            f"{param_group.label!r} in backward: change it before backward, or after step(), or "
+            "use OverlapPolicy(max_norm=...), which steps nothing before step(). Some units are "
+            "stepped and others not: call ctx.reset() on every rank, and load a checkpoint"
+        )
 
     def _count_ahead(self) -> None:
         """Count the edits of what was stepped in backward, whose gradients are used up."""

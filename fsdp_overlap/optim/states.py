@@ -99,3 +99,18 @@ def _own_part(value: torch.Tensor, parameter: Sharded) -> torch.Tensor:
         return parameter.local_part(value)
     local: torch.Tensor = local_operand("load_state_dict", value, parameter)
     return local
+
+
+def different_option(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """Return the first option of the group ``one`` that is another in ``other``, ``None`` if there
+    is none. Parameters are no option."""
+    names = (name for name in one if name not in ("params", "param_names"))
+    return next((name for name in names if not same_option(one[name], other.get(name))), None)
+
+
+def same_option(one: Any, other: Any) -> bool:
+    """Return whether two values of an option are equal."""
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+        return both and torch.equal(one, other)
+    return bool(one == other)
