@@ -41,6 +41,7 @@ from fsdp_overlap.optim.matrix_param_groups import (
 from fsdp_overlap.optim.orthogonalization import chunk_views, copy_all
 from fsdp_overlap.optim.owner_groups import OwnerGroup, OwnerGroups
 from fsdp_overlap.optim.spans import compute_device, local_of
+from fsdp_overlap.optim.states import same_option
 from fsdp_overlap.tensor.operands import record_edits
 
 Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -73,14 +74,11 @@ class _Matrix:
     def __init__(
         self,
         parameter: torch.Tensor,
-        group: int,
-        number: int,
+        number: str,
         shape: tuple[int, int],
         device: torch.device,
     ) -> None:
         self.parameter = parameter
-        self.group = group
-        """The index of its param group."""
         self.number = number
         self.shape = shape
         dtype = local_of(parameter).dtype
@@ -135,9 +133,10 @@ class _GroupOptimizer:
     """The optimizer of those matrices of a param group that are stepped together: this rank's own,
     or those of a round. Without any it counts steps, as some optimizers do in their group."""
 
-    def __init__(self, group: int, matrices: Sequence[_Matrix], factory: Factory) -> None:
+    def __init__(
+        self, group: dict[str, Any], matrices: Sequence[_Matrix], factory: Factory
+    ) -> None:
         self.group = group
-        """The index of the param group."""
         self.matrices = matrices
         self._factory = factory
         self.reset()
@@ -158,22 +157,40 @@ class _GroupOptimizer:
     def has_gradient(self) -> bool:
         return any(matrix.plain.grad is not None for matrix in self.matrices)
 
-    def step(self, group: Mapping[str, Any]) -> None:
-        """Step with those options of ``group`` that were changed since the last step. What the
+    def step(self) -> None:
+        """Step with those options of the group that were changed since the last step. What the
         optimizer itself changes, such as a number of steps, is its own."""
         (own_group,) = self.optimizer.param_groups
-        for name in group.keys() - _NOT_OPTIONS:
-            if name not in self._known or not _same(group[name], self._known[name]):
-                own_group[name] = copy.deepcopy(group[name])
+        for name in self.group.keys() - _NOT_OPTIONS:
+            if name not in self._known or not same_option(self.group[name], self._known[name]):
+                own_group[name] = copy.deepcopy(self.group[name])
         self.optimizer.step()
 
-    def end_step(self, group: Mapping[str, Any]) -> None:
-        """Note the options that ``group`` has after the step."""
-        self._known = copy.deepcopy({name: group[name] for name in group.keys() - _NOT_OPTIONS})
+    def end_step(self) -> None:
+        """Note the options that the group has after the step."""
+        names = self.group.keys() - _NOT_OPTIONS
+        self._known = copy.deepcopy({name: self.group[name] for name in names})
 
 
-_Batch = list[_GroupOptimizer]
-"""Matrices that are stepped together, by param group."""
+class _Batch:
+    """Matrices that are stepped together: ``parts`` has those of each param group."""
+
+    def __init__(self, matrices: Sequence[_Matrix]) -> None:
+        self._matrices = matrices
+        self.parts: list[_GroupOptimizer] = []
+
+    def regroup(self, group_of: Mapping[torch.Tensor, dict[str, Any]], factory: Factory) -> None:
+        """Divide the matrices as their parameters are now. What is in no group is not stepped."""
+        before = {(id(part.group), *part.matrices): part for part in self.parts}
+        members: dict[int, list[_Matrix]] = {}
+        for matrix in self._matrices:
+            if matrix.parameter in group_of:
+                members.setdefault(id(group_of[matrix.parameter]), []).append(matrix)
+        self.parts = [
+            before.get((key, *matrices))
+            or _GroupOptimizer(group_of[matrices[0].parameter], matrices, factory)
+            for key, matrices in members.items()
+        ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,10 +250,13 @@ class LayerWise(torch.optim.Optimizer):
         self._factory = factory
         self._others = others
         self._cost = cost
-        self._other_optimizers: dict[int, torch.optim.Optimizer] = {}
-        """By param group."""
-        self._counting: dict[int, _GroupOptimizer] = {}
-        """What counts the steps of a group of matrices in which this rank has none to step."""
+        self._other_optimizer: torch.optim.Optimizer | None = None
+        self._counting: list[_GroupOptimizer] = []
+        """What counts the steps of each group of matrices in which this rank has none to step."""
+        self._grouping: list[tuple[int, ...]] = []
+        """The ids of each group of matrices and its parameters, as of the last step."""
+        self._group_of: dict[torch.Tensor, dict[str, Any]] = {}
+        """The group of each parameter whose matrices are stepped."""
         self._batches: list[_Batch] = []
         self._own_batches: list[_Batch] = []
         """Those of :attr:`_own`."""
@@ -264,25 +284,28 @@ class LayerWise(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        group, index = self.param_groups[-1], len(self.param_groups) - 1
+        group = self.param_groups[-1]
         try:
             if group["layer_wise"]:
                 for parameter in group["params"]:
                     check_matrices(parameter, group["split"], "LayerWise", _INSTEAD)
-                counting = _GroupOptimizer(index, (), self._factory)
-                options = _options_of(counting.optimizer)
-                self._counting[index] = counting
+                made = self._factory([nn.Parameter(torch.zeros(1, 1))])
             else:
-                optimizer = self._others(group["params"])
-                options = _options_of(optimizer)
-                self._other_optimizers[index] = optimizer
+                made = self._others(group["params"])
+            options = _options_of(made)
         except Exception:
             self.param_groups.pop()
             raise
         for name, value in options.items():
             group.setdefault(name, value)
-        if not group["layer_wise"]:
-            optimizer.param_groups = [group]
+        if group["layer_wise"]:
+            return
+        self.state.update(made.state)
+        if self._other_optimizer is None:
+            made.param_groups = [group]
+            self._other_optimizer = made
+        else:
+            self._other_optimizer.add_param_group(group)
 
     def __repr__(self) -> str:
         return f"{super().__repr__()}\n{self._choice_table}".rstrip()
@@ -329,115 +352,152 @@ class LayerWise(torch.optim.Optimizer):
 
     def _step_unshared(self) -> None:
         """Step all that this rank steps without others."""
-        for index, optimizer in self._other_optimizers.items():
-            if _has_gradient(self.param_groups[index]):
-                optimizer.step()
-                self.state.update(optimizer.state)
+        if (other := self._other_optimizer) is not None:
+            other.param_groups = self._groups(layer_wise=False)
+            other.state = self.state
+            if any(map(_has_gradient, other.param_groups)):
+                other.step()
         for own in self._own:
             own.begin()
         for batch in self._own_batches:
-            self._step_batch(batch)
+            self._step_parts(batch.parts)
         for own in self._own:
             own.end()
 
-    def _step_batch(self, batch: _Batch) -> None:
-        for part in batch:
-            group = self.param_groups[part.group]
-            if not _has_gradient(group):
+    def _step_parts(self, parts: Sequence[_GroupOptimizer]) -> None:
+        for part in parts:
+            if not _has_gradient(part.group):
                 continue
-            part.step(group)
+            states = part.optimizer.state
+            for matrix in part.matrices:  # somebody may have removed or replaced a state
+                if state := self.state[matrix.parameter].get(matrix.number):
+                    states[matrix.plain] = state
+                else:
+                    states.pop(matrix.plain, None)
+            part.step()
             # The options that a group shows are those of its last matrices that were stepped.
             self._stepped.insert(len(self._stepped) if part.has_gradient else 0, part)
             for matrix in part.matrices:
-                if matrix.plain in part.optimizer.state:
-                    state = part.optimizer.state[matrix.plain]
-                    self.state[matrix.parameter][str(matrix.number)] = state
+                if matrix.plain in states:
+                    self.state[matrix.parameter][matrix.number] = states[matrix.plain]
 
     def _end_step(self) -> None:
         """Have all optimizers of the groups that were stepped count the step, and show in the
         groups what they keep there."""
         for batch in self._batches:
-            self._step_batch([part for part in batch if part not in self._stepped])
-        of_groups = {part.group for part in self._stepped}
-        self._step_batch([part for index, part in self._counting.items() if index not in of_groups])
+            self._step_parts([part for part in batch.parts if part not in self._stepped])
+        of_groups = {id(part.group) for part in self._stepped}
+        self._step_parts([part for part in self._counting if id(part.group) not in of_groups])
         for part in self._stepped:
-            group = self.param_groups[part.group]
+            group = part.group
             for name, value in part.options.items():
-                if name not in group or not _same(value, group[name]):
+                if name not in group or not same_option(value, group[name]):
                     group[name] = copy.deepcopy(value)  # the optimizer may edit its own in place
         for part in self._stepped:
-            part.end_step(self.param_groups[part.group])
+            part.end_step()
 
     # ---- who steps what ----
 
     def _prepare(self) -> None:
-        """Find which matrices this rank steps. Collective at the first call."""
+        """Find which matrices this rank steps. Collective at the first call, and when there are new
+        ones.
+
+        Raises:
+            ValueError: a parameter cannot be stepped as its group says. Nothing was changed then.
+        """
         self._owner_groups.drop_ended()
-        groups = [group for group in self.param_groups if group["layer_wise"]]
-        for group in groups:
-            for parameter in group["params"]:
-                if self._splits.setdefault(parameter, group["split"]) != group["split"]:
-                    raise ValueError(
-                        f'"split" of a group was {self._splits[parameter]}, and is '
-                        f"{group['split']}: optimizers have states of the matrices that there were"
-                    )
-        self._owner_groups.add((p, group["split"]) for group in groups for p in group["params"])
-        new = dict.fromkeys(
-            p for group in groups for p in group["params"] if p not in self._matrices
-        )
-        if not new:
-            return
-        group_of = {
-            parameter: index
-            for index, group in enumerate(self.param_groups)
-            for parameter in group["params"]
-        }
+        groups = self._groups(layer_wise=True)
+        group_of = {p: group for group in groups for p in group["params"]}
+        self._check_groups(group_of)
+        self._owner_groups.add((p, group["split"]) for p, group in group_of.items())
+        new = [parameter for parameter in group_of if parameter not in self._matrices]
+        if new:
+            self._splits |= {parameter: group_of[parameter]["split"] for parameter in new}
+            self._add_parameters(new)
+        grouping = [(id(group), *map(id, group["params"])) for group in groups]
+        if grouping != self._grouping:
+            self._grouping, self._group_of = grouping, group_of
+            self._regroup(groups)
+        for parameter in group_of:  # also on ranks that step none: checkpoints look for all
+            for matrix in self._matrices[parameter]:
+                self.state[parameter].setdefault(matrix.number, {})
+            self.state[parameter]  # which makes an empty one
+
+    def _groups(self, layer_wise: bool) -> list[dict[str, Any]]:
+        return [group for group in self.param_groups if bool(group["layer_wise"]) == layer_wise]
+
+    def _check_groups(self, group_of: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+        for parameter, group in group_of.items():
+            if parameter not in self._matrices:
+                check_matrices(parameter, group["split"], "LayerWise", _INSTEAD)
+            split = self._splits.get(parameter, group["split"])
+            if split != group["split"]:
+                raise ValueError(
+                    f'"split" of a group was {split}, and is {group["split"]}: optimizers have '
+                    "states of the matrices that there were"
+                )
+        others = chain.from_iterable(group["params"] for group in self._groups(layer_wise=False))
+        moved = [p for p in others if p in self._matrices]
+        moved += [p for p in group_of if p not in self._matrices and self.state.get(p)]
+        if moved:
+            raise ValueError(
+                f"a parameter of shape {tuple(moved[0].shape)} was moved to a group with another "
+                '"layer_wise": the optimizers that factory and others make have different states. '
+                "Make a new LayerWise"
+            )
+
+    def _regroup(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Have each matrix stepped with the options of the group that its parameter is in."""
+        before = {id(part.group): part for part in self._counting}
+        self._counting = [
+            before.get(id(group)) or _GroupOptimizer(group, (), self._factory) for group in groups
+        ]
+        for batch in self._batches:
+            batch.regroup(self._group_of, self._factory)
+            for part in batch.parts:
+                for matrix in part.matrices:  # some have states before the first step
+                    if matrix.plain in part.optimizer.state:
+                        state = part.optimizer.state[matrix.plain]
+                        if not self.state[matrix.parameter].get(matrix.number):
+                            self.state[matrix.parameter][matrix.number] = state
+
+    def _add_parameters(self, new: Sequence[torch.Tensor]) -> None:
+        """Find who steps the matrices of ``new``. Collective."""
         sharing: dict[tuple[OwnerGroup, torch.dtype], list[torch.Tensor]] = {}
         own: list[_Matrix] = []
         for parameter in new:
             self._matrices[parameter] = []
             ownership = self._owner_groups.ownership_of(parameter)
             for batch in ownership.partition.unshared.get(ownership.rank, ()):
-                own += self._add_own(parameter, group_of[parameter], batch)
+                own += self._add_own(parameter, batch)
             if ownership.owner_group is not None:
                 key = ownership.owner_group, local_of(parameter).dtype
                 sharing.setdefault(key, []).append(parameter)
         self._own_batches.append(self._batch_of(own))
         for (owner_group, _), parameters in sharing.items():
-            self._add_shared(owner_group, tuple(parameters), group_of)
-        for parameter in new:  # also on ranks that step none: checkpoints look for all
-            numbers = (str(matrix.number) for matrix in self._matrices[parameter])
-            self.state[parameter] = {number: {} for number in numbers}
+            self._add_shared(owner_group, tuple(parameters))
 
     def _batch_of(self, matrices: Sequence[_Matrix]) -> _Batch:
         for matrix in matrices:
             self._matrices[matrix.parameter].append(matrix)
-        of_groups: dict[int, list[_Matrix]] = {}
-        for matrix in matrices:
-            of_groups.setdefault(matrix.group, []).append(matrix)
-        batch = [_GroupOptimizer(*each, self._factory) for each in of_groups.items()]
+        batch = _Batch(matrices)
         self._batches.append(batch)
         return batch
 
-    def _add_own(self, parameter: torch.Tensor, group: int, batch: MatrixBatch) -> list[_Matrix]:
+    def _add_own(self, parameter: torch.Tensor, batch: MatrixBatch) -> list[_Matrix]:
         ownership = self._owner_groups.ownership_of(parameter)
         tile, shape, split = ownership.partition.tile, tuple(parameter.shape), ownership.split
         assert tile is not None
         device = local_of(parameter).device
         numbers = (matrix_number(shape, split, tile, one.start) for one in batch.split(1))
         matrices = [
-            _Matrix(parameter, group, number, (batch.rows, batch.columns), device)
+            _Matrix(parameter, str(number), (batch.rows, batch.columns), device)
             for number in numbers
         ]
         self._own.append(_OwnMatrices(parameter, batch.start - ownership.start, matrices))
         return matrices
 
-    def _add_shared(
-        self,
-        owner_group: OwnerGroup,
-        parameters: tuple[torch.Tensor, ...],
-        group_of: Mapping[torch.Tensor, int],
-    ) -> None:
+    def _add_shared(self, owner_group: OwnerGroup, parameters: tuple[torch.Tensor, ...]) -> None:
         partitions = tuple(self._owner_groups.ownership_of(p).partition for p in parameters)
         size = len(owner_group.ranks)
         if not any(partition.shared for partition in partitions):
@@ -450,7 +510,7 @@ class LayerWise(torch.optim.Optimizer):
         owned: dict[OwnerAssignment, list[_Matrix]] = {}
         for assignments in plan_rounds(partitions, size, exchange.ROUND_ELEMENTS, cost):
             mine = {
-                one: list(self._shared_matrices(parameter, group_of[parameter], one.matrices))
+                one: list(self._shared_matrices(parameter, one.matrices))
                 for one in assignments
                 if one.owner == owner_group.rank
                 for parameter in [parameters[one.parameter]]
@@ -480,7 +540,7 @@ class LayerWise(torch.optim.Optimizer):
         return lambda matrices: matrices.count * mean_of[matrices.rows, matrices.columns]
 
     def _shared_matrices(
-        self, parameter: torch.Tensor, group: int, matrices: SharedMatrices
+        self, parameter: torch.Tensor, matrices: SharedMatrices
     ) -> Iterator[_Matrix]:
         ownership = self._owner_groups.ownership_of(parameter)
         tile, shape = ownership.partition.tile, tuple(parameter.shape)
@@ -491,7 +551,7 @@ class LayerWise(torch.optim.Optimizer):
             else:
                 start = matrices.chunks[0].start + index * matrices.rows * matrices.columns
                 number = matrix_number(shape, ownership.split, tile, start)
-            yield _Matrix(parameter, group, number, (matrices.rows, matrices.columns), device)
+            yield _Matrix(parameter, str(number), (matrices.rows, matrices.columns), device)
 
     def _owner_group_of(self, shared: _SharedParameters) -> OwnerGroup:
         owner_group = self._owner_groups.ownership_of(shared.parameters[0]).owner_group
@@ -507,14 +567,17 @@ class LayerWise(torch.optim.Optimizer):
         has_begun = False
         for assignments, batch in shared.rounds:
             stepped = tuple(
-                one for one in assignments if shared.parameters[one.parameter].grad is not None
+                one
+                for one in assignments
+                for parameter in [shared.parameters[one.parameter]]
+                if parameter.grad is not None and parameter in self._group_of
             )
             if not stepped:
                 continue
             if not has_begun:
                 self._owner_groups.begin_step(owner_group)
                 has_begun = True
-            step = partial(self._step_batch, batch)
+            step = partial(self._step_parts, batch.parts)
             group = owner_group.group
             yield _MatrixExchange(
                 shared, self._owner_groups, step, stepped, group, comm_stream, dtype, device
@@ -543,8 +606,8 @@ class LayerWise(torch.optim.Optimizer):
         states = {p: state_dict["state"].get(i) for i, p in zip(saved, own, strict=True)}
         of_matrices = {
             matrix: self._state_of(matrix, states[parameter])
-            for parameter, matrices in self._matrices.items()
-            for matrix in matrices
+            for parameter in self._group_of
+            for matrix in self._matrices[parameter]
         }
         kept = ("layer_wise", "split")  # another optimizer's state dict lacks them
         groups = [
@@ -552,21 +615,20 @@ class LayerWise(torch.optim.Optimizer):
             for mine, its in zip(self.param_groups, state_dict["param_groups"], strict=True)
         ]
         super().load_state_dict({**state_dict, "state": {}, "param_groups": groups})
-        for parameter, matrices in self._matrices.items():
-            self.state[parameter] = {str(each.number): of_matrices[each] for each in matrices}
-        for part in chain(self._counting.values(), *self._batches):
-            part.reset()
-            for matrix in part.matrices:
-                if of_matrices[matrix]:
-                    part.optimizer.state[matrix.plain] = of_matrices[matrix]
-        for index, optimizer in self._other_optimizers.items():
-            group = self.param_groups[index]
-            parameters = group["params"]
-            numbered = {i: states[p] for i, p in enumerate(parameters) if states[p]}
-            options = {**group, "params": list(range(len(parameters)))}
-            optimizer.load_state_dict({"state": numbered, "param_groups": [options]})
-            optimizer.param_groups = [group]
-            self.state.update(optimizer.state)
+        for parameter in self._group_of:
+            matrices = self._matrices[parameter]
+            self.state[parameter] = {each.number: of_matrices[each] for each in matrices}
+        if (other := self._other_optimizer) is not None:
+            other.param_groups = self._groups(layer_wise=False)
+            others = chain.from_iterable(group["params"] for group in other.param_groups)
+            numbers = {parameter: index for index, parameter in enumerate(others)}
+            groups = [
+                {**group, "params": list(map(numbers.__getitem__, group["params"]))}
+                for group in other.param_groups
+            ]
+            numbered = {index: states[p] for p, index in numbers.items() if states[p]}
+            other.load_state_dict({"state": numbered, "param_groups": groups})
+            self.state.update(other.state)
 
     def _state_of(self, matrix: _Matrix, states: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return a copy of the state of ``matrix`` among the loaded ``states`` of its parameter, on
@@ -576,8 +638,8 @@ class LayerWise(torch.optim.Optimizer):
         shape = tuple(matrix.parameter.shape)
         if states and not all(name.isdigit() for name in states) and matrix.shape == shape:
             state = states  # of an optimizer that stepped the whole parameter
-        elif str(matrix.number) in states:
-            state = states[str(matrix.number)]
+        elif matrix.number in states:
+            state = states[matrix.number]
         else:
             raise ValueError(
                 f"the state dict lacks matrix {matrix.number} of a parameter of shape {shape}, "
@@ -674,14 +736,6 @@ class _MatrixExchange(Exchange):
 
 def _has_gradient(group: dict[str, Any]) -> bool:
     return any(parameter.grad is not None for parameter in group["params"])
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Return whether two values of an option are equal."""
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
-        return both and torch.equal(one, other)
-    return bool(one == other)
 
 
 def _do_nothing() -> None:
