@@ -139,6 +139,8 @@ def test_operations_of_a_gpu_take_what_their_kernels_take(tmp_path: Path) -> Non
         span("kernel", "reduction", 320.0, 50.0, **{"External id": 1}),
         span("cpu_op", "aten::mm", 14.0, 6.0, **shapes, **{"External id": 2}),
         span("kernel", "gemm", 400.0, 350.0, **{"External id": 2}),
+        span("kernel", "unfinished", 750.0, 2**64 / 1000, **{"External id": 2}),
+        span("cpu_op", "aten::unfinished", 20.0, -1.0),
     ]
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": events}))

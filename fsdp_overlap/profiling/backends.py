@@ -2,12 +2,13 @@
 
 import heapq
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from fsdp_overlap.profiling.events import TraceEvent
+from fsdp_overlap.profiling.events import COLLECTIVE_NAME, TraceEvent
 from fsdp_overlap.profiling.intervals import Interval, union
+from fsdp_overlap.profiling.kernel_names import collective_of, may_communicate
 from fsdp_overlap.profiling.ranges import ELSEWHERE, EngineRanges, Phases
 
 # From the name of a c10d op to that of its gloo range, where they differ by more than a trailing
@@ -62,6 +63,8 @@ _GEMMS = (
 )
 # On a CPU every op with a namespace computes, except these. Compiled code has no namespace.
 _NO_COMPUTE = ("c10d", "_c10d", "autograd::", "torch::", "profiler::", "fsdp::")
+# Calls of oneCCL's backend, which no range tells when they were in flight.
+_ONECCL = ("oneccl_bindings_for_pytorch::", "torch_ccl::")
 _COMPILED = "## Call CompiledFxGraph"
 
 
@@ -95,17 +98,25 @@ class Compute(NamedTuple):
 
 class BackendRecords(NamedTuple):
     """compute: sorted by start. gemms: the part of it that multiplies matrices. engine: when an
-    engine worked. Both are unions of intervals."""
+    engine worked. Both are unions of intervals. unknown: kernels that may be collectives, and count
+    as none. other_devices: what kernels of devices took that are left out, in microseconds."""
 
     activities: list[CollectiveActivity]
     compute: list[Compute]
     gemms: list[Interval]
     engine: list[Interval]
+    unknown: list[TraceEvent]
+    other_devices: dict[str, float]
 
 
 def read_cpu(events: list[TraceEvent], engine: EngineRanges, phases: Phases) -> BackendRecords:
     """Read gloo's ranges as collectives, and ops as compute."""
     activities = _read_gloo(events)
+    activities += [
+        CollectiveActivity(name, e, e.start, e.end, f"thread {e.thread}", None, None)
+        for e in events
+        if (name := _called(e)) is not None
+    ]
     # A send or receive is recorded on the thread that calls it, not on one of gloo's.
     callers = {e.thread for e in events if e.name.startswith("c10d::")}
     gloo_threads = {e.thread for e in events if e.name.startswith("gloo:")} - callers
@@ -126,7 +137,7 @@ def read_cpu(events: list[TraceEvent], engine: EngineRanges, phases: Phases) -> 
         if op.name.startswith(_GEMMS)
         for span in engine.outside(op)
     ]
-    return BackendRecords(activities, sorted(compute), union(gemms), engine.spans())
+    return BackendRecords(activities, sorted(compute), union(gemms), engine.spans(), [], {})
 
 
 def _read_gloo(events: list[TraceEvent]) -> list[CollectiveActivity]:
@@ -157,11 +168,20 @@ def _read_gloo(events: list[TraceEvent]) -> list[CollectiveActivity]:
 
 
 def _computes(event: TraceEvent) -> bool:
-    if event.category != "cpu_op":
+    if event.category != "cpu_op" or _called(event) is not None:
         return False
     return event.name.startswith(_COMPILED) or (
         "::" in event.name and not event.name.startswith(_NO_COMPUTE)
     )
+
+
+def _called(event: TraceEvent) -> str | None:
+    """Return the collective that an op of a CPU runs itself; None of any other op."""
+    if event.name.startswith(_ONECCL):
+        return event.name.split("::", 1)[1]
+    # torch's own record of a call is no time in flight.
+    is_call = event.name == "record_param_comms" or event.name.startswith(("c10d::", "gloo:"))
+    return None if is_call else event.args.get(COLLECTIVE_NAME)
 
 
 def _outermost(ops: list[TraceEvent]) -> Iterator[TraceEvent]:
@@ -189,43 +209,81 @@ def _travels(one: int, other: int, dtype: str) -> int | None:
     return None if size is None or one == other else abs(one - other) * size
 
 
-def _is_nccl(event: TraceEvent) -> bool:
-    return event.category == "kernel" and event.name.startswith("nccl")
-
-
 def read_cuda(events: list[TraceEvent], engine: EngineRanges, phases: Phases) -> BackendRecords:
-    """Read NCCL's kernels, and gloo's ranges if there are any, as collectives, and all other
-    kernels as compute."""
+    """Read kernels and copies of collectives, and gloo's ranges if there are any, as collectives,
+    and all other kernels as compute.
+
+    Raises:
+        ValueError: collectives ran on more than one device.
+    """
     launches = {
         e.args["correlation"]: e
         for e in events
         if e.category in ("cuda_runtime", "cuda_driver") and "correlation" in e.args
     }
-    kernels = [e for e in events if e.category == "kernel"]
+    kernels, other_devices = _of_one_device(events)
     used = {correlation for e in kernels if (correlation := e.args.get("correlation")) in launches}
     ops = _innermost_ops(events, [launches[correlation] for correlation in used])
     activities = _read_gloo(events)
     compute: list[Compute] = []
     copies: list[Interval] = []
+    unknown: list[TraceEvent] = []
+    without_op: list[TraceEvent] = []
     for e in kernels:
         launch = launches.get(e.args.get("correlation"))
-        lane = f"stream {e.args.get('stream', e.thread)}"
-        if _is_nccl(e):
-            name = e.args.get("Collective name", e.name.split("(")[0])
-            group = e.args.get("Process Group Name")
-            activities.append(
-                CollectiveActivity(name, launch, e.start, e.end, lane, group, _bytes_of_kernel(e))
-            )
-        elif launch is None:
-            compute.append(Compute(e.start, e.end, ELSEWHERE, e.name, lane))
-        elif engine.covers(launch):
+        lane = _stream(e)
+        if name := collective_of(e):
+            group, nbytes = e.args.get("Process Group Name"), _bytes_of_kernel(e)
+            activities.append(CollectiveActivity(name, launch, e.start, e.end, lane, group, nbytes))
+            continue
+        if may_communicate(e.name):
+            unknown.append(e)
+        if launch is not None and engine.covers(launch):
             copies.append((e.start, e.end))
-        else:
+            continue
+        op, label = e.name, ELSEWHERE
+        if launch is not None:
             op = ops.get(launch.args["correlation"], e.name)
             label = phases.at(launch.thread, launch.start)
-            compute.append(Compute(e.start, e.end, label, op, lane))
+        compute.append(Compute(e.start, e.end, label, op, lane))
+        if op == e.name and not may_communicate(e.name):
+            without_op.append(e)
     gemms = union((c.start, c.end) for c in compute if c.op.startswith(_GEMMS))
-    return BackendRecords(activities, sorted(compute), gemms, union(copies))
+    # What runs among collectives, and was started by no op of torch, may be one.
+    computing = Counter(c.lane for c in compute)
+    communicating = Counter(activity.lane for activity in activities)
+    unknown += [e for e in without_op if communicating[_stream(e)] > computing[_stream(e)]]
+    return BackendRecords(activities, sorted(compute), gemms, union(copies), unknown, other_devices)
+
+
+def _of_one_device(events: list[TraceEvent]) -> tuple[list[TraceEvent], dict[str, float]]:
+    """Return the kernels, and copies of collectives, of the device that has collectives, or else of
+    the one with the most kernels; and what the kernels of other devices took."""
+    kernels = [
+        e
+        for e in events
+        if e.category == "kernel" or (e.category == "gpu_memcpy" and COLLECTIVE_NAME in e.args)
+    ]
+    counts = Counter(d for e in kernels if (d := e.args.get("device")) is not None)
+    if len(counts) < 2:
+        return kernels, {}
+    collective = {e.args.get("device") for e in kernels if collective_of(e)} - {None}
+    if len(collective) > 1:
+        names = ", ".join(sorted(map(str, collective)))
+        raise ValueError(
+            f"collectives ran on the devices {names}, and a report is of one: record a trace in "
+            "each process, and use one device in each"
+        )
+    judged = (*collective, *(device for device, _ in counts.most_common()))[0]
+    others: dict[str, float] = defaultdict(float)
+    for e in kernels:
+        if e.args.get("device") not in (None, judged):
+            others[str(e.args["device"])] += e.end - e.start
+    return [e for e in kernels if e.args.get("device") in (None, judged)], dict(others)
+
+
+def _stream(kernel: TraceEvent) -> str:
+    return f"stream {kernel.args.get('stream', kernel.thread)}"
 
 
 def _bytes_of_kernel(kernel: TraceEvent) -> int | None:

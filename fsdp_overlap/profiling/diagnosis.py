@@ -21,6 +21,9 @@ Cause = Literal[
     "idle",
     "small causes",
     "hidden",
+    "unknown kernels",
+    "other devices",
+    "left out",
 ]
 
 # A cause that costs a smaller part of a step is not reported.
@@ -28,6 +31,7 @@ _WORTH = 0.02
 # A collective with less room than this part of its duration cannot have been hidden.
 _NO_ROOM = 0.1
 _IDLE = 0.15
+_MOST = 5  # names that a finding lists
 # What collectives that serve no single unit are for, by the beginnings of their names.
 _COPIES = "what travels between replicas, once in a step"
 _REASONS = {
@@ -58,13 +62,54 @@ class Diagnosis:
 
 
 def diagnose(report: Report) -> list[Diagnosis]:
-    """Return the findings about the rank that the others wait for, the costliest first."""
+    """Return the findings about the rank that the others wait for, the costliest first, and then
+    what no rank's report counts."""
     rank = report.slowest
     found = [*_slow_rank(report), *_exposed(rank), *_limits(rank)]
     # A shared group is reported even where it costs nothing yet.
     if all(finding.cost * rank.steps <= _WORTH * rank.duration for finding in found):
         found.append(_nothing(rank))
-    return sorted(found, key=lambda finding: -finding.cost)
+    return sorted(found, key=lambda finding: -finding.cost) + list(_not_counted(report))
+
+
+def _not_counted(report: Report) -> Iterator[Diagnosis]:
+    if kernels := _longest(report, "unknown_kernels"):
+        yield Diagnosis(
+            "unknown kernels",
+            sum(kernels.values()),
+            "these kernels may be collectives, by their names or their streams, and do not count "
+            f"as such, but may hide others as compute: {_list(kernels)} a step",
+        )
+    if devices := _longest(report, "other_devices"):
+        yield Diagnosis(
+            "other devices",
+            0.0,
+            "the report is of one device; left out are kernels of the devices "
+            f"{_list(devices)} a step",
+        )
+    if left_out := sum(rank.left_out for rank in report.ranks):
+        yield Diagnosis(
+            "left out",
+            0.0,
+            f"left out: {left_out} event{'s' * (left_out > 1)} with a duration that is negative or "
+            "longer than a day, as of what had not ended when the profiler did",
+        )
+
+
+def _longest(report: Report, field: str) -> dict[str, float]:
+    """Return what each of a field's names took in a step, on the rank where it took the longest, in
+    microseconds, the longest first."""
+    times: dict[str, float] = {}
+    for rank in report.ranks:
+        for name, time in getattr(rank, field):
+            times[name] = max(time / rank.steps, times.get(name, 0.0))
+    return dict(sorted(times.items(), key=lambda item: -item[1]))
+
+
+def _list(times: dict[str, float]) -> str:
+    shown = [f"{name} {_ms(time)}" for name, time in list(times.items())[:_MOST]]
+    more = len(times) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
 def _slow_rank(report: Report) -> Iterator[Diagnosis]:

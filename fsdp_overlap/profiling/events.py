@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
@@ -20,12 +20,18 @@ _NOTHING: dict[str, Any] = {}
 _GZIP = b"\x1f\x8b"
 _SKIPPED = object()
 """In place of an event that is of no use."""
-# "args" are most of a trace, so only these of device events and c10d ops are kept.
+_IMPOSSIBLE = object()
+"""In place of an event whose duration is none."""
+# Profilers write what never ended as negative, or as an unsigned number that wrapped around.
+_LONGEST = 24 * 3600e6
+COLLECTIVE_NAME = "Collective name"
+# "args" are most of a trace, so only these of device events and collectives are kept.
 _WITH_ARGS = ("kernel", "cuda_runtime", "cuda_driver")
 _ARGS = (
     "correlation",
+    "device",
     "stream",
-    "Collective name",
+    COLLECTIVE_NAME,
     "Process Group Name",
     "In msg nelems",
     "Out msg nelems",
@@ -48,10 +54,11 @@ class TraceEvent(NamedTuple):
 
 class Trace(NamedTuple):
     """One rank's trace. events: in the order of the file. about: the file's other entries, such as
-    `distributedInfo`."""
+    `distributedInfo`. left_out: how many events had an impossible duration."""
 
     events: list[TraceEvent]
     about: dict[str, Any]
+    left_out: int
 
 
 def read_trace(
@@ -81,14 +88,17 @@ def read_trace(
             raise _unreadable(values, repr(error)) from None
 
     trace = source if isinstance(source, dict) else load_trace(source, prune, progress)
-    events = []
+    events, left_out = [], 0
     for value in events_of(trace):
         event = prune(value) if isinstance(value, dict) else value  # a loaded object's is not yet
         if isinstance(event, TraceEvent):
             events.append(event)
+        elif event is _IMPOSSIBLE:
+            left_out += 1
         elif event is not _SKIPPED:
             raise _unreadable(value, "no 'ph'")
-    return Trace(events, {key: value for key, value in trace.items() if key != "traceEvents"})
+    about = {key: value for key, value in trace.items() if key != "traceEvents"}
+    return Trace(events, about, left_out)
 
 
 def load_trace(
@@ -132,19 +142,26 @@ def events_of(trace: dict[str, Any]) -> list[Any]:
     return events
 
 
-def _read_event(values: dict[str, Any]) -> TraceEvent:
+def has_possible_duration(event: Mapping[str, Any]) -> bool:
+    """Return whether an event lasts from no time to a day."""
+    return bool(0 <= event.get("dur", 0.0) <= _LONGEST)
+
+
+def _read_event(values: dict[str, Any]) -> Any:
     name, category, start = values["name"], values.get("cat", ""), values["ts"]
-    end = start + values.get("dur", 0.0)
-    if not -math.inf < start <= end < math.inf:
-        raise ValueError("its times are none")
-    has_args = category in _WITH_ARGS or name.startswith("c10d::")
-    args = values.get("args", _NOTHING) if has_args else _NOTHING
+    if not -math.inf < start < math.inf:
+        raise ValueError("it starts at no time")
+    if not has_possible_duration(values):
+        return _IMPOSSIBLE
+    args = values.get("args") or _NOTHING
+    if category not in _WITH_ARGS and not name.startswith("c10d::") and COLLECTIVE_NAME not in args:
+        args = _NOTHING
     return TraceEvent(
         sys.intern(name),
         sys.intern(category),
         values.get("tid"),
         start,
-        end,
+        start + values.get("dur", 0.0),
         {key: args[key] for key in _ARGS if key in args},
     )
 

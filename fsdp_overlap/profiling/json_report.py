@@ -56,6 +56,9 @@ def _rank(rank: RankReport, waits: float | None) -> dict[str, Any]:
             for total in [rank.total(kind, pass_)]
         },
         "compute_by_op": dict(rank.compute_by_op()[:_OPS]),
+        "unknown_kernels": dict(rank.unknown_kernels),
+        "other_devices": dict(rank.other_devices),
+        "left_out": rank.left_out,
         "collectives": [_collective(c, rank) for c in rank.collectives],
     }
 

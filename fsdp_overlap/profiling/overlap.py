@@ -31,8 +31,8 @@ class Collective:
         exposed_spans: when this rank waited for it. Where the trace does not say, as on a GPU,
             where the stream waits and not the host: when it was in flight and this rank did not
             compute.
-        overlapped: the part of ``duration`` in which this rank computed: on a GPU every kernel but
-            NCCL's, on a CPU every op on a thread that gloo does not own.
+        overlapped: the part of ``duration`` in which this rank computed: on a GPU every kernel
+            that is no collective, on a CPU every op on a thread that gloo does not own.
         room: how long this rank computed between issuing it and waiting for it. Where the trace
             does not say when it was waited for, its time in flight counts instead.
         under: the compute that ran meanwhile, by label, and how long; at most three, the longest
@@ -139,6 +139,11 @@ class RankReport:
         compute: sorted by start.
         gemms: the part of compute that multiplies matrices, as a union of intervals.
         engine: when an engine worked, for example to prepare a collective, as a union of intervals.
+        unknown_kernels: kernels that may be collectives, which no name tells, and how long those of
+            each name ran, the longest first. They do not count as collectives.
+        other_devices: the devices in the trace that this report is not of, and how long their
+            kernels ran.
+        left_out: how many events of the trace had a duration that is negative or longer than a day.
     """
 
     rank: int | None
@@ -149,6 +154,9 @@ class RankReport:
     compute: tuple[Compute, ...]
     gemms: tuple[Interval, ...]
     engine: tuple[Interval, ...]
+    unknown_kernels: tuple[tuple[str, float], ...]
+    other_devices: tuple[tuple[str, float], ...]
+    left_out: int
 
     @property
     def duration(self) -> float:

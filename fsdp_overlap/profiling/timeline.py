@@ -4,8 +4,9 @@ Engines mark in a trace what they issue, what they wait for, and where a unit's 
 begin and end (see `names.py`). What was in flight is recorded elsewhere, and is traced back to the
 range that issued it:
 
-- **CUDA**: NCCL kernels. A kernel's correlation id names the runtime call that launched it. The
-  issue range around that call, on the call's thread, issued the kernel.
+- **CUDA**: kernels of collectives, by what they carry and by their names (see `kernel_names.py`). A
+  kernel's correlation id names the runtime call that launched it. The issue range around that call,
+  on the call's thread, issued the kernel.
 - **CPU**: gloo writes a range `gloo:<operation>` on a thread of its own, without a link to what
   issued it. A group starts operations in the order in which they were issued, so the k-th range of
   an operation belongs to its k-th `c10d::` op. Where two start at one moment, neighbors may be
@@ -15,12 +16,13 @@ range that issued it:
 
 import bisect
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from fsdp_overlap.profiling.backends import BackendRecords, CollectiveActivity, read_cpu, read_cuda
 from fsdp_overlap.profiling.events import Progress, TraceEvent, read_trace
 from fsdp_overlap.profiling.intervals import Interval, clip, covers, union
+from fsdp_overlap.profiling.kernel_names import short_name
 from fsdp_overlap.profiling.names import (
     CONFIRMATION,
     END_OF_BACKWARD,
@@ -36,7 +38,7 @@ from fsdp_overlap.profiling.names import (
 from fsdp_overlap.profiling.overlap import Collective, ComputeTimeline, RankReport
 from fsdp_overlap.profiling.ranges import EngineRanges, Phases, Ranges, Waits
 
-_CATEGORIES = {"cpu_op", "cuda_runtime", "cuda_driver", "kernel"}
+_CATEGORIES = {"cpu_op", "cuda_runtime", "cuda_driver", "kernel", "gpu_memcpy"}
 _OF_BACKWARD = (
     "autograd::engine::evaluate_function",
     *(prefix + END_OF_BACKWARD for prefix in PREFIXES),
@@ -50,13 +52,14 @@ def read_rank(
     """Return what one rank did, from whatever `read_trace` reads. `steps`: how many the trace
     holds; None for as many as it says itself.
 
-    On a GPU, compute is every kernel but NCCL's; on a CPU, every op on a thread that gloo does not
-    own. What is launched or run in an engine's own ranges does not count on either.
+    On a GPU, compute is every kernel that is no collective; on a CPU, every op on a thread that
+    gloo does not own. What is launched or run in an engine's own ranges does not count on either.
 
     Raises:
-        ValueError: it is not such a trace, or holds calls of collectives but none in flight.
+        ValueError: it is not such a trace, holds calls of collectives but none in flight, or
+            collectives of several devices.
     """
-    events, about = read_trace(source, _is_of_use, progress)
+    events, about, left_out = read_trace(source, _is_of_use, progress)
     marked = [
         (event, mark)
         for event in events
@@ -92,7 +95,17 @@ def read_rank(
         compute=tuple(compute),
         gemms=tuple(clip(recorded.gemms, start, end)),
         engine=tuple(clip(recorded.engine, start, end)),
+        unknown_kernels=_times(e for e in recorded.unknown if start <= e.start),
+        other_devices=tuple(sorted(recorded.other_devices.items())),
+        left_out=left_out,
     )
+
+
+def _times(kernels: Iterable[TraceEvent]) -> tuple[tuple[str, float], ...]:
+    times: dict[str, float] = defaultdict(float)
+    for e in kernels:
+        times[short_name(e.name)] += e.end - e.start
+    return tuple(sorted(times.items(), key=lambda item: -item[1]))
 
 
 def _is_of_use(category: str, name: str) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from fsdp_overlap.emulator.dispatch import tensors_in
-from fsdp_overlap.profiling.events import events_of, load_trace
+from fsdp_overlap.profiling.events import events_of, has_possible_duration, load_trace
 from fsdp_overlap.simulator.compute_time import flops_of
 from fsdp_overlap.simulator.tables import HardwareError
 
@@ -87,7 +87,11 @@ class Profile:
 
     @classmethod
     def _of(cls, events: Iterable[Mapping[str, Any]]) -> Self:
-        spans = [event for event in events if event.get("ph") == "X" and "args" in event]
+        spans = [
+            event
+            for event in events
+            if event.get("ph") == "X" and "args" in event and has_possible_duration(event)
+        ]
         operators = [
             span
             for span in spans
