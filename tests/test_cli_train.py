@@ -19,6 +19,7 @@ from fsdp_overlap.cli.config import TrainConfig
 from fsdp_overlap.cli.data import load_text, move, sample_batch, split_text, unigram_entropy
 from fsdp_overlap.cli.launch import find_place
 from fsdp_overlap.cli.output import BadInput
+from fsdp_overlap.cli.process_group import cores, process_group
 from fsdp_overlap.cli.run_folder import check_out
 from fsdp_overlap.profiling import read_report
 from support.program import Program
@@ -226,12 +227,66 @@ def test_a_used_folder_is_not_overwritten(tmp_path: Path) -> None:
         check_out(tmp_path / "config.json" / "run")
 
 
-def test_ranks_must_agree_with_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "2")):
+JOINED = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
+MEETING = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
+def set_only(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
+    for name in (*JOINED, *MEETING, "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
+
+
+def test_ranks_must_agree_with_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_only(monkeypatch, **JOINED, **MEETING)
     assert find_place(None, "cpu").joining
     with pytest.raises(BadInput, match="torchrun has started 2"):
         find_place(3, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        (JOINED, "MASTER_ADDR and MASTER_PORT: not set, and ranks need them to meet"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK and WORLD_SIZE set, but not LOCAL_RANK: set all"),
+        (
+            {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0", **MEETING},
+            "srun has started 4 tasks, and RANK, LOCAL_RANK, WORLD_SIZE are not set: let "
+            r"each task export RANK=\$SLURM_PROCID LOCAL_RANK=\$SLURM_LOCALID "
+            r"WORLD_SIZE=\$SLURM_STEP_NUM_TASKS, MASTER_ADDR and MASTER_PORT",
+        ),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "mpirun has started 2 tasks"),
+        (
+            {"PMI_SIZE": "2", "RANK": "1"},
+            "mpiexec has started 2 tasks, and LOCAL_RANK, WORLD_SIZE are",
+        ),
+    ],
+)
+def test_who_starts_ranks_must_say_which(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], says: str
+) -> None:
+    set_only(monkeypatch, **variables)
+    with pytest.raises(BadInput, match=says):
+        find_place(None, "cpu")
+
+
+def test_ranks_need_not_know_how_many_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in scripts for srun and mpirun, of which a machine may have a part of the ranks."""
+    many = {"RANK": "999", "LOCAL_RANK": "1", "WORLD_SIZE": "1000"}
+    set_only(monkeypatch, **many, **MEETING)
+    assert find_place(None, "cpu").ranks == 1000
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **MEETING, "MASTER_PORT": port}
+    set_only(monkeypatch, **one)
+    threads = torch.get_num_threads()
+    try:
+        with process_group("cpu"):
+            assert torch.get_num_threads() == cores()
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_the_split_is_the_same_each_time_and_loses_nothing() -> None:

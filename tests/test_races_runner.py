@@ -121,11 +121,15 @@ def test_a_program_that_torchrun_should_have_started_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
     path = tmp_path / "program.py"
     path.write_text("import os\n\nos.environ['LOCAL_RANK']\n")
     status, result = run(Program(str(path)))
     assert status == FAILED
     assert "--ranks" in result.error
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(RuntimeError, match="RANK is set, but not LOCAL_RANK"):
+        run(Program(str(path)), is_real=True)
 
 
 def test_a_program_runs_as_python_runs_it(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from fsdp_overlap.cli.config import TrainConfig
 from fsdp_overlap.cli.job import restarts
 from fsdp_overlap.cli.output import BadInput
-from fsdp_overlap.cli.process_group import cores
+from fsdp_overlap.cli.process_group import cores, ranks_here
 from fsdp_overlap.cli.train import train
 
 # More would only wait for each other, each with its own copy of torch in memory.
@@ -28,6 +28,13 @@ _LAUNCHER_SECONDS = 2.0
 _MONITOR_SECONDS = 0.1  # how often a launcher, ours or torchrun, checks whether a rank has died
 _NO_MESSAGE = "To enable traceback see"  # how torch's begins for a rank that left none
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+_MEETING = ("MASTER_ADDR", "MASTER_PORT")
+# What launchers of tasks call a task, its number on its machine, and how many there are.
+_OF_TASKS = {
+    "srun": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"),
+    "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
+    "mpiexec": ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE"),
+}
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,7 @@ def find_place(ranks: int | None, device: str, max_restarts: int | None = None) 
     if max_restarts is not None and max_restarts < 0:
         raise BadInput(f"--max-restarts {max_restarts}: must not be negative")
 
-    joining = all(name in os.environ for name in _TORCHRUN)
+    joining = _is_joining()
     if joining:
         world = int(os.environ["WORLD_SIZE"])
         if ranks not in (None, world):
@@ -76,11 +83,41 @@ def find_place(ranks: int | None, device: str, max_restarts: int | None = None) 
             raise BadInput(
                 f"--max-restarts {max_restarts}: torchrun has started the ranks; give it the option"
             )
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        if absent := [name for name in _MEETING if name not in os.environ]:
+            raise BadInput(
+                f"{' and '.join(absent)}: not set, and ranks need them to meet; set MASTER_ADDR to "
+                "the machine of rank 0 and MASTER_PORT to a free port of it, or start with torchrun"
+            )
+        here = ranks_here() or int(os.environ["LOCAL_RANK"]) + 1
     else:
         world = here = ranks if ranks is not None else 2 if device_type == "cpu" else devices
     _check_fits(here, device_type, devices)
     return Place(world, device_type, joining, max_restarts or 0)
+
+
+def _is_joining() -> bool:
+    """Return whether something has started this process as one of several ranks.
+
+    Raises:
+        BadInput: something has, but did not say which.
+    """
+    found = [name for name in _TORCHRUN if name in os.environ]
+    if len(found) == len(_TORCHRUN):
+        return True
+    absent = ", ".join(name for name in _TORCHRUN if name not in found)
+    for launcher, variables in _OF_TASKS.items():
+        if (count := os.environ.get(variables[-1], "1")) != "1":
+            exports = [f"{a}=${b}" for a, b in zip(_TORCHRUN, variables, strict=True)]
+            raise BadInput(
+                f"{launcher} has started {count} tasks, and {absent} are not set: let each task "
+                f"export {' '.join(exports)}, MASTER_ADDR and MASTER_PORT, or let {launcher} start "
+                "torchrun, once on each machine"
+            )
+    if "RANK" in found or "LOCAL_RANK" in found:
+        raise BadInput(
+            f"{' and '.join(found)} set, but not {absent}: set all, as torchrun does, or none"
+        )
+    return False
 
 
 def launch(config: TrainConfig, place: Place, resume: bool) -> None:

@@ -20,7 +20,8 @@ _MEETING_SECONDS = 600.0
 @contextlib.contextmanager
 def process_group(device_type: str) -> Iterator[torch.device]:
     """Make the default process group, with torch's default backend for `device_type`, and yield
-    this rank's device. Read the environment that torchrun sets."""
+    this rank's device. Read the environment that torchrun sets, of which `LOCAL_WORLD_SIZE` may be
+    absent."""
     local_rank = int(os.environ["LOCAL_RANK"])
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     ranks: dict[str, Any] = {}
@@ -35,12 +36,18 @@ def process_group(device_type: str) -> Iterator[torch.device]:
         dist.init_process_group(backend, device_id=device, **ranks)
     else:
         device = torch.device(device_type)
-        torch.set_num_threads(max(1, cores() // int(os.environ["LOCAL_WORLD_SIZE"])))
+        torch.set_num_threads(max(1, cores() // (ranks_here() or world_size)))
         dist.init_process_group(backend, **ranks)
     try:
         yield device
     finally:
         dist.destroy_process_group()
+
+
+def ranks_here() -> int | None:
+    """Return how many ranks this machine has. None where the launcher does not say: torchrun sets
+    the variable, and scripts that srun and mpirun run need not, since torch reads it nowhere."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or None
 
 
 def kept_store() -> dist.Store | None:

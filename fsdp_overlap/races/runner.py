@@ -178,7 +178,13 @@ def _explain(error: Exception) -> str:
 
 
 def _run_real(program: Program) -> Result:
-    """Run as one of several processes that something has started, as torchrun does."""
+    """Run as one of several processes that something has started, as torchrun does.
+
+    Raises:
+        RuntimeError: it did not set what torchrun sets.
+    """
+    if absent := [name for name in ("LOCAL_RANK", "WORLD_SIZE") if name not in os.environ]:
+        raise RuntimeError(f"RANK is set, but not {' and '.join(absent)}: set all, or none")
     devices = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     rank = int(os.environ["LOCAL_RANK"])
     device = EmulatedDevice(device_type="cuda", index=rank, allow=program.allow)
