@@ -37,6 +37,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed._composable import fsdp
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint import utils as checkpoint_utils
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_api
@@ -552,6 +553,10 @@ def let_go_of_groups(mesh: DeviceMesh) -> None:
 
 StorageInfo = filesystem._StorageInfo
 """Where an entry of a checkpoint lies in its file. It is part of the metadata."""
+
+
+DistWrapper = checkpoint_utils._DistWrapper
+"""What a save or load of checkpoints makes first, on every rank: it sends objects between them."""
 
 
 def teach_state_dicts(

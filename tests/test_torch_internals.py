@@ -22,7 +22,12 @@ from torch import nn
 from torch.distributed import _state_dict_utils as state_dict_utils
 from torch.distributed import fsdp
 from torch.distributed._composable import _get_registry, replicate
-from torch.distributed.checkpoint import FileSystemWriter, HuggingFaceStorageWriter
+from torch.distributed.checkpoint import (
+    FileSystemWriter,
+    HuggingFaceStorageWriter,
+    state_dict_loader,
+    state_dict_saver,
+)
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -1018,6 +1023,15 @@ def entries_lie_in_files() -> None:
     """Checkpoints cannot be read."""
     info = internals.StorageInfo("file", 1, 2)
     assert (info.relative_path, info.offset, info.length) == ("file", 1, 2)
+
+
+@canary("DistWrapper")
+def a_save_makes_what_sends_objects_first() -> None:
+    """Without numpy, ranks wait for one that failed."""
+    assert internals.DistWrapper(None, False, 0).use_dist is False
+    for verb in (state_dict_saver._save_state_dict, state_dict_loader._load_state_dict):
+        source = inspect.getsource(verb)
+        assert source.index("_DistWrapper(") < source.index("distW.")
 
 
 @canary("teach_state_dicts")

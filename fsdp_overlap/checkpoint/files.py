@@ -1,18 +1,52 @@
-"""Opens the files of a checkpoint, and refuses those that are not regular or have large holes."""
+"""Finds the folder of a checkpoint, and opens its files. Refuses those that are not regular or have
+large holes."""
 
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedReader, FileIO
 from pathlib import Path
+from urllib.parse import unquote
+
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 # Bytes. A shorter range cannot exhaust memory, and may have a hole because zeros were copied
 # sparsely.
 _MAX_HOLE_BYTES = 1 << 20
 _BUFFER_BYTES = 4096  # for the headers around a tensor's elements
+
+# Also as pathlib leaves them, without one of the slashes.
+_FILE_URL = re.compile(r"(?i:file):(?://(?:localhost)?/|/(?!/)(?:localhost/)?)(.*)", re.DOTALL)
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+
+
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """Return the path that ``path`` means, which may be a URL of the scheme ``file``.
+
+    Raises:
+        ValueError: it is a URL of another scheme, or of another machine.
+    """
+    text = os.fspath(path)
+    if (url := _FILE_URL.fullmatch(text)) is not None:
+        return Path("/" + unquote(url[1]))
+    if _URL.match(text) is not None:
+        raise ValueError(
+            f"{text}: no folder of this machine; give one, as /mnt/step-1 or file:///mnt/step-1. "
+            "For other storage, mount it, or use torch's FsspecReader and FsspecWriter"
+        )
+    return Path(path)
+
+
+class LocalFileSystem(FileSystem):
+    """The file system of readers and writers, whose paths may be URLs of the scheme ``file``."""
+
+    def init_path(self, path: str | os.PathLike[str]) -> Path:
+        return local_path(path)
 
 
 class CheckpointError(ValueError):
@@ -47,7 +81,16 @@ def file_size(path: Path) -> int:
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}; a complete checkpoint has it") from None
     if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(f"{path} is not a regular file, as those of a checkpoint are")
+        way_out = ""
+        if stat.S_ISLNK(status.st_mode):
+            way_out = (
+                ", but a link, as in a cache of the Hugging Face Hub; if you trust what it leads "
+                "to, load a copy that has the files themselves: cp -rL "
+                f"{shlex.quote(str(path.parent))} FOLDER"
+            )
+        raise CheckpointError(
+            f"{path} is not a regular file, as those of a checkpoint are{way_out}"
+        )
     return status.st_size
 
 

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from fsdp_overlap.checkpoint.files import (
     CheckpointError,
     file_size,
+    local_path,
     opened,
     refuse_holes,
     refusing,
@@ -70,15 +71,17 @@ _ALLOWED: dict[str, Any] = {
 }
 
 
-def read_metadata(folder: Path) -> Metadata:
-    """Return the metadata of the checkpoint at ``folder``.
+def read_metadata(folder: str | os.PathLike[str]) -> Metadata:
+    """Return the metadata of the checkpoint at ``folder``, a path or a URL as ``file:///mnt/a``.
 
     The chunks of every tensor cover it exactly once, and every chunk has an entry in a regular file
     in ``folder``, which is large enough for it and shares no byte with another entry.
 
     Raises:
         CheckpointError: this does not hold, or the metadata is missing or damaged.
+        ValueError: ``folder`` is a URL of other storage.
     """
+    folder = local_path(folder)
     path = folder / METADATA_FILE
     if not path.exists() and any(folder.glob(f"__*{METADATA_FILE}")):
         raise CheckpointError(

@@ -24,7 +24,14 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from fsdp_overlap.checkpoint.entries import StoredTensor, read_entry, read_value
-from fsdp_overlap.checkpoint.files import CheckpointError, opened, refuse_holes, refusing
+from fsdp_overlap.checkpoint.files import (
+    CheckpointError,
+    LocalFileSystem,
+    local_path,
+    opened,
+    refuse_holes,
+    refusing,
+)
 from fsdp_overlap.checkpoint.metadata import can_copy, read_metadata
 from fsdp_overlap.engine.param import takes
 from fsdp_overlap.torch_internals import StorageInfo
@@ -43,18 +50,20 @@ class SafeFileSystemReader(FileSystemReader):
     state dict, and the rest loads.
 
     Args:
-        path: the checkpoint's folder.
+        path: the checkpoint's folder, or its URL, as ``file:///mnt/step-1``.
         verify: whether the elements of tensors are compared with their checksums. They are then
             read twice. Everything else is always checked.
 
     Raises:
+        ValueError: ``path`` is a URL of other storage.
         CheckpointException: with the :class:`CheckpointError` of each rank that refused: a file is
             missing, damaged, not a regular file or outside the folder; sizes do not fit; or a
             pickle names something that is not a value.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, verify: bool = True) -> None:
-        super().__init__(path)
+        super().__init__(local_path(path))
+        self.fs = LocalFileSystem()  # for other paths in dcp.load(checkpoint_id=...)
         self.verify = verify
 
     def read_metadata(self) -> Metadata:

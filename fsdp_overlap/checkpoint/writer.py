@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
-from torch.distributed.checkpoint.filesystem import FileSystem, SerializationFormat
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
@@ -25,7 +25,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from fsdp_overlap.checkpoint.checksums import ChecksumStream, streams_work
 from fsdp_overlap.checkpoint.entries import read_value
-from fsdp_overlap.checkpoint.files import CheckpointError
+from fsdp_overlap.checkpoint.files import CheckpointError, LocalFileSystem, local_path
 from fsdp_overlap.checkpoint.metadata import CHECKSUM_FILE, METADATA_FILE, can_copy, check_paths
 from fsdp_overlap.checkpoint.planner import (
     PlannedMetadata,
@@ -42,15 +42,16 @@ class SafeFileSystemWriter(FileSystemWriter):
     """A ``FileSystemWriter`` that also writes a checksum of the metadata; entries have their own.
 
     What it writes is an ordinary DCP checkpoint, which any reader loads. Takes the arguments of
-    ``FileSystemWriter``.
+    ``FileSystemWriter``. ``path`` may be a URL, as ``file:///mnt/step-1``.
 
     Raises:
+        ValueError: ``path`` is a URL of other storage.
         CheckpointException: with the :class:`CheckpointError` of each rank, before anything is
             written: the state has a value that :class:`SafeFileSystemReader` would refuse.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        super().__init__(local_path(path), *args, **kwargs)
         self.fs = self._files = _Files()
         self._entries = _Entries(self.transforms)
         self.transforms = self._entries  # type: ignore[assignment]
@@ -131,7 +132,7 @@ class SafeFileSystemWriter(FileSystemWriter):
             (Path(self.path) / name).unlink(missing_ok=True)
 
 
-class _Files(FileSystem):
+class _Files(LocalFileSystem):
     """The file system of a writer. It removes files that it could not write, which makes room on a
     full disk. ``failure`` is the last such error, also in a thread of torch's writer."""
 

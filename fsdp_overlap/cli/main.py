@@ -19,7 +19,7 @@ from fsdp_overlap.cli.doctor import doctor as examine
 from fsdp_overlap.cli.export import export as export_checkpoint
 from fsdp_overlap.cli.job import RUNS, run_of_this_job
 from fsdp_overlap.cli.launch import Place, describe_failure, find_place, launch
-from fsdp_overlap.cli.output import BadInput
+from fsdp_overlap.cli.output import BadInput, takes_urls
 from fsdp_overlap.cli.report import report as write_overlap_report
 from fsdp_overlap.cli.report import watch as watch_traces
 from fsdp_overlap.cli.run_folder import check_out, read_saved_run
@@ -34,6 +34,7 @@ app = typer.Typer(
 
 
 @app.command()
+@takes_urls
 @takes_options
 def train(
     context: typer.Context,
@@ -125,6 +126,7 @@ def _run(config: TrainConfig, place: Place, resume: bool) -> None:
 
 
 @app.command()
+@takes_urls
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A folder that DCP wrote.")],
     out: Annotated[Path, typer.Argument(help="A new .pt, .pth or .safetensors file.")],
@@ -142,6 +144,7 @@ def export(
 
 
 @app.command()
+@takes_urls
 def report(
     traces: Annotated[
         list[Path],
@@ -174,6 +177,7 @@ def report(
 
 
 @app.command()
+@takes_urls
 def simulate(
     context: typer.Context,
     model: Annotated[
@@ -289,6 +293,7 @@ def simulate(
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
+@takes_urls
 def races(
     program: Annotated[
         list[str],

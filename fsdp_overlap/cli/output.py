@@ -1,13 +1,36 @@
 """Files that commands write, all of them or none, and the error for what cannot be done."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
+from typing import Any
+
+from fsdp_overlap.checkpoint.files import local_path
 
 
 class BadInput(ValueError):
     """Reported as one line on stderr with exit code 2, before anything is started or written."""
+
+
+def takes_urls(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the paths that URLs among its paths mean. Raise BadInput for other storage."""
+
+    @wraps(command)
+    def with_local_paths(**options: Any) -> None:
+        command(**{name: _local(value) for name, value in options.items()})
+
+    return with_local_paths
+
+
+def _local(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_local(each) for each in value]
+    try:
+        return local_path(value) if isinstance(value, Path) else value
+    except ValueError as error:
+        raise BadInput(str(error)) from None
 
 
 def check_writable(folder: Path) -> None:

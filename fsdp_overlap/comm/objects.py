@@ -20,7 +20,7 @@ T = TypeVar("T")
 def gather_objects(mine: T, group: dist.ProcessGroup, device: torch.device, what: str) -> list[T]:
     """Return what each rank of ``group`` gives, in the order of ranks. Travels in memory of
     ``device``. ``what`` says in errors what it is for. Collective; the host waits, and polls the
-    group's watchdog, which ``torch.distributed.all_gather_object()`` does not.
+    group's watchdog, which ``torch.distributed.all_gather_object()`` does not, and needs no numpy.
 
     Raises:
         RuntimeError: a rank did not come.
@@ -99,9 +99,10 @@ def exchange_bytes(mine: bytes, group: dist.ProcessGroup, what: str) -> list[byt
     # Gloo's all-gather passes messages from rank to rank, each when the last has come, and copies
     # twice. Here all of them travel at once.
     sent = torch.frombuffer(bytearray(mine * group.size()), dtype=torch.uint8)
-    received = torch.empty_like(sent)
+    arrived = bytearray(sent.numel())
+    received = torch.frombuffer(arrived, dtype=torch.uint8)
     HostWorkHandle(what, "", all_to_all(received, sent, [], [], group), None).wait()
-    replies, size = received.numpy().tobytes(), len(mine)
+    replies, size = bytes(arrived), len(mine)
     return [replies[start : start + size] for start in range(0, len(replies), size)]
 
 

@@ -75,6 +75,12 @@ def registered_backend(group: dist.ProcessGroup, device_type: str) -> str:
     return devices.get(device_type, "")
 
 
+def device_for_objects(group: dist.ProcessGroup) -> torch.device:
+    """Return a device that ``group`` serves: the CPU if it can."""
+    types = [part.split(":")[0] for part in dist.get_backend_config(group).split(",")]
+    return current_device("cpu" if "cpu" in types else types[0])
+
+
 def backend_of(group: dist.ProcessGroup, device_type: str) -> Any:
     """Return the backend that serves ``device_type`` in ``group``. ``None`` if there is none."""
     try:

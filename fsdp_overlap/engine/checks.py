@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_overlap.comm.objects import greatest
+from fsdp_overlap.comm.objects import gather_objects, greatest
 from fsdp_overlap.desync.order_check import START
 from fsdp_overlap.engine.mesh import MeshInfo
 from fsdp_overlap.engine.param import (
@@ -50,8 +50,7 @@ def compare_plans(units: Sequence[Unit], mesh_info: MeshInfo) -> None:
     of_all = {dist.get_rank(): mine}
     # The plans of all ranks are collected first, so that every rank finds the same difference.
     for group in mesh_info.groups.per_dim:  # which together connect all ranks
-        known = [of_all] * group.size()
-        dist.all_gather_object(known, of_all, group)
+        known = gather_objects(of_all, group, mesh_info.device, "the comparison of plans")
         of_all = {rank: theirs for part in known for rank, theirs in part.items()}
     first = min(of_all)
     for rank, theirs in sorted(of_all.items()):

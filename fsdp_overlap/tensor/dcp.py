@@ -1,7 +1,7 @@
 """What ``torch.distributed.checkpoint`` (DCP) is taught of sharded tensors.
 
 DCP assumes that a rank holds exactly one chunk of a DTensor. Of a sharded tensor it may hold
-several, or none. Importing this module wraps four methods of DCP: what would be written or read
+several, or none. Importing this module wraps five methods of DCP: what would be written or read
 wrongly is now right, or an error before anything is written or read.
 """
 
@@ -17,6 +17,7 @@ from math import prod
 from queue import SimpleQueue
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -33,6 +34,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.tensor.placement import has_range
+from fsdp_overlap.torch_internals import DistWrapper
 
 
 def wrap_method(owner: type[Any], name: str, make: Callable[[Any], Any]) -> None:
@@ -67,6 +69,28 @@ def _disk_error(error: BaseException | None) -> OSError | None:
     while error is not None and not (isinstance(error, OSError) and error.errno is not None):
         error = error.__cause__ or error.__context__
     return error
+
+
+# ---- what ranks send each other needs numpy ----
+
+
+def _refusing_without_numpy(torchs: Callable[..., None]) -> Callable[..., None]:
+    """Wrap what a save or load makes first. Where torch finds no numpy, one rank fails at the first
+    object that another sends, and the others wait for it until a timeout."""
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        torchs(self, *args, **kwargs)
+        if not self.use_dist:
+            return
+        try:
+            torch.empty(0).numpy()
+        except RuntimeError as error:
+            raise RuntimeError(
+                "torch.distributed.checkpoint needs numpy for what ranks send each other: pip "
+                "install numpy"
+            ) from error
+
+    return init
 
 
 # ---- files of safetensors ----
@@ -222,6 +246,7 @@ def _is_held(value: object) -> bool:
     return isinstance(value, DTensor) and value.device_mesh.get_coordinate() is not None
 
 
+wrap_method(DistWrapper, "__init__", _refusing_without_numpy)
 wrap_method(FileSystemWriter, "_write_data", _writing_one_chunk_per_name)
 wrap_method(HuggingFaceStorageWriter, "prepare_global_plan", _refusing_what_is_lost)
 wrap_method(DefaultSavePlanner, "set_up_planner", _refusing_states_in_ranges)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.comm.comm_streams import make_comm_stream
+from fsdp_overlap.comm.objects import gather_objects
+from fsdp_overlap.comm.process_groups import device_for_objects
 from fsdp_overlap.comm.streams import current_device
 from fsdp_overlap.engine.context import context_of
 from fsdp_overlap.tensor.pending_steps import finish_pending_steps
@@ -171,8 +172,7 @@ def _device_of(
         if isinstance(tensor, torch.Tensor)
     ]
     local_type = next((kind for kind in local_types if kind not in ("cpu", "meta")), "cpu")
-    types: list[Any] = [local_type]
+    types = [local_type]
     if group is not None:
-        types = [None] * group.size()
-        dist.all_gather_object(types, local_type, group=group)
+        types = gather_objects(local_type, group, device_for_objects(group), "Resharding")
     return current_device(next((kind for kind in types if kind != "cpu"), "cpu"))

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import nn
 
+from fsdp_overlap.checkpoint.files import local_path
 from fsdp_overlap.comm.streams import mark_enqueued, streams_of
 from fsdp_overlap.weights.exchange import WeightExchange, exchange_of
 from fsdp_overlap.weights.export import full_weights
@@ -94,8 +95,9 @@ def save_weights(
 
     Args:
         model: as in :func:`export_weights`, as are ``dtype``, ``names`` and ``piece_bytes``.
-        folder: where files are written, which all ranks can reach. It is made if need be, and may
-            hold other files, but no weights.
+        folder: where files are written, which all ranks can reach, or its URL, as
+            ``file:///mnt/weights``. It is made if need be, and may hold other files, but no
+            weights.
         file_bytes: the most that a file should have. One weight may have more.
 
     Call it on every rank that the model lies over. Where there are replicas of shards (HSDP), the
@@ -105,10 +107,11 @@ def save_weights(
         FileExistsError: there are weights in ``folder``; on the first rank.
         RuntimeError: as :func:`export_weights`; or a rank could not write: names it. Nothing that
             was written is left.
-        ValueError: as :func:`export_weights`; safetensors does not know a dtype; or ranks have
-            different tensors of the same name, as experts. ``names`` may depend on the rank.
+        ValueError: as :func:`export_weights`; ``folder`` is a URL of other storage; safetensors
+            does not know a dtype; or ranks have different tensors of the same name, as experts.
+            ``names`` may depend on the rank.
     """
-    folder = Path(folder)
+    folder = local_path(folder)
     own = weights_of(model)
     if not is_first(own.values()):
         return
