@@ -37,6 +37,7 @@ from fsdp_overlap.engine.param import (
     tp_local_tensor,
 )
 from fsdp_overlap.engine.param_group import ParamGroup, sync_grad_dtypes
+from fsdp_overlap.engine.tied_parameters import copy_owners, ties_set_aside
 from fsdp_overlap.engine.unit import Unit, unit_names, unit_of
 from fsdp_overlap.engine.unit_init import make_unit
 from fsdp_overlap.schedule.finalization import GradientReductionHandle
@@ -47,15 +48,16 @@ from fsdp_overlap.torch_internals import AllGather, ReduceScatter
 class UnshardHandle(fsdp2.UnshardHandle):
     """The handle that ``unshard(async_op=True)`` returns."""
 
-    def __init__(self, unit: Unit) -> None:
-        self._unit: Unit | None = unit
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
 
     def wait(self) -> None:
-        """Make compute wait for the all-gather and register the unsharded parameters. Do nothing
+        """Make compute wait for the all-gathers and register the unsharded parameters. Do nothing
         if they were freed meanwhile, for example by a forward."""
-        if self._unit is not None and self._unit.is_gathered:
-            context_of(self._unit).schedule.show_unsharded(self._unit)
-        self._unit = None
+        for unit in self._units:
+            if unit.is_gathered:
+                context_of(unit).schedule.show_unsharded(unit)
+        self._units = ()
 
 
 class FSDPModule(nn.Module, fsdp2.FSDPModule):
@@ -84,23 +86,24 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         return plain_class(cls)(*args, **kwargs)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Unshard this unit's parameters, without those of inner units, and register them in the
-        module until they are freed: by :meth:`reshard`, or by a forward or backward that does not
-        keep them. A backward that reduces their gradients registers the sharded ones in any case.
-        Collective over the mesh.
+        """Unshard this unit's parameters, with those that it reads of other units and without those
+        of inner units, and register them in the module until they are freed: by :meth:`reshard`, or
+        by a forward or backward that does not keep them. A backward that reduces their gradients
+        registers the sharded ones in any case. Collective over the mesh.
 
         Args:
             async_op: whether to return a handle instead of making compute wait. The parameters may
                 be used after its ``wait()``. A forward waits by itself.
         """
-        unit = self._fsdp_unit
-        context = context_of(unit)
-        context.lazy_init()
-        context.join_capture(unit)
-        unit.sync_requires_grad()
-        unit.hook_gradients()
-        context.schedule.prefetcher.use(unit)
-        handle = UnshardHandle(unit)
+        units = (self._fsdp_unit, *self._fsdp_unit.owners)
+        for unit in units:
+            context = context_of(unit)
+            context.lazy_init()
+            context.join_capture(unit)
+            unit.sync_requires_grad()
+            unit.hook_gradients()
+            context.schedule.prefetcher.use(unit)
+        handle = UnshardHandle(units)
         if async_op:
             return handle
         handle.wait()
@@ -113,14 +116,8 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
             RuntimeError: a parameter was replaced. Or the unsharded parameters were edited, and the
                 edit is lost.
         """
-        unit, context = self._fsdp_unit, context_of(self._fsdp_unit)
-        unit.check_registrations()
-        lost = unit.changed() if unit.is_gathered else None
-        context.schedule.reshard(unit)
-        if unit.is_offloaded:
-            context.comm_context.finish_reading()
-        if lost is not None:
-            raise RuntimeError(lost)
+        for unit in (self._fsdp_unit, *self._fsdp_unit.owners):
+            _reshard(unit)
 
     # How parameters are gathered and kept
 
@@ -479,7 +476,8 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         for param_group in self._fsdp_unit.param_groups:
             param_group.module_info.to_none()
         try:
-            super()._apply(fn, recurse)
+            with ties_set_aside(self._fsdp_unit):
+                super()._apply(fn, recurse)
         finally:
             self._fsdp_unit.to_sharded()
         if self._fsdp_unit.is_offloaded:  # shards stay on the host, buffers do not
@@ -519,19 +517,18 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
     def _load_from_state_dict(self, *args: Any) -> None:
         # A unit on the meta device keeps what load_state_dict(assign=True) has registered so far,
         # and waits for the parameters of its other modules.
-        self._fsdp_unit.update_shared_params()
-        if not self._fsdp_unit.is_meta and not self._is_in_use():
-            self._fsdp_unit.to_sharded()  # in place of what a load that failed has left
-            self.reshard()
+        for unit in (self._fsdp_unit, *self._fsdp_unit.owners):
+            unit.update_shared_params()
+            if not unit.is_meta and not _is_in_use(unit):
+                unit.to_sharded()  # in place of what a load that failed has left
+                _reshard(unit)
         super()._load_from_state_dict(*args)
 
     def _save_to_state_dict(self, *args: Any) -> None:
-        if not self._is_in_use():
-            self.reshard()  # shards are saved, also after an explicit unshard()
+        for unit in (self._fsdp_unit, *self._fsdp_unit.owners):
+            if not _is_in_use(unit):
+                _reshard(unit)  # shards are saved, also after an explicit unshard()
         super()._save_to_state_dict(*args)
-
-    def _is_in_use(self) -> bool:
-        return context_of(self._fsdp_unit).schedule.is_in_use(self._fsdp_unit)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """Make a copy that is sharded in the same way, with memory and a context of its own.
@@ -543,11 +540,14 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
             RuntimeError: the unit is a list of modules, and one of them was deleted.
         """
         unit = self._fsdp_unit
-        if not unit.is_complete:
-            raise RuntimeError(
-                f"unit {unit.name!r} is of several modules, of which one was deleted, and cannot "
-                "be copied without it: keep, and copy, the module that holds all of them"
-            )
+        for each in (unit, *unit.owners):
+            if not each.is_complete:
+                raise RuntimeError(
+                    f"unit {each.name!r} is of several modules, of which one was deleted, or owns "
+                    "a parameter of another, and cannot be copied without it: keep, and copy, the "
+                    "module that holds all of them"
+                )
+        copy_owners(unit, memo)
         sync_grad_dtypes(unit.param_groups)
         kept = _copy_parameters(unit, memo)
         if any(
@@ -586,6 +586,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
                     ),
                     placement=Shard(spec.cut_dim),
                 )
+        tied = {memo[id(table[name])] for tie in unit.ties for table, name in tie.registrations}
         copied_unit = make_unit(
             duplicates,
             context,
@@ -600,7 +601,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
             ignored=frozenset(
                 parameter
                 for _, parameter, *_ in parameters_outside_units(duplicates)
-                if parameter not in meshes
+                if parameter not in meshes and parameter not in tied
             ),
         )
         copied_unit.unowned = deepcopy(unit.unowned, memo)
@@ -652,6 +653,21 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
                 )
             units.append(ref(unit))
         return units
+
+
+def _reshard(unit: Unit) -> None:
+    context = context_of(unit)
+    unit.check_registrations()
+    lost = unit.changed() if unit.is_gathered else None
+    context.schedule.reshard(unit)
+    if unit.is_offloaded:
+        context.comm_context.finish_reading()
+    if lost is not None:
+        raise RuntimeError(lost)
+
+
+def _is_in_use(unit: Unit) -> bool:
+    return context_of(unit).schedule.is_in_use(unit)
 
 
 def _check_shards_are_equal(unit: Unit, method: str) -> None:

@@ -75,10 +75,12 @@ def fully_shard(
 
     Call it on inner modules first, then on the module around them, with one context, in the same
     order on every rank, and with the same values on every rank. A unit owns the parameters of
-    ``module``'s subtree that no inner unit owns. They become ``RaggedDTensor`` parameters, in
-    place, or under the layout ``PerTensor()`` DTensors as FSDP2's are. If the layout keeps matrices
-    whole, balance them over all units by :meth:`FsdpContext.plan_layout` before, or by
-    :func:`fully_shard_model`; otherwise each call places its unit given those before it.
+    ``module``'s subtree that no earlier unit owns. It reads those that an earlier unit beside it
+    owns, as of tied weights: that unit is gathered for its forwards and backwards too. Parameters
+    become ``RaggedDTensor`` parameters, in place, or under the layout ``PerTensor()`` DTensors as
+    FSDP2's are. If the layout keeps matrices whole, balance them over all units by
+    :meth:`FsdpContext.plan_layout` before, or by :func:`fully_shard_model`; otherwise each call
+    places its unit given those before it.
 
     A list of modules, such as ``[norm, head]``, becomes one unit. It is unsharded from the first of
     them that runs until each has run, or the outermost unit around them ends.
@@ -315,8 +317,8 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     transformers do. If no module is of these classes, the members of its ``nn.ModuleList``s are the
     blocks. If a block lies within another, the outer one is taken.
 
-    A parameter belongs to one unit. So a module that shares a parameter with a module outside of it
-    is no block, and the root takes it: an embedding that is tied to the head, for example. A module
+    A module that shares a parameter with a module outside of it is no block, and the root takes it:
+    an embedding that is tied to the head, for example. A module
     within it may still be a block. Tie weights before. This works on the meta device, changes
     nothing, and is not collective.
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fsdp_overlap import FsdpContext, FsdpModule, PerTensor, TensorAtomic, fully_shard
@@ -84,9 +85,8 @@ def integer_reshard() -> None:
 
 def shared_with_inner_unit() -> None:
     model = Tied()
-    ctx = FsdpContext()
-    fully_shard(model.embedding, ctx)
-    fully_shard(model, ctx)
+    fully_shard(model.embedding, FsdpContext())
+    fully_shard(model, FsdpContext())
 
 
 def shared_between_siblings() -> None:
@@ -94,7 +94,7 @@ def shared_between_siblings() -> None:
     second.weight = first.weight
     ctx = FsdpContext()
     fully_shard(first, ctx)
-    fully_shard(second, ctx)
+    fully_shard(second, ctx, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
 
 
 def outer_module_first() -> None:
@@ -168,7 +168,8 @@ CASES: dict[Callable[[], None], tuple[type[Exception], str]] = {
     ),
     shared_with_inner_unit: (
         ValueError,
-        "'head.weight' of Tied is also 'weight' of the unit Embedding: a parameter belongs to one",
+        "'head.weight' of Tied is also 'weight' of the unit Embedding, which has another "
+        "FsdpContext: give both the same; or make one unit",
     ),
     outer_module_first: (
         ValueError,
@@ -176,7 +177,12 @@ CASES: dict[Callable[[], None], tuple[type[Exception], str]] = {
         "around it: call fully_shard on inner modules first",
     ),
     outer_module_before_a_list: (ValueError, "'0.weight' of .* call fully_shard on inner modules"),
-    shared_between_siblings: (ValueError, "'weight' of Linear is also 'weight' of the unit Linear"),
+    shared_between_siblings: (
+        ValueError,
+        "'weight' of Linear is also 'weight' of the unit Linear, which computes with it in "
+        "torch.float32, and this unit in torch.bfloat16: give both the same param_dtype; or make "
+        r"one unit of the modules that share it, by fully_shard\(\[a, b\], ctx\), or",
+    ),
     uninitialized: (ValueError, "not initialized; run a forward before"),
     dtensor: (ValueError, "'weight' of Linear is a DTensor over .* make one mesh"),
     tensor_subclass: (
@@ -206,7 +212,7 @@ def unchanged() -> None:
     ctx = FsdpContext()
     fully_shard(model.embedding, ctx)
     with pytest.raises(ValueError, match="also"):
-        fully_shard(model, ctx)
+        fully_shard(model, FsdpContext())
     assert type(model) is Tied
     assert not isinstance(model, FsdpModule)
     assert model.layers[0].up.weight is parameters["layers.0.up.weight"]
@@ -298,19 +304,3 @@ def returns_parameter() -> None:
 
 def test_a_unit_must_not_return_its_parameters() -> None:
     run_ranks(returns_parameter, 2)
-
-
-def shared_module() -> None:
-    inner = nn.Sequential(linear())
-    model = nn.ModuleDict({"inner": inner, "alias": inner[0]})
-    outer = nn.Sequential(model["inner"], model["alias"])
-    ctx = FsdpContext()
-    fully_shard(inner, ctx)
-    with pytest.raises(
-        ValueError, match=r"'1.weight' of Sequential is also '0.weight' of the unit"
-    ):
-        fully_shard(outer, ctx)
-
-
-def test_a_module_shared_across_units_is_refused() -> None:
-    run_ranks(shared_module, 2)

@@ -637,19 +637,6 @@ def test_what_cannot_be_right_is_refused() -> None:
     run_ranks(refused, 2)
 
 
-def shared() -> None:
-    model = Model().double()
-    model.parts["other"].linear.weight = model.parts["first"].linear.weight
-    ctx = FsdpContext()
-    fully_shard(model.parts["other"], ctx, conditional=True)
-    with pytest.raises(ValueError, match="a parameter belongs to one unit"):
-        fully_shard(model, ctx)
-
-
-def test_a_parameter_that_others_share_is_refused() -> None:
-    run_ranks(shared, 2)
-
-
 class Stop(Exception):
     pass
 

@@ -72,6 +72,7 @@ MODELS = (
     "skipped on some ranks",
     "views edited in place",
     "a layer that runs several times",
+    "parameters tied across units",
     "checkpointed, reentrant",
     "checkpointed groups, reentrant",
     "odd parameters",

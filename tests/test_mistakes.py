@@ -128,10 +128,11 @@ def makes_the_optimizer_first() -> None:
     optimizer.step()
 
 
-def shares_a_weight_among_units() -> None:
+def ties_weights_after_sharding() -> None:
     model = Net()
-    model.layers[1].up.weight = model.layers[0].up.weight
     shard(model)
+    model.layers[1].up.weight = model.layers[0].up.weight
+    model(x())
 
 
 class Raises(torch.autograd.Function):
@@ -184,11 +185,9 @@ LOOK_FOR = (
             r"computes with; make the optimizer afterwards, from model\.parameters\(\)$",
         ),
         (
-            shares_a_weight_among_units,
-            r"ValueError: parameter 'up\.weight' of Block is also 'up\.weight' of the unit Block: "
-            r"a parameter belongs to one unit; make one unit of the two modules that share it, by "
-            r"fully_shard\(\[a, b\], ctx\), or call fully_shard on neither and on a module that "
-            r"holds both$",
+            ties_weights_after_sharding,
+            r"RuntimeError: parameter 'weight' of unit 'layers\.1' was replaced after "
+            r"fully_shard\(\), which would not be trained: assign and tie parameters before, ",
         ),
         (
             forgets_to_reset,

@@ -217,6 +217,39 @@ def test_pieces_that_do_not_wait_for_the_last_gather_are_found() -> None:
         explore_in_pieces()
 
 
+READING = [
+    Forward(0, (Forward(1), Forward(2, (Forward(1),)))),
+    Forward(0, (Forward(2, (Forward(1),)), Forward(1))),
+    Forward(0, (Forward(1, (Forward(1), Forward(2))),)),
+    Forward(0, (Forward(1, (Forward(2), Forward(1), Forward(2))),)),
+]
+"""Unit 1 owns what unit 2, or the root, reads: it runs around all that runs within them."""
+
+
+def explore_reading() -> None:
+    seen: Seen = {}
+    for run, has_empty_root, options in product(READING, (False, True), OPTIONS):
+        options = options._replace(has_empty_root=has_empty_root)
+        for again in checkpointed(run):
+            for skipped in subsets(count_calls(again) - has_empty_root):
+                train = Action("train", again, (frozenset(), skipped))
+                for before in (train, train._replace(kind="accumulate"), Action("evaluate", run)):
+                    explore(4, options, [before, train, Action("step"), train], seen=seen)
+
+
+def test_units_that_others_read_are_right() -> None:
+    explore_reading()
+    deep = Forward(0, (Forward(1), Forward(2, (Forward(1, (Forward(3),)),)), Forward(3)))
+    for options in OPTIONS:
+        explore(4, options, [Action("train", deep), Action("step")] * 3)
+
+
+def test_an_owner_that_is_freed_while_others_read_it_is_found() -> None:
+    found = pytest.raises(Wrong, match=r"freed while it is used|used and not there")
+    with patch.object(Schedule, "is_in_use", lambda *_: False), found:
+        explore_reading()
+
+
 def test_checkpoints_around_units_within_each_other_are_right() -> None:
     groups = product(("reentrant",), *[("reentrant", "same")] * 2)
     for kinds in (*groups, ("recomputed",) * 3, ("recomputed", "", "reentrant")):

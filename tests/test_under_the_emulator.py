@@ -19,7 +19,7 @@ from fsdp_overlap.comm.quantized import QuantizedGather, QuantizedReduction
 from fsdp_overlap.comm.row_collectives import PackedRows
 from fsdp_overlap.desync.order_check import OrderCheck
 from fsdp_overlap.emulator import EmulatedDevice, active, fake_ranks, running
-from fsdp_overlap.engine import comm_context
+from fsdp_overlap.engine import comm_context, hooks
 from fsdp_overlap.engine.autograd import SavedForward, VersionCounters
 from fsdp_overlap.engine.comm_context import CommContext
 from fsdp_overlap.engine.grads import ParamGroupGradients
@@ -88,6 +88,7 @@ PUT_IN = "weights put into a model that gathers ahead"
 EXPORTED = "weights exported, prefetch 2"
 SAVED = "saved beside training"
 SKIPS = "the model of skips in a list"
+TIED = "the model of parameters tied across units"
 TAKEN = "_copy([own[at].view(dtype) for at, dtype in layout.ranges], sources)"
 
 # Every line of the comm streams, work handles and releases that orders something.
@@ -149,6 +150,13 @@ DEFECTS = [
         " or buffer.keeps_storage",
         f"{UNEDITED} with storage kept",
         new="",
+    ),
+    Defect(
+        hooks,
+        "before_reading_forward",
+        "before_forward(owner, module, (), {})",
+        TIED,
+        new="context_of(owner).schedule.prefetcher.use(owner); owner.to_unsharded()",
     ),
     Defect(Prefetcher, "begin_pass", "self._comm.after_compute()", PLAIN),
     Defect(Prefetcher, "_gather", "self._comm.after_compute()", "an edit past the event"),

@@ -35,9 +35,10 @@ from fsdp_overlap.torch_internals import are_functorch_transforms_active, profil
 
 def install(module: nn.Module, unit: Unit) -> None:
     """Make every forward of ``module`` run on unsharded parameters."""
-    module.register_forward_pre_hook(partial(before_forward, unit), prepend=True, with_kwargs=True)
+    before, after = _hooks_for(unit)
+    module.register_forward_pre_hook(partial(before, unit), prepend=True, with_kwargs=True)
     # Always called, so that a forward that raised leaves the sharded parameters in the module too.
-    module.register_forward_hook(partial(after_forward, unit), always_call=True)
+    module.register_forward_hook(partial(after, unit), always_call=True)
     module.register_load_state_dict_post_hook(partial(after_load, unit))
 
 
@@ -61,7 +62,7 @@ def without_hooks(state: dict[str, Any]) -> dict[str, Any]:
         key
         for name in ("_forward_pre_hooks", "_forward_hooks", "_load_state_dict_post_hooks")
         for key, hook in state[name].items()
-        if isinstance(hook, partial) and hook.func in (before_forward, after_forward, after_load)
+        if isinstance(hook, partial) and hook.func in _INSTALLED
     ]
     for name in _HOOK_TABLES:
         kept = [(key, hook) for key, hook in state[name].items() if key not in installed]
@@ -135,7 +136,9 @@ def _refuse_transform(unit: Unit) -> NoReturn:
 
 
 @dynamo_disable
-def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+def after_forward(
+    unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any, casts: bool = True
+) -> Any:
     saved = unit.saved_tensors
     tracked = saved.end() if saved.under_way else None
     context = context_of(unit)
@@ -168,7 +171,7 @@ def after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
         raise error
     tensors = tensors_in(output)
     _check_no_parameter_leaves(unit, tensors)
-    if unit.mp_policy.output_dtype is not None:
+    if unit.mp_policy.output_dtype is not None and casts:
         cast = partial(_move_and_cast, None, unit.mp_policy.output_dtype)
         output = map_tensors(cast, output)
         tensors = tensors_in(output)
@@ -219,7 +222,8 @@ def _error_to_raise(
 def after_load(unit: Unit, module: nn.Module, keys: Any) -> None:
     """Take over the parameters that ``load_state_dict()``, which has loaded ``module`` and all in
     it, has assigned."""
-    take_assigned(unit)
+    for each in (unit, *unit.owners):
+        take_assigned(each)
 
 
 def _check_no_parameter_leaves(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
@@ -255,6 +259,48 @@ def _move_and_cast(
     return tensor.to(device=device, dtype=dtype, non_blocking=True)
 
 
+# ---- Forwards of units that read parameters of others: Note [tied parameters] ----
+
+
+@dynamo_disable
+def before_reading_forward(
+    unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    args, kwargs = before_forward(unit, module, args, kwargs)
+    for owner in unit.owners:
+        before_forward(owner, module, (), {})  # inputs are cast as the unit wants, not the owner
+    return args, kwargs
+
+
+@dynamo_disable
+def after_reading_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    error: BaseException | None = None
+    for each in (*reversed(unit.owners), unit):
+        try:
+            output = after_forward(each, module, args, output, casts=each is unit)
+        except BaseException as raised:  # the others have begun too
+            error = error or raised
+    if error is not None:
+        raise error
+    return output
+
+
+def _hooks_for(unit: Unit) -> tuple[Any, Any]:
+    """Return what is called before and after each forward of ``unit``."""
+    if unit.owners:
+        return before_reading_forward, after_reading_forward
+    return before_forward, after_forward
+
+
+_INSTALLED = (
+    before_forward,
+    after_forward,
+    before_reading_forward,
+    after_reading_forward,
+    after_load,
+)
+
+
 # ---- Methods that count as forwards ----
 
 
@@ -274,14 +320,15 @@ class ForwardMethod:
         unit = None if module is None else unit_of(module)
         if module is None or unit is None:
             raise ReferenceError(f"the module of {self._function.__qualname__} was deleted")
+        before, after = _hooks_for(unit)
         try:
-            args, kwargs = before_forward(unit, module, args, kwargs)
+            args, kwargs = before(unit, module, args, kwargs)
             bound = (module, *args) if self._is_bound else args
             output = self._function(*bound, **kwargs)
         except BaseException:
-            after_forward(unit, module, args, None)
+            after(unit, module, args, None)
             raise
-        return after_forward(unit, module, args, output)
+        return after(unit, module, args, output)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardMethod:
         duplicate = ForwardMethod.__new__(ForwardMethod)

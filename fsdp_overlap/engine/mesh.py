@@ -35,6 +35,7 @@ from fsdp_overlap.engine.param import (
     concatenate_meshes,
     module_class_name,
     owned_parameters,
+    owner_of,
 )
 from fsdp_overlap.layout import LayoutRule, ParamGroupPlan, ParamSpec, Plan
 from fsdp_overlap.layout.pieces import in_pieces
@@ -98,7 +99,7 @@ class LayoutRegistry:
     ) -> None:
         """Plan ``units`` together: each will be a unit of these modules. ``among``: all modules
         that will be units, or belong to one that is a list."""
-        owned = [owned_parameters(unit, ignored, among) for unit in units]
+        owned = _untied(owned_parameters(unit, ignored, among) for unit in units)
         specs = self._begin_in_pieces([[item.spec for item in items] for items in owned])
         planned = self._planner.plan(specs)
         for unit, plans in zip(units, planned, strict=True):
@@ -147,6 +148,17 @@ class LayoutRegistry:
                 self._is_first = False
                 return [*units[:index], in_pieces(specs, self._world_size), *units[index + 1 :]]
         return units
+
+
+def _untied(units: Iterable[Sequence[ParamInfo]]) -> list[list[ParamInfo]]:
+    """Return the parameters of each of ``units`` that no unit before it owns."""
+    owned: set[int] = set()
+    found = []
+    for items in units:
+        own = [i for i in items if id(i.parameter) not in owned and owner_of(i.parameter) is None]
+        owned.update(id(item.parameter) for item in own)
+        found.append(own)
+    return found
 
 
 def _unquantized(specs: Iterable[ParamSpec]) -> set[ParamSpec]:

@@ -4,7 +4,7 @@ tensor parallelism and of quantized classes."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, reduce
@@ -356,6 +356,10 @@ class ParamInfo:
         )
 
 
+def _nothing() -> None:
+    """Find no unit."""
+
+
 @dataclass(frozen=True)
 class Owner:
     """The unit that a parameter belongs to, noted on its sharded and on its unsharded form."""
@@ -365,6 +369,11 @@ class Owner:
     replaced_by: str = ""
     """What put another parameter in the place of this one. Empty if nothing did. A replaced
     parameter is no longer one of ``model.parameters()``."""
+    find: Callable[[], Any] = _nothing
+    """Return the unit. ``None`` if it is gone, and in a copy of this."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "find": _nothing}  # parameters are pickled, weak references cannot be
 
 
 def owner_of(parameter: torch.Tensor) -> Owner | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Iterable, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter, is_
 from typing import Any, Protocol
@@ -25,6 +26,7 @@ from fsdp_overlap.engine.grads import ParamGroupGradients
 from fsdp_overlap.engine.mesh import ParamGroupEdits
 from fsdp_overlap.engine.options import QuantizedCommPolicy, UnitSettings, reduce_dtype
 from fsdp_overlap.engine.param import (
+    ParamInfo,
     UnownedParameters,
     check_frozen,
     module_class_name,
@@ -202,6 +204,17 @@ class Context(Protocol):
     def schedule(self) -> Schedule: ...
 
 
+@dataclass(frozen=True, eq=False)
+class Tie:
+    """A parameter that modules of one unit have registered, and that another unit owns."""
+
+    owner: Unit
+    item: ParamInfo
+    """What the owner knows of the parameter."""
+    registrations: Sequence[tuple[dict[str, Any], str]]
+    """Where modules of the unit that reads it have it registered."""
+
+
 class Unit:
     """What :func:`fully_shard` makes of modules: their param groups, and what the user asked for
     them.
@@ -259,6 +272,10 @@ class Unit:
         yet."""
         self._look_for_edits()
         self.gradients: list[ParamGroupGradients] = []
+        self.ties: Sequence[Tie] = ()
+        self.owners: Sequence[Unit] = ()
+        """The other units whose parameters its modules have registered too: Note [tied
+        parameters]."""
         self._trainability = -1
         self._were_trainable: set[tuple[bool, ...]] = set()
         self._known_gradients: dict[ParamGroup, ParamGroupGradients] = {}
@@ -472,7 +489,8 @@ class Unit:
                 table, name = registration
                 tied = by_parameter.get(id(table.get(name)), item)
                 if tied is not item:
-                    item.registrations.remove(registration)
+                    # not remove(), which compares tables, and so the tensors in them
+                    item.registrations = [r for r in item.registrations if r is not registration]
                     tied.registrations.append(registration)
                     has_ties = True
         if has_ties:
@@ -609,6 +627,9 @@ def find_conditional(units: Sequence[Unit]) -> bool:
             within = {module for member in unit.modules for module in member.modules()}
             for other in units:
                 other.is_conditional |= all(module in within for module in other.modules)
+    for unit in units:
+        for owner in unit.owners:
+            owner.is_conditional |= unit.is_conditional
     return any(unit.is_conditional for unit in units)
 
 

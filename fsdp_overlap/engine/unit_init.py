@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -31,17 +32,16 @@ from fsdp_overlap.engine.param import (
     module_class_name,
     move_buffers,
     owned_parameters,
-    owner_of,
     record_replacement,
     tp_local_tensor,
 )
 from fsdp_overlap.engine.param_group import ParamGroup
+from fsdp_overlap.engine.tied_parameters import connect_ties, find_ties
 from fsdp_overlap.engine.unit import Unit
 from fsdp_overlap.layout import PerTensor, Plan, RowsPlan
 from fsdp_overlap.layout.layouts import layout_for
 from fsdp_overlap.tensor.comm_dtypes import REDUCE_DTYPES
 from fsdp_overlap.tensor.extension import inner_tensors, is_subclass, missing_methods
-from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
 from fsdp_overlap.tensor.sharded_param import refused_grad_dtype
 from fsdp_overlap.tensor.spmd_mesh import SPMDMesh, spmd_mesh_of, spmd_placement
 
@@ -69,9 +69,8 @@ def make_unit(
     Raises:
         TypeError, ValueError: a parameter cannot be sharded. Nothing was changed then.
     """
-    owned = owned_parameters(modules, ignored)
+    owned, ties = find_ties(modules, owned_parameters(modules, ignored), ctx, mesh, mp_policy)
     for item in owned:
-        _check_no_owner(modules, item)
         _check_parameter(item, owned[0], ctx)
         _check_gradient(item, mp_policy)
         if comm_policy is not None:
@@ -122,6 +121,7 @@ def make_unit(
         conditional,
     )
     _mark_owners(unit, originals)
+    connect_ties(unit, ties)
     move_buffers(modules, ctx.device)
     for module in modules:
         module.__dict__["_fsdp_unit"] = unit
@@ -207,25 +207,6 @@ def _check_class(where: str, held: torch.Tensor) -> None:
             "torch.nn.Parameter, frozen ones of a class derived from it, DTensors of tensor "
             "parallelism and tensors with both methods of FSDP2's extensions are supported"
         )
-
-
-def _check_no_owner(modules: Sequence[nn.Module], item: ParamInfo) -> None:
-    owner = owner_of(item.parameter)
-    if owner is None:
-        return
-    name = item.fqn if len(modules) == 1 else item.fqn.partition(".")[2]
-    # A unit around these modules registered its sharded parameter in them. The parameter's name in
-    # that unit is longer, and ends as this one does.
-    if isinstance(item.parameter, RaggedDTensor) and owner.fqn.endswith(f".{name}"):
-        raise ValueError(
-            f"{item.where} was sharded already, as {owner.fqn!r} of the unit {owner.unit} around "
-            "it: call fully_shard on inner modules first, then on the module around them"
-        )
-    raise ValueError(
-        f"{item.where} is also {owner.fqn!r} of the unit {owner.unit}: a parameter belongs to one "
-        "unit; make one unit of the two modules that share it, by fully_shard([a, b], ctx), or "
-        "call fully_shard on neither and on a module that holds both"
-    )
 
 
 def _check_gradient(item: ParamInfo, mp_policy: MixedPrecisionPolicy) -> None:
@@ -414,7 +395,7 @@ def _mark_owners(unit: Unit, originals: Mapping[str, nn.Parameter]) -> None:
     replaced. Errors of other units and optimizers say so."""
     for param_group in unit.param_groups:
         for item, sharded in zip(param_group.owned, param_group.sharded_parameters, strict=True):
-            owner = Owner(item.unit, item.fqn)
+            owner = Owner(item.unit, item.fqn, find=weakref.ref(unit))
             mark_owner(sharded, owner)
             for parameter in (item.parameter, originals[item.fqn]):
                 mark_owner(parameter, owner)

@@ -228,7 +228,7 @@ class Schedule:
         if self._negotiation is not None and gather is not None:
             gather.end = self._negotiation.position
         state = self._states[unit.index]
-        if unit.is_list:
+        if unit.is_list and module in unit.module_ids:  # and not one that reads its parameters
             if not state.pending_modules:
                 state.pending_modules.update(unit.module_ids)
             state.pending_modules.discard(module)

@@ -179,6 +179,20 @@ class Tied(Model):
         self.head.weight = self.embedding.weight
 
 
+class TiedAcrossUnits(Tied):
+    """So do two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2].up.weight = self.layers[0].up.weight
+
+
+def shard_embedding_and_layers(model: TiedAcrossUnits, ctx: FsdpContext) -> None:
+    """The root reads the embedding's weight, and the last layer that of the first."""
+    fully_shard(model.embedding, ctx)
+    shard_layers(model, ctx)
+
+
 class Frozen(Model):
     """A frozen layer, and one that is frozen in part."""
 
@@ -468,6 +482,7 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], Shard]] = {
     "nested units": (NestedUnits, shard_nested),
     "units without parameters": (WithoutParameters, shard_everything),
     "tied parameters": (Tied, shard_layers),
+    "parameters tied across units": (TiedAcrossUnits, shard_embedding_and_layers),
     "frozen and partly frozen units": (Frozen, shard_layers),
     "unused parameters": (Unused, shard_layers),
     "unused on some ranks": (UnusedOnSomeRanks, shard_layers),
