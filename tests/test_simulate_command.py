@@ -246,7 +246,7 @@ def test_other_configs_are_refused_in_a_line(
         ('{"model_type": "llama", "hidden_size": "wide"}', "is no config of llama: "),
         (
             '{"model_type": "llama", "hidden_sizes": 64, "zzz": 1, "temperature": 0.5}',
-            "does not read hidden_sizes (did you mean hidden_size?), zzz; remove",
+            "does not read hidden_sizes (did you mean hidden_size?); correct or",
         ),
     ],
 )

@@ -47,6 +47,7 @@ from fsdp_overlap.simulator.models import (
     on_meta,
     positions_of,
     unpredictable,
+    unread_keys,
 )
 from fsdp_overlap.simulator.plan_code import code_of
 from fsdp_overlap.simulator.uncertainty import describe_uncertainty
@@ -166,12 +167,14 @@ def predict(
         training = Training(layout=LAYOUTS[layout], sequence=sequence, **arguments)
         if training.loss == "eager" and not options.compile:
             raise BadInput("--loss eager without --compile: all kernels are eager; leave it out")
-        size = "" if model is None else describe_size(model)
+        about = [("parameters", describe_size(model) if model else "not known before it is made")]
+        if unread := unread_keys(training.model):
+            about.append(("keys that nothing reads", ", ".join(unread)))
         if options.best:
-            print(f"{'parameters':<24} {size or 'not known before it is made'}\n")
+            print(*(f"{name:<24} {value}" for name, value in about), "", sep="\n")
             _search(training, costs, options)
         else:
-            _predict(training, costs, options, size)
+            _predict(training, costs, options, about)
     except BadInput:
         raise
     except ValueError as error:  # unknown names, numbers that do not go, a missing package
@@ -207,8 +210,10 @@ def _now_and_then() -> Callable[[str], None]:
     return tell
 
 
-def _predict(training: Training, costs: Costs, options: SimulateOptions, size: str) -> None:
-    """``size`` describes the model, if that is known."""
+def _predict(
+    training: Training, costs: Costs, options: SimulateOptions, about: list[tuple[str, str]]
+) -> None:
+    """``about``: names and values of lines about the model."""
     host = None if options.offload is None else Host.read(options.offload)
     trainings = {training.model: training}
     if options.against_fsdp2:
@@ -233,7 +238,7 @@ def _predict(training: Training, costs: Costs, options: SimulateOptions, size: s
     if missing:
         console.print(missing, markup=False)
     for name, value in (
-        ("parameters", size or "not known before it is made"),
+        *about,
         *_lines(training, prediction, costs, options.price),
         ("predicted in", f"{took:.0f} s"),
     ):
