@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,6 +82,21 @@ class Longer(Long):
         self.layers.extend(Block() for _ in range(8))
 
 
+class Alternating(Longer):
+    """Every third block takes twice as long, as layers without a window do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(layer_types=["window", "window", "full"] * 6 + ["window"] * 2)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        for layer, kind in zip(self.layers, self.config.layer_types, strict=False):
+            hidden = layer(layer(hidden)) if kind == "full" else layer(hidden)
+        out: torch.Tensor = self.head(hidden)
+        return out
+
+
 class OneByOne(Tiny):
     """Takes one sequence at a time."""
 
@@ -90,8 +106,8 @@ class OneByOne(Tiny):
         return super().forward(tokens)
 
 
-NAMES = "Tiny", "Short", "Long", "Longer", "OneByOne"
-TINY, SHORT, LONG, LONGER, ONE_BY_ONE = (f"{__name__}:{name}" for name in NAMES)
+NAMES = "Tiny", "Short", "Long", "Longer", "OneByOne", "Alternating"
+TINY, SHORT, LONG, LONGER, ONE_BY_ONE, ALTERNATING = (f"{__name__}:{name}" for name in NAMES)
 COSTS = Costs(Device.read("h100_sxm"), Fabric.read("nvlink4_400g"))
 
 
@@ -127,12 +143,14 @@ def training(**options: Any) -> Training:
         {"reshard_after_forward": 8, "checkpointing": "full"},
         {"microbatches": 3, "reduce_each": True, "sequence": 512},
         {"microbatches": 3, "sequence": 512, "checkpointing": "selective"},
+        {"model": LONGER, "checkpointing": "selective", "selective_ac_option": "3"},
+        {"model": ALTERNATING},
     ],
     ids=str,
 )
 def test_short_models_tell_what_the_whole_takes(options: dict[str, Any]) -> None:
     needs_more = "blocks_per_unit" in options or "prefetch" in options
-    plan = training(model=LONGER if needs_more else LONG, **options)
+    plan = training(**{"model": LONGER if needs_more else LONG} | options)
     blocks = count_equal_blocks(plan.model)
     told, took = estimate(plan, COSTS, blocks), measure(plan, COSTS)
     assert told.seconds == pytest.approx(took.seconds, rel=0.02)
@@ -152,6 +170,29 @@ def test_a_model_is_shortened_where_its_blocks_are_equal() -> None:
     assert [type(layer) for layer in model.layers] == [nn.Linear, Block, Block]
     with pytest.raises(ValueError, match="has no 3 equal blocks"):
         shorten(model, 3)
+
+
+@pytest.mark.parametrize(
+    ("types", "run", "kept"),
+    [
+        ("wwfwwfw", (0, 7, 3), "wwfw"),
+        ("wwww", (0, 4, 1), "wwww"),
+        ("wffffff", (1, 6, 1), "wffff"),
+        ("ffffwww", (0, 4, 1), "ffffwww"),
+        ("wwwwwf", (0, 5, 1), "wwwwf"),
+    ],
+)
+def test_shortened_models_have_layers_of_the_same_kinds(
+    types: str, run: tuple[int, int, int], kept: str
+) -> None:
+    model = Longer()
+    del model.layers[len(types) :]
+    config = model.config = SimpleNamespace(layer_types=list(types))  # type: ignore[assignment]
+    found = longest_run(model)
+    assert found is not None
+    assert found[1:] == run
+    shorten(model, 4)
+    assert "".join(config.layer_types[: len(model.layers)]) == kept
 
 
 def test_what_is_said_to_take_no_less_memory_takes_no_less() -> None:

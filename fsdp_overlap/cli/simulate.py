@@ -353,10 +353,10 @@ def _why_not(training: Training, prediction: Prediction, costs: Costs) -> str:
         f"it does not fit: it needs {prediction.reserved / GIB:.1f} GiB on each GPU, and "
         f"{device.name} has {device.memory_size / GIB:.1f} GiB"
     )
-    equal_blocks = count_equal_blocks(training.model)
+    equal = count_equal_blocks(training.model)
     for change, smaller in ways_to_save(training).items():
         try:
-            taken = estimate(smaller, costs, equal_blocks)
+            taken = estimate(smaller, costs, equal)
         except Exception:  # experts may need more tokens, or a model all of a batch
             continue
         if taken.reserved <= device.memory_size:

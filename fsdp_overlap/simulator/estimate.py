@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import lcm
+from typing import NamedTuple
 
 import torch
 
@@ -15,6 +17,13 @@ from fsdp_overlap.simulator.training import Training
 # unit. tests/test_search.py holds it.
 ENOUGH_UNITS, ENOUGH_BLOCKS = 4, 4
 ENOUGH_MICROBATCHES = 2
+
+
+class BlockCount(NamedTuple):
+    """How many equal blocks a model has in a row, and after how many what they are repeats."""
+
+    blocks: int
+    period: int = 1
 
 
 @dataclass(frozen=True)
@@ -36,31 +45,31 @@ def measure(training: Training, costs: Costs, with_exposed: bool = True) -> Step
     return StepCost(found.seconds, found.compute, found.memory, found.reserved, exposed)
 
 
-def count_equal_blocks(model: str) -> int:
-    """Return how many equal blocks the model has in a row. 0 if it can be made on the emulated
+def count_equal_blocks(model: str) -> BlockCount:
+    """Return how many equal blocks the model has in a row. None if it can be made on the emulated
     device alone, or has none."""
     try:
         with torch.device("meta"):
             run = longest_run(model_of(model)())
     except Exception:  # whatever a user's model does on the meta device
-        return 0
-    return 0 if run is None else run.length
+        return BlockCount(0)
+    return BlockCount(0) if run is None else BlockCount(run.length, run.period)
 
 
-def estimate(training: Training, costs: Costs, equal_blocks: int) -> StepCost:
+def estimate(training: Training, costs: Costs, equal: BlockCount) -> StepCost:
     """Extrapolate from models with fewer blocks, and from steps with fewer microbatches.
 
     Where that would take as long, or the short models do not run, the whole is simulated. What is
     ``reserved`` beyond the tensors' memory is taken from the largest that was simulated.
     """
-    short = _short_lengths(training, equal_blocks)
+    short = _short_lengths(training, equal)
     if short is None:
         return measure(training, costs)
     few, more = short
     per_step = [training.microbatches]
     if training.microbatches > ENOUGH_MICROBATCHES + 1:
         per_step = [ENOUGH_MICROBATCHES, ENOUGH_MICROBATCHES + 1]
-    times = (equal_blocks - few) / (more - few)
+    times = (equal.blocks - few) / (more - few)
 
     def with_all_blocks(microbatches: int) -> StepCost:
         plan = replace(training, microbatches=microbatches)
@@ -76,16 +85,16 @@ def estimate(training: Training, costs: Costs, equal_blocks: int) -> StepCost:
     return _beyond(taken[0], taken[1], training.microbatches - ENOUGH_MICROBATCHES)
 
 
-def _short_lengths(training: Training, equal_blocks: int) -> tuple[int, int] | None:
-    """Return two lengths of short models, whose last unit has as many blocks as that of the
-    whole."""
+def _short_lengths(training: Training, equal: BlockCount) -> tuple[int, int] | None:
+    """Return two lengths of short models, which end as the whole does: with as many blocks in the
+    last unit, with the same kinds of layers, and with as many since a checkpointed one."""
     size = training.blocks_per_unit
+    repeats = lcm(size, equal.period, training.checkpoints_every or 1)
     # What is gathered ahead at the start of forward, and again of backward, is not repeated.
     units = max(ENOUGH_UNITS, -(-ENOUGH_BLOCKS // size), 2 * training.prefetch + 1)
-    rest = equal_blocks % size
-    few = rest + units * size
-    more = few + (2 if size == 1 else size)
-    return (few, more) if few + more < equal_blocks else None
+    few = equal.blocks % repeats + -(-units * size // repeats) * repeats
+    more = few + max(repeats, 2)
+    return (few, more) if few + more < equal.blocks else None
 
 
 def _beyond(few: StepCost, more: StepCost, times: float) -> StepCost:

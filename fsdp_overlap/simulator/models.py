@@ -4,11 +4,11 @@ functions of users."""
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -150,27 +150,48 @@ def _made(name: str, make: Callable[[], nn.Module]) -> nn.Module:
 
 
 class EqualBlocks(NamedTuple):
-    """Equal blocks that follow each other in a list, from ``start`` on."""
+    """Equal blocks that follow each other in a list, from ``start`` on. Which of them attend within
+    a window repeats after ``period`` blocks."""
 
     modules: nn.ModuleList
     start: int
     length: int
+    period: int
 
 
 def longest_run(model: nn.Module) -> EqualBlocks | None:
     """Return the most blocks in a row whose parameters have the same names and shapes, if a list
-    has them."""
+    has them. Without a period in what layers are they are the most of one kind of layer."""
     blocks = set(find_blocks(model))
-    runs = []
+    runs: list[EqualBlocks] = []
     for modules in model.modules():
         if isinstance(modules, nn.ModuleList):
-            start = 0
+            kinds, start = _layer_types(model, modules) or [""] * len(modules), 0
             for is_like, alike in groupby(modules, _looks):
                 members = list(alike)
                 if is_like and blocks.issuperset(members):
-                    runs.append(EqualBlocks(modules, start, len(members)))
+                    runs += _periodic_runs(modules, start, kinds[start : start + len(members)])
                 start += len(members)
     return max(runs, key=lambda run: run.length, default=None)
+
+
+def _periodic_runs(modules: nn.ModuleList, start: int, kinds: list[str]) -> Iterator[EqualBlocks]:
+    """Yield the blocks from ``start`` on, of which ``kinds`` are; if these do not repeat, those of
+    each kind that follow each other."""
+    length = len(kinds)
+    period = next(each for each in range(1, length + 1) if kinds[each:] == kinds[:-each])
+    if 2 * period <= length or length == 1:
+        yield EqualBlocks(modules, start, length, period)
+        return
+    for _, alike in groupby(kinds):
+        yield EqualBlocks(modules, start, len(members := list(alike)), 1)
+        start += len(members)
+
+
+def _layer_types(model: nn.Module, modules: nn.ModuleList) -> list[str] | None:
+    """Return what the config says of each layer, if they are these."""
+    types = getattr(getattr(model, "config", None), "layer_types", None)
+    return types if types is not None and len(types) == len(modules) else None
 
 
 def shorten(model: nn.Module, blocks: int) -> None:
@@ -182,7 +203,13 @@ def shorten(model: nn.Module, blocks: int) -> None:
     run = longest_run(model)
     if run is None or run.length < blocks:
         raise ValueError(f"{type(model).__name__} has no {blocks} equal blocks in a list")
-    del run.modules[run.start + blocks : run.start + run.length]
+    left_out = slice(run.start + blocks, run.start + run.length)
+    if (types := _layer_types(model, run.modules)) is not None:
+        kept = [*types[: left_out.start], *types[left_out.stop :]]
+        if kept != types[: len(kept)]:  # else a config that others share stays as it is
+            config: Any = model.config
+            config.layer_types = kept
+    del run.modules[left_out]
 
 
 def _looks(module: nn.Module) -> tuple[object, ...]:

@@ -153,7 +153,9 @@ class _Search:
     ) -> None:
         self.training, self.costs, self.limit = training, costs, limit
         self.workers, self.progress = workers, progress
-        self.equal_blocks = training.blocks or count_equal_blocks(training.model)
+        self.equal = count_equal_blocks(training.model)
+        if training.blocks:
+            self.equal = self.equal._replace(blocks=training.blocks)
         self.estimates: dict[Training, StepCost] = {}
         self.full: dict[Training, StepCost] = {}
         """Those of which all of the model was simulated."""
@@ -214,13 +216,13 @@ class _Search:
                 plan = self.best_first([plan, *self.try_all(others)])[0]
 
     def changes(self, plan: Training) -> Iterable[list[Training]]:
-        return changes(plan, self.costs.fabric.ranks_a_node, self.equal_blocks)
+        return changes(plan, self.costs.fabric.ranks_a_node, self.equal.blocks)
 
     def try_all(self, plans: Iterable[Training]) -> list[Training]:
         """Estimate those plans that may fit, and return those that do."""
         plans = list(dict.fromkeys(plans))
         new = [plan for plan in plans if plan not in self.estimates and not self.is_hopeless(plan)]
-        for plan, cost in self.costs_of(new, estimate, self.equal_blocks):
+        for plan, cost in self.costs_of(new, estimate, self.equal):
             self.estimates[plan] = cost
             if cost.memory > self.limit:
                 self.too_large.append(plan)

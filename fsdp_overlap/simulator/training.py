@@ -244,8 +244,13 @@ class Training:
         return self.micro_batch_size * self.sequence * self.microbatches / sharing
 
     @property
+    def checkpoints_every(self) -> int:
+        """The number of blocks of which one is checkpointed whole, and others are not. 0 if none
+        says."""
+        return self._every_block if self.checkpointing == "selective" else 0
+
+    @property
     def _every_block(self) -> int:
-        """The number of blocks of which one is checkpointed whole. 0 if none says."""
         option = self.selective_ac_option
         return int(option) if option.isdecimal() else 0
 
@@ -338,7 +343,7 @@ class Training:
         shall."""
         blocks = find_blocks(model)
         if self.checkpointing != "none":
-            every = self._every_block if self.checkpointing == "selective" else 0
+            every = self.checkpoints_every
             kept = CHECKPOINTING["full" if every else self.checkpointing]
             for block in blocks[:: every or 1]:
                 block.forward = partial(
