@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp_overlap.simulator import Device, Fabric
 from fsdp_overlap.simulator.models import model_of
@@ -45,6 +47,21 @@ def test_models_have_as_many_parameters_as_theirs(published: Any, name: str) -> 
         model = model_of(f"published:{name}")()
     count = sum(parameter.numel() for parameter in model.parameters())
     assert count == pytest.approx(SIZES[name], rel=0.002 if "mpt" in name else 0)
+
+
+def test_windows_take_the_work_of_the_blocks_that_they_touch(published: Any) -> None:
+    query = torch.empty(2, 4, 1536, 16, device="meta")
+    key, sinks = torch.empty(2, 2, 1536, 16, device="meta"), torch.empty(4, device="meta")
+    flops = []
+    for window in (None, 128, 129, 130):
+        with FlopCounterMode(display=False) as counter:
+            output, _ = published.attend_within_windows(
+                nn.Module(), query, key, key, None, window, sinks, scaling=1.0
+            )
+        assert output.shape == (2, 1536, 4, 16)
+        flops.append(counter.get_total_flops())
+    # A window that ends with its query reaches the block before; one of 130 tokens, a third.
+    assert [each / flops[0] for each in flops] == [1, 2 / 12, 2 / 12, 3 / 12]
 
 
 def test_rows_can_be_trained_as_their_tables_say(published: Any) -> None:
