@@ -88,8 +88,9 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Unshard this unit's parameters, with those that it reads of other units and without those
         of inner units, and register them in the module until they are freed: by :meth:`reshard`, or
-        by a forward or backward that does not keep them. A backward that reduces their gradients
-        registers the sharded ones in any case. Collective over the mesh.
+        by a forward or backward that does not keep them. A backward that synchronizes gradients
+        registers the sharded ones in any case, also where it passes the unit's forward by, as with
+        a loss that reads ``module.weight``. Collective over the mesh.
 
         Args:
             async_op: whether to return a handle instead of making compute wait. The parameters may

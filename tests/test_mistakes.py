@@ -85,8 +85,9 @@ PASSED_BY = (
     r"{op} is not supported on a RaggedDTensor: parameter '{name}' of {unit} is sharded except "
     r"while {unit}, its unit, runs, and this rank holds only a range of it\. To compute with it, "
     r"call the whole {unit}, as in module\(x\), not module\.forward\(x\) or a module within it; "
-    r"name another method that computes to register_fsdp_forward_method\(\)\. To read it, use "
-    r"full_tensor\(\), on every rank of the mesh, or to_local\(\) for this rank's range$"
+    r"name another method that computes to register_fsdp_forward_method\(\); or call unshard\(\) "
+    r"before, once for each backward\. To read it, use full_tensor\(\), on every rank of the mesh, "
+    r"or to_local\(\) for this rank's range$"
 )
 
 

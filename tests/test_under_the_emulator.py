@@ -35,6 +35,7 @@ from fsdp_overlap.optim.overlapped_steps import OverlappedSteps
 from fsdp_overlap.optim.owner_groups import OwnerGroups
 from fsdp_overlap.schedule.prefetch import Prefetcher
 from fsdp_overlap.schedule.reducer import GradReducer
+from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.weights import WeightResharder, export, save
 from fsdp_overlap.weights.exchange import WeightExchange
 from support.defects import Defect
@@ -157,6 +158,13 @@ DEFECTS = [
         "before_forward(owner, module, (), {})",
         TIED,
         new="context_of(owner).schedule.prefetcher.use(owner); owner.to_unsharded()",
+    ),
+    Defect(
+        Schedule,
+        "_end_unshards",
+        "self.prefetcher.release(unit)",
+        "read by hand",
+        new="self._comm.free(unit, None)",
     ),
     Defect(Prefetcher, "begin_pass", "self._comm.after_compute()", PLAIN),
     Defect(Prefetcher, "_gather", "self._comm.after_compute()", "an edit past the event"),

@@ -97,6 +97,8 @@ class Schedule:
         self._read_by_others: dict[UnitIndex, deque[ForwardPass]] = {}
         """Units of which a module did not run in these passes, so that others may have read its
         parameters. They stay gathered until a backward has come back to each of the passes."""
+        self._by_hand: set[UnitIndex] = set()
+        """Units that the user has unsharded. See Note [unsharded by hand]."""
         self._open_passes: deque[ForwardPass] = deque(maxlen=MAX_OPEN_PASSES)
         self._backward: Backward | None = None
         self._backwards = 0
@@ -467,6 +469,8 @@ class Schedule:
         try:
             reached = set(backward.remaining)
             backward.finish()
+            if self._by_hand and backward.accumulates:
+                self._end_unshards(backward, reached)
             if self._read_by_others and not self._engine.keeps_graph():
                 self._release_read_by_others(reached)
             self.prefetcher.finish_pass()
@@ -483,6 +487,33 @@ class Schedule:
             self._recompute_order.end()
             self._is_pass_over = True
             self._open_passes.clear()
+
+    def _end_unshards(self, backward: Backward, reached: Collection[ForwardPass]) -> None:
+        """Register the sharded parameters of the units of :attr:`_by_hand` whose gradients are
+        reduced now, also where this backward passed their forwards by. Release those that no graph
+        is left to read. ``reached``: the passes that it came back to."""
+        may_be_read = (
+            not reached
+            or any(past.calls and past not in reached for past in self._open_passes)
+            or self._engine.keeps_graph()
+        )
+        for index in list(self._by_hand):
+            unit = self._refs[index]()
+            if unit is None or not unit.is_gathered:
+                self._by_hand.remove(index)
+                continue
+            if not unit.syncs_gradients:
+                continue
+            if any(other is unit for other, _ in self._running):
+                self._states[index].shows_unsharded = False  # its forward registers them at its end
+                continue
+            self.prefetcher.to_sharded(unit)
+            backward.lost_edit = backward.lost_edit or unit.edited()
+            if may_be_read:
+                continue
+            self._by_hand.remove(index)
+            if unit.settings.reshard_after_backward:
+                self.prefetcher.release(unit)
 
     def _release_read_by_others(self, reached: Collection[ForwardPass]) -> None:
         """Release the units of :attr:`_read_by_others` that no graph is left to read, after a
@@ -543,6 +574,7 @@ class Schedule:
         unit.wait()
         unit.to_unsharded()
         self._states[unit.index].shows_unsharded = True
+        self._by_hand.add(unit.index)
 
     def reshard(self, unit: ScheduledUnit) -> None:
         """Free the full buffers of ``unit`` now, also if a graph may read them."""
@@ -567,6 +599,7 @@ class Schedule:
         self._is_pass_over = True
         self._unfinished.clear()
         self._read_by_others.clear()
+        self._by_hand.clear()
         self._open_passes.clear()
         self._gathers.clear()
         if self._negotiation is not None:

@@ -165,8 +165,9 @@ def _refuse(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
                 f"{owner.unit} is sharded except while {owner.unit}, its unit, runs, and this rank "
                 f"holds only a range of it. To compute with it, call the whole {owner.unit}, as in "
                 "module(x), not module.forward(x) or a module within it; name another method that "
-                "computes to register_fsdp_forward_method(). To read it, use full_tensor(), on "
-                "every rank of the mesh, or to_local() for this rank's range"
+                "computes to register_fsdp_forward_method(); or call unshard() before, once for "
+                "each backward. To read it, use full_tensor(), on every rank of the mesh, or "
+                "to_local() for this rank's range"
             )
     raise_unsupported(name)
 

@@ -428,6 +428,28 @@ def unsharded_by_hand() -> None:
         program.train(1)
 
 
+class ReadsLayer(Model):
+    """Reads the weight of a layer that it does not run."""
+
+    layers: Any
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.layers[1].unshard()
+        penalty = self.layers[1].up.weight.square().sum()
+        x = self.layers[2](self.layers[0](self.embedding(tokens)))
+        return self.head(x) + penalty
+
+
+@mode
+def read_by_hand() -> None:
+    program = Program(build=ReadsLayer)
+    program.model.set_reshard_after_backward(False, recurse=False)
+    program.train(1)
+    for _ in range(3):  # gathers wait for no edit
+        program.backward()
+    assert program.ctx.stats.current_full_buffers == 1  # the root's
+
+
 def alike(mine: Any, group: dist.ProcessGroup, *_: Any) -> list[Any]:
     """Return what ranks that are not there would tell: all the same as this one."""
     return [mine] * group.size()
