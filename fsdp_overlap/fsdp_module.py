@@ -526,8 +526,13 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         super()._load_from_state_dict(*args)
 
     def _save_to_state_dict(self, *args: Any) -> None:
+        context = context_of(self._fsdp_unit)
+        is_interrupted = hooks.is_interrupted(context)
+        context.error_monitor.before_save("state_dict()", is_interrupted)
         for unit in (self._fsdp_unit, *self._fsdp_unit.owners):
-            if not _is_in_use(unit):
+            if is_interrupted:
+                unit.to_sharded()  # and wait for no all-gather, which may never end
+            elif not _is_in_use(unit):
                 _reshard(unit)  # shards are saved, also after an explicit unshard()
         super()._save_to_state_dict(*args)
 

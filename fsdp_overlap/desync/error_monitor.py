@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_overlap.comm.process_groups import GroupCache, group_timeout
-from fsdp_overlap.comm.store_mailbox import StoreMailbox
+from fsdp_overlap.comm.store_mailbox import StoreMailbox, has_peers
 from fsdp_overlap.desync.order_check import (
     Interval,
     OrderCheck,
@@ -51,6 +51,10 @@ class RankStatus:
     exchanges: dict[str, int] = field(default_factory=dict)
     """How many exchanges beside units it began on each group, by the group's name."""
     has_reset: bool = False
+    raised_at: dict[str, int | None] | None = None
+    """What ``issued`` was at ``event``, if that was an error."""
+    saves: bool = False
+    """Whether it saved after that, and issued nothing in between."""
     units: tuple[str, ...] = ()
     """The labels of the mesh's param groups, in the order in which they were made."""
     history: tuple[Interval, ...] = ()
@@ -122,7 +126,8 @@ class ErrorMonitor:
         """Where this rank stands still, and where all do, for the others."""
         self._failure = ""
         self._event = ""
-        self._has_reset = False
+        self._has_reset = self._saves = False
+        self._raised_at: dict[str, int | None] | None = None
         self._resets = self._cleared = 0
         """How often ranks were to meet in a reset, and how often when the last fault was
         forgotten."""
@@ -208,7 +213,34 @@ class ErrorMonitor:
         vain."""
         if self._groups.can_close:
             self._event = f"{where} raised {error!r}"
+            self._raised_at = self._groups.collectives_issued()
             self.post()
+
+    def before_save(self, what: str, is_interrupted: bool, uses_groups: bool = False) -> None:
+        """Post that this rank saves after an error that left the model, or after a forward or
+        backward that ``is_interrupted``, if it has issued nothing since: others that wait for it
+        would wait in vain. ``what`` names the save, and ``uses_groups`` says whether it needs
+        the context's groups.
+
+        Raises:
+            RuntimeError: the save itself would wait in vain, because ranks may have been
+                interrupted in different places, and issued different collectives on its group.
+        """
+        compared = list(self._groups_to_compare()) if is_interrupted or self._event else []
+        if not any(has_peers(group) for _, group, _ in compared):
+            return
+        issued = self._groups.collectives_issued()
+        if is_interrupted and self._raised_at != issued:
+            self._event, self._raised_at = "was interrupted in a forward or backward", issued
+        if self._raised_at == issued and self._groups.can_close:
+            self._saves = True
+            self.post()
+        if is_interrupted and (uses_groups or not self._groups.can_close):
+            raise RuntimeError(
+                f"{what} after a forward or backward that was interrupted or raised, perhaps not "
+                "where other ranks were, for which it would then wait in vain: call ctx.reset() on "
+                "every rank before it"
+            )
 
     def begin_exchange(self, what: str, group: dist.ProcessGroup) -> None:
         """Note that this rank begins ``what``, as a step of an optimizer, for which the ranks of
@@ -292,7 +324,8 @@ class ErrorMonitor:
     def clear(self) -> None:
         """Forget the last fault. Everything is at rest again."""
         self._failure = self._event = ""
-        self._has_reset = False
+        self._has_reset = self._saves = False
+        self._raised_at = None
         self._exchanges.clear()
         self._cleared = self._resets
 
@@ -323,14 +356,16 @@ class ErrorMonitor:
 
     def _status(self, rank_group: RankGroup) -> str:
         """Return what this rank posts for the others of ``rank_group`` now."""
-        check = rank_group.order_check
+        check, issued = rank_group.order_check, self._groups.collectives_issued()
         status = RankStatus(
             self._event,
             self._failure,
             check.progress,
-            self._groups.collectives_issued(),
+            issued,
             {name: begun for name, (_, begun, _) in self._exchanges.copy().items()},
             self._has_reset,
+            self._raised_at,
+            self._saves and self._raised_at == issued,
             tuple(rank_group.labels),
             tuple(check.history),
             self.position,
@@ -357,6 +392,11 @@ class ErrorMonitor:
             for rank, status in statuses.items():
                 if status.has_reset and self._is_ahead(check, status):
                     reason = reason or f"rank {rank} {status.event}: call it on every rank"
+                elif status.saves and self._waits_for_saving(check, status):
+                    reason = reason or (
+                        f"rank {rank} saves, and its last forward or backward did not finish "
+                        f"({status.event}): call ctx.reset() on every rank before the next forward"
+                    )
                 elif status.failure:
                     # If that rank learned of the failure from another, the text names the other.
                     is_first = " ended: " not in status.failure
@@ -390,6 +430,17 @@ class ErrorMonitor:
                             "rank, and of every context in the same order"
                         )
         return ""
+
+    def _waits_for_saving(self, check: OrderCheck, status: RankStatus) -> bool:
+        """Return whether this rank waits in the step in which the one that posted ``status`` did
+        not finish, and did not stop itself where that did. What an earlier step left in the store
+        is of no account."""
+        mine, theirs = self._raised_at or {}, status.raised_at or {}
+        stopped_alike = bool(mine) and all(
+            mine[name] == count for name, count in theirs.items() if name in mine
+        )
+        is_recent = check.progress[0] - status.progress[0] <= 1
+        return is_recent and not stopped_alike and self._is_ahead(check, status)
 
     def _is_ahead(self, check: OrderCheck, status: RankStatus) -> bool:
         """Return whether this rank has issued more than the one that posted ``status``. What nobody

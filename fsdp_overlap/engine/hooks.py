@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from copy import deepcopy
 from functools import partial, update_wrapper
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 import torch
@@ -299,6 +299,32 @@ _INSTALLED = (
     after_reading_forward,
     after_load,
 )
+
+
+# ---- What was interrupted ----
+
+
+def is_interrupted(context: FsdpContext) -> bool:
+    """Return whether a forward or backward of ``context`` began, and neither ended nor is under
+    way. Not meant for every step: it looks at the frames of all threads."""
+    if not context.has_schedule:
+        return False
+    unit: Any = context.schedule.outermost_running
+    if unit is None:
+        return context.schedule.has_broken_backward
+    modules = unit.modules
+    codes = nn.Module.__call__.__code__, ForwardMethod.__call__.__code__
+    for frame in sys._current_frames().values():
+        within: FrameType | None = frame
+        while within is not None:
+            if within.f_code in codes:
+                names = within.f_locals
+                called = names["self"]
+                called = names.get("module") if isinstance(called, ForwardMethod) else called
+                if any(called is module for module in modules):
+                    return False
+            within = within.f_back
+    return True
 
 
 # ---- Methods that count as forwards ----

@@ -89,6 +89,7 @@ class Schedule:
         self._sync_requires_grad = sync_requires_grad
         self._tick = count(1).__next__
         self._running: list[tuple[ScheduledUnit, int]] = []
+        self._last_backward_end = 0
         self._pass = ForwardPass()
         self._is_pass_over = True
         self._unfinished: list[ScheduledUnit] = []
@@ -290,6 +291,19 @@ class Schedule:
         return bool(self._running)
 
     @property
+    def outermost_running(self) -> ScheduledUnit | None:
+        """The unit whose forward is under way, with those of others in it, and since the last
+        backward. ``None`` if there is none. It stays after a ``KeyboardInterrupt``, of which torch
+        tells no hook."""
+        running = self._running
+        return running[0][0] if running and running[0][1] > self._last_backward_end else None
+
+    @property
+    def has_broken_backward(self) -> bool:
+        """Whether a backward raised or was interrupted, and is under way no more."""
+        return self._backward is not None and not self._engine.is_in_backward()
+
+    @property
     def awaits_backward(self) -> bool:
         """Whether a forward has run that a backward may come back to."""
         return self._backward is not None or any(past.calls for past in self._open_passes)
@@ -485,6 +499,7 @@ class Schedule:
             if sys.exception() is None or not self.reducer.is_under_way:
                 self._backward = None
             self._recompute_order.end()
+            self._last_backward_end = self._tick()
             self._is_pass_over = True
             self._open_passes.clear()
 

@@ -22,6 +22,7 @@ from fsdp_overlap.comm.comm_streams import CommStream, WorkHandle, make_comm_str
 from fsdp_overlap.comm.objects import all_equal, broadcast_object, gather_objects
 from fsdp_overlap.desync.error_monitor import ErrorMonitor
 from fsdp_overlap.engine.context import context_of
+from fsdp_overlap.engine.hooks import is_interrupted
 from fsdp_overlap.layout import ParamGroupPlan
 from fsdp_overlap.weights.chunks import Chunk, chunks_by_rank, full_chunk, local_chunks
 from fsdp_overlap.weights.model_weights import connected_ranks, units_of
@@ -361,6 +362,8 @@ def exchange_of(model: nn.Module, weights: Collection[torch.Tensor], what: str) 
 
     Raises:
         ValueError: there are several, and no module of the model is a unit.
+        RuntimeError: the last forward or backward was interrupted, and nobody called
+            ``ctx.reset()``.
     """
     ranks, units = connected_ranks(weights), units_of(model)
     if not units:
@@ -372,6 +375,7 @@ def exchange_of(model: nn.Module, weights: Collection[torch.Tensor], what: str) 
     comm_stream = context.comm_context.all_gather_stream
     if len(ranks) == 1:
         return WeightExchange(what, None, context.device, comm_stream, plans=plan_cache_of(context))
+    context.error_monitor.before_save(what, is_interrupted(context), uses_groups=True)
     mesh_info = context.mesh_info_of(units[0].mesh)
     like = mesh_info.mesh.get_group(mesh_info.mesh.ndim - 1)
     group = mesh_info.group_cache.get_for_optimizer(ranks, like, mesh_info.device_type)
