@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -66,6 +67,30 @@ def test_matrices_are_stepped_as_by_torch(options: dict[str, Any]) -> None:
             states = [copy.deepcopy(optimizer.state_dict()) for optimizer in (ours, theirs)]
             ours.load_state_dict(states[1])
             theirs.load_state_dict(states[0])
+
+
+def step_by_gradients_of_any_size() -> None:
+    """To the bit as by gradients of ordinary size."""
+    for layout, dtype in product((Flat(), TensorAtomic()), (torch.float32, torch.bfloat16)):
+        found = []
+        for power in (0, -100, -34, 100):  # of two: from 1e-30 to 1e30
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(6, 9, False), nn.Linear(9, 4, False)).to(dtype)
+            fully_shard(model, FsdpContext(layout=layout))
+            optimizer = Muon(model.parameters(), lr=0.1)
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(torch.eye(6, dtype=dtype)).square().sum().backward()
+                for parameter in model.parameters():
+                    parameter.grad.mul_(2.0**power)
+                optimizer.step()
+            found.append(torch.cat([p.full_tensor().flatten() for p in model.parameters()]))
+        for each in found:
+            assert torch.equal(each, found[0])
+
+
+def test_small_and_large_gradients_make_whole_steps() -> None:
+    run_ranks(step_by_gradients_of_any_size, 2)
 
 
 # Training

@@ -73,6 +73,43 @@ def test_a_batch_is_as_its_matrices_one_by_one_and_zeros_stay() -> None:
     assert not expected[1].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_matrices_of_any_size_are_orthogonalized(dtype: torch.dtype) -> None:
+    """Each by its own size, to the bit that of ordinary size, down to subnormal numbers."""
+    steps = polynomials("quintic", 5)
+    ordinary = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).to(dtype)
+    [expected] = orthogonalize(ordinary[None].clone(), steps)
+    [rank_one] = orthogonalize(torch.ones(1, 4, 6, dtype=dtype), steps)
+    finfo = torch.finfo(dtype)
+    span = int(math.log2(finfo.max)) - 2
+    scales = [2.0**power for power in range(4 - span, span, 7)]
+    batch = torch.stack([ordinary * scale for scale in scales])
+    least = torch.full((1, 4, 6), finfo.tiny * finfo.eps, dtype=dtype)
+    found = orthogonalize(torch.cat([batch, 0 * least, -least]), steps)
+    assert torch.equal(found[:-2], expected.expand_as(batch))
+    assert not found[-2].any()
+    assert torch.equal(found[-1], -rank_one)
+
+
+@pytest.mark.parametrize("eps", [1e-35, 1e-7, 1e-3, 1e25])
+def test_a_norm_below_eps_is_divided_by_eps(eps: float) -> None:
+    steps = polynomials("quintic", 5)
+    wide = torch.randn(7, 4, 6, generator=torch.Generator().manual_seed(0))
+    wide *= eps * 10.0 ** torch.arange(-3, 4).view(-1, 1, 1)
+    norm = wide.double().norm(dim=(1, 2), keepdim=True)
+    expected = orthogonalize(wide / norm.clamp(min=eps), steps, 1.0)
+    torch.testing.assert_close(orthogonalize(wide, steps, eps), expected.float())
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_numbers_that_are_not_finite_stay_in_their_matrix(value: float) -> None:
+    batch = torch.ones(2, 3, 4)
+    batch[0, 0, 0] = value
+    found = orthogonalize(batch, polynomials("quintic", 5))
+    assert found[0].isnan().all()
+    assert found[1].isfinite().all()
+
+
 def test_gram_matrices_are_not_trusted_with_coarse_products() -> None:
     wide = torch.randn(1, 8, 40)
     steps = polynomials("quintic", 5)

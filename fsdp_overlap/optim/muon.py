@@ -56,6 +56,11 @@ class Muon(torch.optim.Optimizer):
         ns_coefficients: ``"quintic"``, torch's default; ``"polar_express"`` (arXiv 2505.16932),
             which comes closer to orthogonal matrices; numbers ``(a, b, c)``; or such a tuple for
             each step.
+        eps: the norm below which the direction of a matrix is scaled down in proportion, before it
+            is orthogonalized, so that its step shrinks. With 0 steps do not depend on the size of
+            gradients. That of ``torch.optim.Muon`` is 1e-7, at which small gradients stall. It also
+            ends the steps of matrices that get zero gradients, as experts without tokens, whose
+            momentum fades; with 0 these end when it is lost to underflow.
         ns_dtype: the dtype of the products, and of the matrices that are sent.
         algorithms: which algorithm, ``"muon"`` or ``"adamw"``, steps which parameters of the model.
             The keys are names of parameters, or patterns.
@@ -87,7 +92,7 @@ class Muon(torch.optim.Optimizer):
         momentum: float = 0.95,
         nesterov: bool = True,
         ns_coefficients: str | Sequence[float] | Sequence[Polynomial] = "quintic",
-        eps: float = 1e-7,
+        eps: float = 0.0,
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
         *,

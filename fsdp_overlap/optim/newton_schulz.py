@@ -34,6 +34,14 @@ COEFFICIENTS: dict[str, tuple[Polynomial, ...]] = {
     ),
 }
 
+# Integers of the same size, and the bits of the exponent in them.
+_EXPONENTS = {
+    torch.float16: (torch.int16, 0x7C00),
+    torch.bfloat16: (torch.int16, 0x7F80),
+    torch.float32: (torch.int32, 0x7F80_0000),
+    torch.float64: (torch.int64, 0x7FF0_0000_0000_0000),
+}
+
 # The largest error of a singular value's square that a segment of steps may end with. It is less
 # than the error that Newton-Schulz itself leaves.
 _LARGEST_ERROR = 0.02
@@ -66,21 +74,41 @@ def polynomials(
 
 
 def orthogonalize(
-    matrices: torch.Tensor, steps: Sequence[Polynomial], eps: float = 1e-7
+    matrices: torch.Tensor, steps: Sequence[Polynomial], eps: float = 0.0
 ) -> torch.Tensor:
     """Return ``U V^T`` for each matrix ``U S V^T``, as nearly as ``steps`` come to it.
 
     ``matrices`` has shape ``[count, m, n]`` and is overwritten. Products have its dtype. The cost
     is lowest if ``m <= n``. Before the first step, each matrix is divided by its norm, or by
-    ``eps`` if that is larger.
+    ``eps`` if that is larger. Zeros stay zeros.
     """
-    x = matrices.div_(torch.linalg.matrix_norm(matrices, keepdim=True).clamp_(min=eps))
+    x = _divide_by_norm(matrices, eps)
     _, m, n = x.shape
     # Each further step of a segment takes three products of m x m matrices, in place of two with x.
     most = _LARGEST_ERROR / _rounding(x) if n > 1.5 * m else 1.0
     for segment in _segments(steps, most):
         x = _advance(x, segment)
     return x
+
+
+def _divide_by_norm(matrices: torch.Tensor, eps: float) -> torch.Tensor:
+    """Divide each matrix by its norm, or by ``eps`` if that is larger, and return them."""
+    # Squares of elements below 1e-19 or above 1e19 leave float32's range. A power of two near the
+    # largest element brings all into range, and rounds nothing.
+    least, most = matrices.amin((1, 2), keepdim=True), matrices.amax((1, 2), keepdim=True)
+    scale = _power_of_two(torch.maximum(least.neg_(), most))  # vector_norm is slow on the CPU
+    norm = torch.linalg.matrix_norm(matrices.div_(scale), keepdim=True)
+    # The least norm now is that of the least subnormal number, unless all elements are zero.
+    norm.clamp_(min=torch.finfo(norm.dtype).eps)
+    return matrices.div_(torch.maximum(norm, eps / scale) if eps else norm)
+
+
+def _power_of_two(x: torch.Tensor) -> torch.Tensor:
+    """Return the largest power of two, at least the least normal number, that is not above each
+    element of ``x``, which is overwritten and not negative. That of inf and nan is inf."""
+    integers, exponent = _EXPONENTS[x.dtype]  # torch.frexp takes no bfloat16 on CUDA
+    x.view(integers).bitwise_and_(exponent)
+    return x.clamp_(min=torch.finfo(x.dtype).tiny)
 
 
 def _rounding(x: torch.Tensor) -> float:
