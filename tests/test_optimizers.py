@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import swa_utils
 
-from fsdp_overlap import Flat, FsdpContext, TensorAtomic, fully_shard
+from fsdp_overlap import Flat, FsdpContext, RaggedDTensor, TensorAtomic, fully_shard
 from support.optimizers import FORMS, OPTIMIZERS
 from support.ranks import run_ranks
 from support.twins import Twins, same
@@ -222,19 +222,25 @@ def test_zero_grad(set_to_none: bool) -> None:
 
 def step_by_data(parameter: Any, state: dict[str, Any]) -> None:
     """One step as optimizers outside of torch are written: through data, without no_grad(), with
-    what Prodigy, SAM and Lookahead ask of a parameter."""
+    what Prodigy, also sliced, SAM and Lookahead ask of a parameter."""
     gradient = parameter.grad.data
     if not state:
         state["first"] = parameter.flatten().detach().clone()
         state["slow"] = parameter.clone().detach()
         state["old"] = parameter.data
+        state["sliced"] = parameter.flatten()[::11].detach().clone()
+        state["sum"] = torch.zeros_like(parameter.data.flatten()[::11]).detach()
+    sliced = gradient.flatten()[::11]
+    state["sum"].mul_(0.9).add_(sliced, alpha=0.5)
+    difference = state["sliced"].data - parameter.data.flatten()[::11]
+    rate = 0.1 + torch.dot(sliced, difference).item() + state["sum"].abs().sum().item()
     moved = parameter.data.flatten() - state["first"].data
     distance = torch.dot(gradient.flatten(), moved).item() + moved.abs().sum().item()
     ascent = parameter.data + gradient * (0.1 / (gradient.norm(p=2) + 1e-12))
     state["old"], parameter.data = parameter.data, ascent
     noise = torch.zeros_like(parameter).add_(parameter, alpha=1e-3 * float(parameter.std()))
     parameter.data = state["old"]
-    parameter.data.add_(gradient, alpha=-0.1 / (1 + abs(distance))).sub_(noise)
+    parameter.data.add_(gradient, alpha=-rate / (1 + abs(distance))).sub_(noise)
     state["slow"].add_(parameter.data - state["slow"], alpha=0.5)
     parameter.data.copy_(state["slow"])
 
@@ -260,3 +266,34 @@ def step_without_no_grad(layout: Any) -> None:
 )  # DTensors of uneven rows are not flattened
 def test_steps_through_data_need_no_no_grad(layout: Any) -> None:
     run_ranks(step_without_no_grad, 2, layout)
+
+
+def take_every_nth() -> None:
+    """Vectors of every n-th element share memory, and gather and compute as plain ones."""
+    whole = torch.arange(35.0).view(5, 7)
+    model = nn.Linear(7, 5, bias=False)
+    model.weight.data = whole.clone()
+    weight = fully_shard(model, FsdpContext()).weight.data
+    assert isinstance(weight, RaggedDTensor)
+    for take in (
+        lambda w: w.flatten()[::11],
+        lambda w: w.flatten()[3:30:4],
+        lambda w: w.flatten()[34::40],  # one, on the last rank
+        lambda w: w[:, 2],
+        lambda w: w[1:4, -1],
+        lambda w: w[:, 1][::2],
+    ):
+        mine, its = take(weight), take(whole)
+        assert torch.equal(mine.full_tensor(), its)
+        assert torch.equal((mine * 2 + mine.clone()).full_tensor(), its * 3)
+        assert torch.equal(torch.dot(mine, mine + 1), torch.dot(its, its + 1))
+        mine.mul_(2)
+        its.mul_(2)
+        assert torch.equal(weight.full_tensor(), whole)
+    assert torch.equal(model(torch.eye(7)).detach(), whole.t())
+    with pytest.raises(RuntimeError, match="not contiguous in the flattened tensor"):
+        weight[:, 1:3]
+
+
+def test_vectors_of_every_nth_element() -> None:
+    run_ranks(take_every_nth, 3)

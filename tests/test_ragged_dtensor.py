@@ -175,7 +175,7 @@ def test_reductions_are_of_the_whole_tensor(world_size: int) -> None:
 
 REFUSED: dict[str, Callable[[Any], Any]] = {
     "linear": lambda x: nn.functional.linear(torch.ones(2, 3), x),
-    "index of a column": lambda x: x[:, 0],
+    "index of columns": lambda x: x[:, :2],
     "index by a list": lambda x: x[[0, 2]],
     "T": lambda x: x.T,
     "times a batch": lambda x: torch.ones(2, 5) @ x,

@@ -1,7 +1,8 @@
-"""Views that are contiguous in the flattened tensor, and so stay one range on each rank.
+"""Views that stay one range on each rank: contiguous in the flattened tensor, or every n-th
+element of it.
 
-Examples are ``view(-1)``, ``unsqueeze(0)``, ``tensor[2]``, ``tensor[4:8]`` and ``chunk(3)``. torch
-itself says, by a meta tensor, which elements a view has and in which shape.
+Examples are ``view(-1)``, ``unsqueeze(0)``, ``tensor[2]``, ``tensor[4:8]``, ``chunk(3)`` and
+``flatten()[::11]``. torch itself says, by a meta tensor, which elements a view has, in which shape.
 """
 
 from __future__ import annotations
@@ -92,30 +93,35 @@ def _view(
     is_range = (
         result.untyped_storage()._cdata == meta.untyped_storage()._cdata
         and result.dtype == meta.dtype
-        and result.is_contiguous()
+        and (result.is_contiguous() or (result.dim() == 1 and result.stride(0) > 0))
     )
     if not is_range:
         raise_unsupported(f"{name} to a view that is not contiguous in the flattened tensor")
-    first = int(result.storage_offset())
-    last = first + result.numel()
+    first, count = int(result.storage_offset()), result.numel()
+    stride = 1 if result.is_contiguous() else result.stride(0)
     if has_tiles(tensor._spec):
         # A contiguous part of the whole tensor may be no range, or several ranges, of a tile.
         if result.shape != meta.shape:
             raise_unsupported(f"{name} of a tensor that is cut along {tensor._spec.placements}")
         return _alias(name, tensor, tensor._local_tensor.detach(), tensor._spec)
-    if (first, last) == (0, meta.numel()):
+
+    def before(element: int) -> int:
+        """Return how many elements of the view lie before ``element`` of the tensor."""
+        return min(max(-(-(element - first) // stride), 0), count)
+
+    if count == meta.numel():
         ranges = tensor.placement.ranges
     else:
         ranges = tuple(
-            (rank, max(start, first) - first, min(stop, last) - first)
+            (rank, before(start), before(stop))
             for rank, start, stop in tensor.placement.ranges
-            if max(start, first) < min(stop, last)
+            if before(start) < before(stop)
         )
     placement = RaggedShard(ranges)
     here, _ = tensor.local_range
     start, stop = placement.local_range(tensor.range_rank)
-    offset = first + start - here if stop > start else 0
-    local = tensor._local_tensor.detach()[offset : offset + stop - start]
+    offset = first + start * stride - here if stop > start else 0
+    local = tensor._local_tensor.detach()[offset::stride][: stop - start]
     return _alias(
         name, tensor, local, with_range(tensor._spec, placement, result.shape, result.dtype)
     )
