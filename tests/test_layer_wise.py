@@ -18,7 +18,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -495,6 +501,61 @@ def test_checkpoints_move_between_worlds_layouts_and_meshes(name: str, tmp_path:
         for found in run_ranks(load, world_size, str(tmp_path), layout, shape, name):
             for mine, its in zip(found, expected, strict=True):
                 torch.testing.assert_close(mine, its)
+
+
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+
+def save_full(path: str, name: str) -> list[torch.Tensor]:
+    """Three steps; returns the parameters two steps after rank 0 saved all."""
+    model, _ = build("whole")
+    optimizer = LayerWise(model, FACTORIES[name], others)
+    train(model, [optimizer], 3)
+    saved = get_state_dict(model, optimizer, options=FULL)
+    if dist.get_rank() == 0:
+        torch.save(saved, path)
+    train(model, [optimizer], 2, 1)
+    return [parameter.full_tensor() for parameter in model.parameters()]
+
+
+def load_full(path: str, layout: str, shape: tuple[int, ...], name: str) -> list[torch.Tensor]:
+    saved: Any = ({}, {})
+    if dist.get_rank() == 0:
+        saved = torch.load(path, weights_only=False)
+    model, _ = build(layout, shape)
+    optimizer = LayerWise(model, FACTORIES[name], others)
+    set_model_state_dict(model, saved[0], options=BROADCAST)
+    set_optimizer_state_dict(model, optimizer, saved[1], options=BROADCAST)
+    train(model, [optimizer], 2, 1)
+    return [parameter.full_tensor() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_full_state_dicts_have_the_states_of_all_ranks(name: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "full")
+    [expected, *_] = run_ranks(save_full, 2, path, name)
+    for world_size, layout, shape in ((2, "whole", ()), (3, "flat", ()), (4, "rows", (2, 2))):
+        for found in run_ranks(load_full, world_size, path, layout, shape, name):
+            for mine, its in zip(found, expected, strict=True):
+                torch.testing.assert_close(mine, its)
+
+
+def load_in_part() -> None:
+    model, _ = build("whole")
+    optimizer = LayerWise(model, muon, others)
+    train(model, [optimizer], 1)
+    before = optimizer.state_dict()
+    index = next(i for i, state in before["state"].items() if "0" in state and "1" not in state)
+    for lost in ({index: {}}, {}):
+        kept = {i: state for i, state in before["state"].items() if i != index}
+        with pytest.raises(ValueError, match=rf"lacks parameters {index} of shape \(\d+, \d+\),"):
+            optimizer.load_state_dict({**before, "state": kept | lost})
+    optimizer.load_state_dict(before)
+
+
+def test_a_state_dict_of_some_matrices_is_refused() -> None:
+    run_ranks(load_in_part, 2)
 
 
 def load_plain(layout: str) -> None:

@@ -24,6 +24,7 @@ from fsdp_overlap.optim.exchange import (
     plan_rounds,
     run_rounds,
 )
+from fsdp_overlap.optim.layer_wise_states import local_states, with_states_of_all_ranks
 from fsdp_overlap.optim.matrices import (
     MatrixBatch,
     MatrixChunk,
@@ -230,8 +231,9 @@ class LayerWise(torch.optim.Optimizer):
 
     Options of the groups, learning rates among them, are those of the optimizers that ``factory``
     and ``others`` make. State dicts have the state of each matrix by its number in the parameter,
-    on the rank that steps it, so that ``torch.distributed.checkpoint`` loads them under any number
-    of ranks, mesh and layout. A state dict of the optimizer itself can be loaded, too.
+    as sharded tensors that the rank that steps it holds, so that ``torch.distributed.checkpoint``
+    loads them under any number of ranks, mesh and layout, and gathers full ones. A state dict of
+    the optimizer itself can be loaded, too.
 
     Raises:
         TypeError, ValueError: an option or a parameter is one that this cannot work with.
@@ -585,10 +587,28 @@ class LayerWise(torch.optim.Optimizer):
 
     # ---- state dicts ----
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state dict, which has the states of all matrices, as sharded tensors that the
+        rank that steps a matrix holds. Collective over the meshes of the parameters."""
+        self._prepare()
+        state_dict = super().state_dict()
+        numbered = enumerate(chain.from_iterable(group["params"] for group in self.param_groups))
+        sharing: dict[OwnerGroup, list[tuple[int, torch.Tensor]]] = {}
+        for index, parameter in numbered:
+            group = self._owner_groups.group_of_mesh(parameter)
+            if parameter in self._matrices and group is not None:
+                sharing.setdefault(group, []).append((index, parameter))
+        self._owner_groups.connect(sharing)
+        for group, members in sharing.items():
+            own = [self.state[parameter] for _, parameter in members]
+            all_states = with_states_of_all_ranks(own, group)
+            state_dict["state"] |= zip((i for i, _ in members), all_states, strict=True)
+        return state_dict
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this class, which has the states of the matrices that this rank
-        steps. That of another rank has not: load with ``torch.distributed.checkpoint`` then. One of
-        the optimizer of an unsharded model has all.
+        """Load a state dict of this class, or of the optimizer of an unsharded model. It has the
+        states of the matrices that this rank steps, or those of all, as a full state dict: under
+        another layout, load with ``torch.distributed.checkpoint``.
 
         Collective before the first step.
 
@@ -604,6 +624,7 @@ class LayerWise(torch.optim.Optimizer):
         ]:
             raise ValueError("the state dict has other groups of parameters")
         states = {p: state_dict["state"].get(i) for i, p in zip(saved, own, strict=True)}
+        self._check_complete({p: states[p] for p in self._matrices})
         of_matrices = {
             matrix: self._state_of(matrix, states[parameter])
             for parameter in self._group_of
@@ -641,6 +662,8 @@ class LayerWise(torch.optim.Optimizer):
         elif matrix.number in states:
             state = states[matrix.number]
         else:
+            state = None
+        if state is None or (held := local_states(state)) is None:
             raise ValueError(
                 f"the state dict lacks matrix {matrix.number} of a parameter of shape {shape}, "
                 "which this rank steps: it was saved on another rank; save and load with "
@@ -648,8 +671,26 @@ class LayerWise(torch.optim.Optimizer):
             )
         return {
             name: value if name == "step" else _moved(value, matrix.plain.device)
-            for name, value in copy.deepcopy(dict(state)).items()
+            for name, value in copy.deepcopy(held).items()
         }
+
+    def _check_complete(self, states: Mapping[torch.Tensor, Mapping[str, Any] | None]) -> None:
+        """Raise if loaded ``states`` have those of some matrices, and not of others."""
+        numbers = {p: i for i, p in enumerate(chain(*(g["params"] for g in self.param_groups)))}
+        # One of this class has an entry for each matrix. Optimizers of torch leave out parameters
+        # that were never stepped.
+        is_own = any(name.isdigit() for each in states.values() for name in each or ())
+        lacking = [
+            f"{numbers[p]} of shape {tuple(p.shape)}"
+            for p, of_matrices in states.items()
+            if not of_matrices and (is_own or of_matrices is not None) and p.requires_grad
+        ]
+        if lacking and any(states.values()):
+            raise ValueError(
+                f"the state dict has states of some matrices, but lacks parameters "
+                f"{', '.join(lacking)}, as if one rank had saved its own alone: save and load on "
+                "every rank with torch.distributed.checkpoint.state_dict"
+            )
 
 
 class _MatrixExchange(Exchange):

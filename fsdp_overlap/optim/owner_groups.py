@@ -108,6 +108,12 @@ class OwnerGroups:
         """Return the ownership of a parameter that was passed to :meth:`add`."""
         return self._ownerships[parameter]
 
+    def group_of_mesh(self, parameter: torch.Tensor) -> OwnerGroup | None:
+        """Return the group of all ranks of the mesh of ``parameter``, or ``None`` for one rank."""
+        if not isinstance(parameter, Sharded) or parameter.device_mesh.size() == 1:
+            return None
+        return self._group_over(parameter, range(parameter.device_mesh.ndim))
+
     def shares(self, parameter: torch.Tensor) -> bool:
         """Return whether ranks share matrices of ``parameter``, or may do."""
         known = self._ownerships.get(parameter)
