@@ -624,7 +624,7 @@ class LayerWise(torch.optim.Optimizer):
         ]:
             raise ValueError("the state dict has other groups of parameters")
         states = {p: state_dict["state"].get(i) for i, p in zip(saved, own, strict=True)}
-        self._check_complete({p: states[p] for p in self._matrices})
+        self._check_complete({p: states[p] for p in self._group_of})
         of_matrices = {
             matrix: self._state_of(matrix, states[parameter])
             for parameter in self._group_of
