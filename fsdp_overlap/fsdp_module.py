@@ -3,7 +3,8 @@ take such modules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from fsdp_overlap.comm.custom_collectives import CustomComms
 from fsdp_overlap.comm.group_memory import check_memory
 from fsdp_overlap.comm.symmetric_memory import use_symmetric_memory
 from fsdp_overlap.engine import hooks
+from fsdp_overlap.engine.adoption import check_registrations, update_registrations
 from fsdp_overlap.engine.context import context_of
 from fsdp_overlap.engine.hooks import ForwardMethod
 from fsdp_overlap.engine.meta_init import (
@@ -469,7 +471,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
                 Nothing was changed then.
         """
         for unit in self._units(recurse):
-            unit.update_shared_params()
+            update_registrations(unit)
             _check_apply(unit, fn)
         shards = self._shards()
         with torch.no_grad():
@@ -497,6 +499,14 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         register_unsharded_once(self._fsdp_unit)
         return self
 
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        # What a loader has assigned becomes ours before an optimizer is made of it.
+        if not context_of(self._fsdp_unit).was_initialized:
+            for unit in self._units(recurse=True):
+                with suppress(RuntimeError):  # which the first forward raises
+                    update_registrations(unit)
+        return super().named_parameters(*args, **kwargs)
+
     def _shards(self) -> list[tuple[ParamGroup, torch.Tensor]]:
         """Return the tensors that :meth:`_apply` works on: the shards of the unit, without what is
         opaque. If the unit has several modules, each of them is called, and works on the ranges of
@@ -519,7 +529,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         # A unit on the meta device keeps what load_state_dict(assign=True) has registered so far,
         # and waits for the parameters of its other modules.
         for unit in (self._fsdp_unit, *self._fsdp_unit.owners):
-            unit.update_shared_params()
+            update_registrations(unit)
             if not unit.is_meta and not _is_in_use(unit):
                 unit.to_sharded()  # in place of what a load that failed has left
                 _reshard(unit)
@@ -557,7 +567,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         sync_grad_dtypes(unit.param_groups)
         kept = _copy_parameters(unit, memo)
         if any(
-            not item.registrations
+            param_group.shares_shard or not item.registrations
             for param_group in unit.param_groups
             for item in param_group.owned
         ):
@@ -663,7 +673,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
 
 def _reshard(unit: Unit) -> None:
     context = context_of(unit)
-    unit.check_registrations()
+    check_registrations(unit)
     lost = unit.changed() if unit.is_gathered else None
     context.schedule.reshard(unit)
     if unit.is_offloaded:

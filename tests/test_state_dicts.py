@@ -7,7 +7,6 @@ import io
 import operator
 import tempfile
 from collections import defaultdict
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,11 +14,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
 
-from fsdp_overlap import FsdpContext, PerTensor, RaggedDTensor, distribute_tensor, fully_shard
+from fsdp_overlap import FsdpContext, RaggedDTensor, fully_shard
 from support.ranks import run_ranks
 from support.twins import Twins, same
 from support.zoo import ZOO, Model, shard_layers
@@ -135,40 +133,6 @@ def replaced_anywhere() -> None:
 
 def test_a_parameter_that_was_replaced_is_an_error_and_never_lost() -> None:
     run_ranks(replaced_anywhere, 2)
-
-
-def assigned_one_by_one() -> None:
-    """FSDP2 takes over what is assigned before the first forward. Its optimizer has these."""
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    x = torch.ones(1, 4)
-    shards: list[Any] = [
-        fully_shard,
-        partial(fully_shard, ctx=FsdpContext()),
-        partial(fully_shard, ctx=FsdpContext(layout=PerTensor())),
-        torchs_fully_shard,
-    ]
-    for shard in shards:
-        with torch.device("meta"):
-            model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        for module in (*model, model):
-            shard(module)
-        for mine, its in zip(model, plain, strict=True):
-            for name, parameter in list(mine.named_parameters()):
-                value = its.get_parameter(name).detach()
-                is_rows = not isinstance(parameter, RaggedDTensor)
-                distribute = torch_distribute_tensor if is_rows else distribute_tensor
-                whole = distribute(value, parameter.device_mesh, parameter.placements)
-                setattr(mine, name, nn.Parameter(whole))
-        if shard is not torchs_fully_shard:
-            with pytest.raises(RuntimeError, match=r"load_state_dict\(assign=True\)"):
-                model(x)
-            model.load_state_dict(plain.state_dict(), assign=True)
-        torch.testing.assert_close(model(x), plain(x))
-
-
-def test_parameters_assigned_one_by_one_to_the_meta_device_are_an_error() -> None:
-    run_ranks(assigned_one_by_one, 2)
 
 
 def test_what_is_assigned_is_copied() -> None:

@@ -9,6 +9,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,9 +20,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from fsdp_overlap import (
     FsdpContext,
+    FSDPModule,
     MixedPrecisionPolicy,
     find_blocks,
     fully_shard,
+    patch_fsdp2,
     register_fsdp_forward_method,
 )
 from fsdp_overlap.tensor.pytree import map_arguments, map_tensors
@@ -381,6 +384,84 @@ def save(name: str, folder: str) -> None:
 @pytest.mark.parametrize("name", ["Qwen3", "Mixtral", "T5"])
 def test_what_is_saved_is_loaded_by_from_pretrained(name: str, tmp_path: Path) -> None:
     run_ranks(save, 2, name, str(tmp_path))
+
+
+def load_onto_mesh(name: str, folder: str, replicas: int) -> None:
+    """Train, generate, save whole and distributed, and go on from either, as on FSDP2."""
+    import transformers.distributed.fsdp as of_transformers
+    from transformers.distributed import DistributedConfig
+    from transformers.distributed.checkpoint import (
+        load_optimizer_distributed,
+        save_optimizer_distributed,
+    )
+
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(1)
+    plain: Any = MODELS[name]().float()
+    plain.config.output_router_logits = False  # a loss that is no mean over ranks
+    if rank == 0:
+        plain.save_pretrained(f"{folder}/start")
+    dist.barrier()
+
+    def load(kind: str) -> tuple[Any, torch.optim.Optimizer]:
+        config = DistributedConfig(fsdp_size=ranks // replicas, dp_replicate_size=replicas)
+        path = f"{folder}/{kind}"
+        model: Any = type(plain).from_pretrained(path, distributed_config=config)
+        assert isinstance(model, FSDPModule)
+        return model.train(), torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+
+    def step(model: Any, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> None:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def check(model: Any) -> None:
+        for (key, one), other in zip(
+            model.named_parameters(), plain.named_parameters(), strict=True
+        ):
+            assert key == other[0]
+            torch.testing.assert_close(one.full_tensor(), other[1], rtol=1e-4, atol=1e-5)
+
+    with patch_fsdp2(), patch.object(of_transformers, "fully_shard", fsdp2.fully_shard):
+        model, optimizer = load("start")
+        its = torch.optim.AdamW(plain.train().parameters(), lr=0.01, eps=1e-3)
+        tokens = torch.randint(3, VOCABULARY, (4, ranks, 6))
+        for batch in tokens[:3]:
+            step(model, optimizer, batch[rank : rank + 1])
+            step(plain, its, batch)
+        check(model)
+        options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
+        prompt = tokens[0, rank : rank + 1, :3]
+        with torch.no_grad():
+            written = [each.eval().generate(prompt, **options) for each in (model, plain)]
+        assert torch.equal(*written)
+        model.save_pretrained(f"{folder}/whole")
+        model.save_pretrained(f"{folder}/parts", distributed_checkpoint=True)
+        save_optimizer_distributed(model, optimizer, f"{folder}/optimizer")
+        step(plain.train(), its, tokens[3])
+        for kind in ("whole", "parts"):
+            model, optimizer = load(kind)
+            load_optimizer_distributed(model, optimizer, f"{folder}/optimizer")
+            step(model, optimizer, tokens[3, rank : rank + 1])
+            check(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "replicas"),
+    [
+        ("Qwen3", 2, 1),
+        pytest.param("Llama", 2, 1, marks=pytest.mark.slow),
+        pytest.param("Mixtral", 2, 1, marks=pytest.mark.slow),
+        pytest.param("Mixtral", 4, 1, marks=pytest.mark.slow),
+        pytest.param("Qwen3", 4, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_models_that_transformers_loads_onto_a_mesh_train_as_unsharded(
+    name: str, ranks: int, replicas: int, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers.distributed.mixin", reason="an older transformers")
+    run_ranks(load_onto_mesh, ranks, name, str(tmp_path), replicas, timeout=120)
 
 
 def start_on_meta(name: str) -> None:

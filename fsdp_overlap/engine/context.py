@@ -23,6 +23,7 @@ from fsdp_overlap.comm.streams import current_device, has_streams, is_capturing
 from fsdp_overlap.desync.error_monitor import ErrorMonitor
 from fsdp_overlap.desync.monitor import DesyncMonitor
 from fsdp_overlap.engine import autograd
+from fsdp_overlap.engine.adoption import check_registrations, update_registrations
 from fsdp_overlap.engine.checks import compare_plans, verify_params_across_ranks
 from fsdp_overlap.engine.comm_context import CommContext
 from fsdp_overlap.engine.cuda_graphs import CapturedSteps
@@ -364,7 +365,7 @@ class FsdpContext:
         is_complete = not self.is_implicit or self._init_shared_state()
         name_units(self.units)
         for unit in self.units:
-            unit.update_shared_params()
+            update_registrations(unit)
         sync_grad_dtypes([param_group for unit in self.units for param_group in unit.param_groups])
         self.was_initialized = True
         for unit in self.units:
@@ -502,7 +503,7 @@ class FsdpContext:
                 if other.schedule.awaits_backward:
                     is_complete = False
                     continue
-                unit.check_registrations()
+                check_registrations(unit)
                 other.rest()
                 unit.context = self
                 unit.index = self.register(unit)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
-from fsdp_overlap.engine.context import context_of
 from fsdp_overlap.engine.options import compute_dtype, reduce_dtype
 from fsdp_overlap.engine.param import mark_replaced, modules_outside_units, record_replacement
 from fsdp_overlap.engine.param_group import ParamGroup
@@ -34,7 +33,9 @@ def validate_cast(unit: Unit, param_group: ParamGroup, result: torch.Tensor) -> 
     cast = f"{kind} is sharded, its shards are {shard.dtype} and cannot become {result.dtype}"
     if param_group.is_opaque:
         return f"{cast}: their class alone knows what their elements stand for"
-    has_run = context_of(unit).was_initialized
+    if param_group.shares_shard:
+        return f"{cast} once its weight is tied to that of another unit: load it in that dtype"
+    has_run = unit.context.was_initialized
     if has_run or unit.is_list or is_given_memory:
         when = "when it has run" if has_run else "as one of several modules of a unit"
         when = "while it gets memory" if is_given_memory else when
@@ -84,7 +85,7 @@ def cast_param_group(unit: Unit, param_group: ParamGroup, values: torch.Tensor) 
 
 def materialize(unit: Unit) -> None:
     """Give memory to a unit of the meta device. Its parameters are new objects."""
-    context = context_of(unit)
+    context = unit.context
     for param_group in unit.param_groups:
         replaced = param_group.sharded_parameters
         param_group.materialize(context.device)
@@ -114,15 +115,11 @@ def take_assigned(unit: Unit) -> None:
     counts = [_count(param_group) for param_group in unit.param_groups]
     if not any(assigned) or (is_meta and list(map(len, assigned)) != counts):
         return
-    for param_group, values in zip(unit.param_groups, assigned, strict=True):
-        _check_grad_dtypes(unit, param_group, values)
-    dtypes = [
-        _dtype_for(unit, param_group, values)
-        for param_group, values in zip(unit.param_groups, assigned, strict=True)
-    ]
-    for param_group, dtype in zip(unit.param_groups, dtypes, strict=True):
-        if dtype != param_group.shard.dtype:
-            cast_param_group(unit, param_group, param_group.shard.to(dtype))
+    try:
+        take_dtypes(unit, assigned, "load_state_dict(assign=True) gives")
+    except RuntimeError:
+        unit.to_sharded()
+        raise
     if is_meta:
         materialize(unit)
     with torch.no_grad():
@@ -134,6 +131,25 @@ def take_assigned(unit: Unit) -> None:
         register_unsharded_once(unit)
 
 
+def take_dtypes(unit: Unit, assigned: Sequence[Mapping[int, torch.Tensor]], giver: str) -> None:
+    """Cast the param groups of ``unit`` to the dtype of what each was assigned, by the index of the
+    parameter. ``giver``: what assigned it, for errors.
+
+    Raises:
+        RuntimeError: a param group cannot be cast, or a ``grad_dtype`` differs. Nothing was
+            changed.
+    """
+    for param_group, values in zip(unit.param_groups, assigned, strict=True):
+        _check_grad_dtypes(unit, param_group, values, giver)
+    dtypes = [
+        _dtype_for(unit, param_group, values, giver)
+        for param_group, values in zip(unit.param_groups, assigned, strict=True)
+    ]
+    for param_group, dtype in zip(unit.param_groups, dtypes, strict=True):
+        if dtype != param_group.shard.dtype:
+            cast_param_group(unit, param_group, param_group.shard.to(dtype))
+
+
 def _count(param_group: ParamGroup) -> int:
     """Return how many parameters modules have. One that was replaced by another of its unit has no
     place left."""
@@ -141,22 +157,20 @@ def _count(param_group: ParamGroup) -> int:
 
 
 def _check_grad_dtypes(
-    unit: Unit, param_group: ParamGroup, values: Mapping[int, torch.Tensor]
+    unit: Unit, param_group: ParamGroup, values: Mapping[int, torch.Tensor], giver: str
 ) -> None:
     for index, value in values.items():
         its, given = param_group.sharded_parameters[index], given_grad_dtype(value)
         if given not in (None, its._grad_dtype):
-            unit.to_sharded()
             raise RuntimeError(
-                "load_state_dict(assign=True) gives parameter "
-                f"{param_group.plan.specs[index].fqn!r} of {unit.module_class_name} the grad_dtype "
-                f"{given}, and gradients of the sharded one are {its._grad_dtype}: set the "
-                "grad_dtype of sharded parameters before that"
+                f"{giver} parameter {param_group.plan.specs[index].fqn!r} of "
+                f"{unit.module_class_name} the grad_dtype {given}, and gradients of the sharded "
+                f"one are {its._grad_dtype}: set the grad_dtype of sharded parameters before that"
             )
 
 
 def _dtype_for(
-    unit: Unit, param_group: ParamGroup, values: Mapping[int, torch.Tensor]
+    unit: Unit, param_group: ParamGroup, values: Mapping[int, torch.Tensor], giver: str
 ) -> torch.dtype:
     """Return the dtype that a param group rests in when it has taken ``values``, by the index of
     the parameter. Raise RuntimeError if it cannot take them."""
@@ -168,13 +182,9 @@ def _dtype_for(
         example = param_group.shard.new_empty(0, dtype=other)
         if validate_cast(unit, param_group, example) is None:
             return other
-    unit.to_sharded()
     [index, *_] = [index for index, value in values.items() if value.dtype != dtype]
     name, given = param_group.plan.specs[index].fqn, values[index].dtype
-    what = (
-        f"load_state_dict(assign=True) gives parameter {name!r} of {unit.module_class_name} as "
-        f"{given}"
-    )
+    what = f"{giver} parameter {name!r} of {unit.module_class_name} as {given}"
     if param_group.is_opaque:
         kind = type(param_group.parameters[index]).__name__
         raise RuntimeError(

@@ -571,7 +571,7 @@ class ParamModuleInfo:
         for table, name, parameter, sharded in self._all:
             current = table.get(name)
             if current is not sharded and current is not parameter:
-                refuse_replaced(name, label)
+                refuse_replaced(name, label, current, sharded)
             table[name] = parameter
 
     def replaced(self) -> str | None:
@@ -581,6 +581,14 @@ class ParamModuleInfo:
             if current is not sharded and current is not parameter:
                 return name
         return None
+
+    def check(self, label: str) -> None:
+        """Raise RuntimeError if something is registered in place of a parameter. ``label`` names
+        the unit."""
+        for table, name, parameter, sharded in self._all:
+            current = table.get(name)
+            if current is not sharded and current is not parameter:
+                refuse_replaced(name, label, current, sharded)
 
     def to_sharded(self) -> None:
         """Register the sharded parameters."""
@@ -606,11 +614,31 @@ class ParamModuleInfo:
         }
 
 
-def refuse_replaced(name: str, label: str) -> NoReturn:
+def difference(given: Any, sharded: Any) -> str:
+    """Return what keeps ``given``, which somebody registered in place of ``sharded``, from becoming
+    the sharded parameter, in words. Empty if nothing does."""
+    if not (isinstance(given, nn.Parameter) and isinstance(given, DTensor)):
+        return f"a {type(given).__name__} that is not sharded"
+    if "unsharded_form" in vars(sharded):
+        return f"one that is not the {type(sharded.unsharded_form).__name__} that was sharded"
+    for what, its, own in (
+        ("shape", tuple(given.shape), tuple(sharded.shape)),
+        ("mesh", given.device_mesh, sharded.device_mesh),
+        ("placements", given.placements, sharded.placements),
+        ("local shape", tuple(given._local_tensor.shape), tuple(sharded._local_tensor.shape)),
+    ):
+        if its != own:
+            return f"one of {what} {its}, not {own}"
+    return "one on the meta device" if given._local_tensor.is_meta else ""
+
+
+def refuse_replaced(name: str, label: str, given: Any, sharded: Sharded) -> NoReturn:
+    what = difference(given, sharded) or "another, and either its unit has run or weights are tied"
     raise RuntimeError(
-        f"parameter {name!r} of unit {label!r} was replaced after fully_shard(), which would not "
-        "be trained: assign and tie parameters before, or tie those of one unit before the first "
-        "forward; afterwards edit them in place, under torch.no_grad(), or by "
+        f"parameter {name!r} of unit {label!r} was replaced after fully_shard() by {what}, which "
+        "would not be trained: assign and tie parameters before, or, before the first forward, tie "
+        "those of one unit and assign to each, under all its names, one DTensor of the same shape, "
+        "mesh and placements; afterwards edit them in place, under torch.no_grad(), or by "
         "load_state_dict(assign=True). torch.func.functional_call() replaces them too: call the "
         "model itself, or functional_call() with an unsharded copy of it"
     )

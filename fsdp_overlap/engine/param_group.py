@@ -162,6 +162,8 @@ class ParamGroup:
 
     is_extension = False
     """Whether its parameters say themselves how they are gathered."""
+    shares_shard = False
+    """Whether a parameter of it is one of another unit too."""
 
     def __init__(
         self,

@@ -31,7 +31,6 @@ from fsdp_overlap.engine.param import (
     check_frozen,
     module_class_name,
     modules_outside_units,
-    refuse_replaced,
     tp_local_tensor,
     unwrap,
 )
@@ -196,9 +195,16 @@ class Context(Protocol):
 
     toggled: weakref.WeakSet[Unit]
     """Units with parameters whose ``requires_grad`` was set since the last backward began."""
+    was_initialized: bool
+    """Whether forwards of its units have run."""
+
+    @property
+    def device(self) -> torch.device: ...
 
     def register(self, unit: Unit) -> int:
         """Take ``unit`` in and return its index."""
+
+    def require_lazy_init(self) -> None: ...
 
     @property
     def schedule(self) -> Schedule: ...
@@ -469,14 +475,6 @@ class Unit:
     def to_unsharded(self) -> None:
         for param_group in self.param_groups:
             param_group.module_info.to_unsharded(param_group.label)
-
-    def check_registrations(self) -> None:
-        """Raise RuntimeError if somebody has replaced a parameter, except by another of the
-        unit."""
-        self.update_shared_params()
-        for param_group in self.param_groups:
-            if (name := param_group.module_info.replaced()) is not None:
-                refuse_replaced(name, param_group.label)
 
     def update_shared_params(self) -> None:
         """Use one parameter of the unit where modules registered it in place of another. The other
