@@ -37,7 +37,7 @@ def _fully_shard_in_rows(
     FSDP2's."""
     spmd = spmd_mesh(mesh, dp_mesh_dims)
     ctx = FsdpContext(mesh if spmd is None else spmd.data, layout=PerTensor())
-    ctx.is_implicit = True
+    ctx.is_implicit = ctx.keeps_own_values = True
     return fully_shard(module, ctx, mesh=mesh, dp_mesh_dims=dp_mesh_dims, **options)
 
 
@@ -56,7 +56,8 @@ def patch_fsdp2(ctx: FsdpContext | None = None) -> Iterator[None]:
     Args:
         ctx: what all units that are made inside the block share; so it is for one model. By default
             the units of a tree share a context from the first forward of their root on, and its
-            layout is ``PerTensor()``, so that sharded parameters are placed as FSDP2's are.
+            layout is ``PerTensor()``, so that sharded parameters are placed as FSDP2's are. Ranks
+            that start from different weights are warned, and each keeps its part, as with FSDP2.
 
     Raises:
         RuntimeError: names are replaced already.

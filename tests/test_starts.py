@@ -3,18 +3,21 @@ or all take what the first rank has."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import warnings
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as fsdp2
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from fsdp_overlap import FsdpContext, fully_shard
+from fsdp_overlap import FsdpContext, fully_shard, patch_fsdp2
 from fsdp_overlap.desync.order_check import OrderCheck
 from fsdp_overlap.engine.param import hash_tensor
 from support.ranks import expect_rank_errors, run_ranks
@@ -51,6 +54,34 @@ def seeds() -> None:
 
 def test_ranks_of_different_seeds_hear_of_it() -> None:
     run_ranks(seeds, 2)
+
+
+def seeds_of_fsdp2() -> None:
+    """Within patch_fsdp2() each rank keeps its own part, and the first is warned."""
+    with patch_fsdp2():
+        torch.manual_seed(dist.get_rank())
+        model: Any = Model()
+        mine = copy.deepcopy(model)
+        fsdp2.fully_shard(model)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                model(TOKENS).sum().backward()
+        told = [str(each.message) for each in caught if "differ across ranks" in str(each.message)]
+        assert len(told) == (dist.get_rank() == 0)
+        for one, other in zip(model.parameters(), mine.parameters(), strict=True):
+            chunks = other.chunk(2)
+            part = chunks[dist.get_rank()] if len(chunks) > dist.get_rank() else other[:0]
+            assert torch.equal(one.to_local(), part)
+        replicas = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+        fsdp2.fully_shard(mine, mesh=replicas)
+        is_first = dist.get_rank() == 0
+        with pytest.warns(match="different copies") if is_first else contextlib.nullcontext():
+            mine(TOKENS)
+
+
+def test_ranks_of_different_seeds_keep_their_parts_as_with_fsdp2() -> None:
+    run_ranks(seeds_of_fsdp2, 2)
 
 
 def one_of_four() -> None:

@@ -3,6 +3,7 @@ what they take from the first one instead."""
 
 from __future__ import annotations
 
+import warnings
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
@@ -74,12 +75,25 @@ def compare_plans(units: Sequence[Unit], mesh_info: MeshInfo) -> None:
 DIFFERENT = -1
 
 
-def verify_params_across_ranks(param_groups: Iterable[ParamGroup]) -> None:
+KEPT = (
+    "Now each rank keeps its own part, as with FSDP2: the model is put together from the values of "
+    "all ranks."
+)
+COPIES = " Replicas have different copies of it, and keep them unless one broadcasts its own."
+
+
+def verify_params_across_ranks(
+    param_groups: Iterable[ParamGroup], keeps_own_values: bool = False
+) -> None:
     """Compare what ranks start from in those ``param_groups`` that were not compared yet.
     Collective over their meshes.
 
+    Args:
+        keeps_own_values: whether ranks that differ are only warned, on the first rank.
+
     Raises:
-        RuntimeError: on every rank, if ranks hold different values. Name the first parameter.
+        RuntimeError: on every rank, if ranks hold different values and do not keep them. Name the
+            first parameter.
     """
     by_mesh: dict[MeshInfo, list[ParamGroup]] = {}
     for param_group in param_groups:
@@ -90,7 +104,11 @@ def verify_params_across_ranks(param_groups: Iterable[ParamGroup]) -> None:
     for mesh_info in sorted(by_mesh, key=lambda mesh_info: mesh_info.mesh.size()):
         failure = _difference(mesh_info, by_mesh[mesh_info], failure) or failure
     if failure:
-        raise RuntimeError(failure)
+        if not keeps_own_values:
+            raise RuntimeError(failure)
+        if any(dist.get_rank() == int(mesh_info.mesh.mesh.min()) for mesh_info in by_mesh):
+            has_copies = any(mesh_info.num_replicas > 1 for mesh_info in by_mesh)
+            warnings.warn(f"{failure} {KEPT}{COPIES if has_copies else ''}", stacklevel=2)
     for compared in by_mesh.values():
         for param_group in compared:
             param_group.init_hashes = None

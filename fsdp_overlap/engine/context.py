@@ -121,6 +121,8 @@ class FsdpContext:
         self._stats = Stats()
         self.is_implicit = False
         """Whether :func:`fully_shard` made the context. Those of one tree are merged."""
+        self.keeps_own_values = False
+        """Whether ranks that start from different weights are only warned."""
         self.comm_stream_factory: Callable[[str, torch.device], CommStream] = lambda _, device: (
             make_comm_stream(device)
         )
@@ -163,6 +165,7 @@ class FsdpContext:
             hang_timeout=self.hang_timeout,
         )
         duplicate.is_implicit = self.is_implicit
+        duplicate.keeps_own_values = self.keeps_own_values
         if self.has_schedule and self.schedule.finalizer.is_manual:
             duplicate.schedule.finalizer.set_manual(True)
         return duplicate
@@ -377,7 +380,8 @@ class FsdpContext:
             for mesh_info in self.mesh_infos:
                 compare_plans(self.units, mesh_info)
         verify_params_across_ranks(
-            param_group for item in self.units for param_group in item.param_groups
+            (param_group for item in self.units for param_group in item.param_groups),
+            self.keeps_own_values,
         )
         if self.has_streams:
             watch(self.device, self.captured_steps)
