@@ -240,7 +240,7 @@ class ParamGroupGradients:
                 assert all_reduce_stream is not None
                 accept = partial(replicas.start, all_reduce_stream, replicas_divisor, accept)
         comm_stream.after_compute()
-        return comm_stream.enqueue(
+        work = comm_stream.enqueue(
             "reduce_scatter",
             param_group.label,
             lambda: param_group.collectives.reduce_scatter(
@@ -249,6 +249,8 @@ class ParamGroupGradients:
             accept,
             nbytes=self._communicates,
         )
+        is_in_order = param_group.edits.has_hooks and not comm_stream.runs_ahead
+        return _InOrder(work) if is_in_order else work
 
     def _accept(self, mean: torch.Tensor, unused: Sequence[bool] | None) -> None:
         if self._options.hook is not None:
@@ -307,6 +309,17 @@ class ParamGroupGradients:
         if self.replica_reduction is not None:
             self.replica_reduction.drop()
         self.reduce_scatter_input.free()
+
+
+class _InOrder:
+    """A reduction whose result is given to hooks when it is waited for. They may communicate, so
+    all ranks wait for it at the same point, and none as soon as it is done."""
+
+    def __init__(self, work: WorkHandle) -> None:
+        self.wait, self.wait_on_host, self.abandon = work.wait, work.wait_on_host, work.abandon
+
+    def done(self) -> bool:
+        return False
 
 
 def _plain(gradient: torch.Tensor) -> torch.Tensor:

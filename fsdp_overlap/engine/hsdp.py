@@ -19,6 +19,7 @@ from fsdp_overlap.comm.process_groups import CommGroups, alive
 from fsdp_overlap.engine.mesh import MeshInfo
 from fsdp_overlap.layout import ParamGroupPlan, Plan, RowsPlan
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
+from fsdp_overlap.tensor.ragged_dtensor import ShardEdits
 
 # ---- A part of the full buffer, kept between forward and backward ----
 
@@ -87,6 +88,9 @@ class ReplicatedShard(Protocol):
     is_meta: bool
     groups: CommGroups
     outer_shard: OuterShard | None
+
+    @property
+    def edits(self) -> ShardEdits: ...
 
     @property
     def version(self) -> int: ...
@@ -206,8 +210,10 @@ class ReplicaReduction:
         self._in_flight.append((work, total))
 
     def is_done(self) -> bool:
-        """Return whether :meth:`finish` would not wait."""
-        return all(work.done() for work, _ in self._in_flight)
+        """Return whether :meth:`finish` would not wait. Not if it calls hooks, which may
+        communicate: all ranks call them at the same point."""
+        has_hooks = self.param_group.edits.has_hooks
+        return not has_hooks and all(work.done() for work, _ in self._in_flight)
 
     def finish(self) -> None:
         """Make compute wait for the reductions under way."""

@@ -24,7 +24,7 @@ from fsdp_overlap.optim.spans import (
     span_key,
     with_gradient,
 )
-from fsdp_overlap.optim.states import check_not_captured, pack, restore
+from fsdp_overlap.optim.states import check_not_captured, keeping_dtypes, pack
 from fsdp_overlap.tensor.extension import is_subclass
 from fsdp_overlap.tensor.pending_steps import finish_pending_steps
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor, ShardEdits
@@ -397,8 +397,8 @@ class AdamW(torch.optim.AdamW):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         finish_pending_steps()
-        super().load_state_dict(state_dict)
-        restore(self, state_dict)
+        with keeping_dtypes(self):
+            super().load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         own = {

@@ -42,7 +42,7 @@ from fsdp_overlap.optim.matrix_param_groups import (
 from fsdp_overlap.optim.orthogonalization import chunk_views, copy_all
 from fsdp_overlap.optim.owner_groups import OwnerGroup, OwnerGroups
 from fsdp_overlap.optim.spans import compute_device, local_of
-from fsdp_overlap.optim.states import same_option
+from fsdp_overlap.optim.states import between_load_hooks, same_option
 from fsdp_overlap.tensor.operands import record_edits
 
 Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -591,7 +591,17 @@ class LayerWise(torch.optim.Optimizer):
         """Return the state dict, which has the states of all matrices, as sharded tensors that the
         rank that steps a matrix holds. Collective over the meshes of the parameters."""
         self._prepare()
-        state_dict = super().state_dict()
+        hook = self.register_state_dict_post_hook(
+            lambda _, state_dict: self._gather_states(state_dict), prepend=True
+        )
+        try:
+            return super().state_dict()
+        finally:
+            hook.remove()
+
+    def _gather_states(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Put the states of all matrices into ``state_dict``, beside what others keep for
+        parameters, such as the slow weights of Lookahead."""
         numbered = enumerate(chain.from_iterable(group["params"] for group in self.param_groups))
         sharing: dict[OwnerGroup, list[tuple[int, torch.Tensor]]] = {}
         for index, parameter in numbered:
@@ -600,9 +610,10 @@ class LayerWise(torch.optim.Optimizer):
                 sharing.setdefault(group, []).append((index, parameter))
         self._owner_groups.connect(sharing)
         for group, members in sharing.items():
-            own = [self.state[parameter] for _, parameter in members]
-            all_states = with_states_of_all_ranks(own, group)
-            state_dict["state"] |= zip((i for i, _ in members), all_states, strict=True)
+            split = [_of_matrices_and_others(self.state[parameter]) for _, parameter in members]
+            of_all_ranks = with_states_of_all_ranks([own for own, _ in split], group)
+            for (index, _), (_, beside), states in zip(members, split, of_all_ranks, strict=True):
+                state_dict["state"][index] = beside | states
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -617,28 +628,38 @@ class LayerWise(torch.optim.Optimizer):
                 Nothing was changed then.
         """
         self._prepare()
+        states: dict[torch.Tensor, Any] = {}
+        loaded: dict[torch.Tensor, dict[str, Any]] = {}
+
+        def read(state_dict: dict[str, Any]) -> dict[str, Any]:
+            states.update(self._states_in(state_dict))
+            self._check_complete({p: states[p] for p in self._group_of})
+            loaded.update({p: self._loaded_state(p, states[p]) for p in self._group_of})
+            kept = ("layer_wise", "split")  # another optimizer's state dict lacks them
+            groups = [
+                {name: mine[name] for name in kept} | its
+                for mine, its in zip(self.param_groups, state_dict["param_groups"], strict=True)
+            ]
+            return {**state_dict, "state": {}, "param_groups": groups}
+
+        with between_load_hooks(self, read, lambda: self._take_states(states, loaded)):
+            super().load_state_dict(state_dict)
+
+    def _states_in(self, state_dict: Mapping[str, Any]) -> dict[torch.Tensor, Any]:
+        """Return the states in ``state_dict`` by parameter."""
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         own = [parameter for group in self.param_groups for parameter in group["params"]]
         if [len(g["params"]) for g in state_dict["param_groups"]] != [
             len(g["params"]) for g in self.param_groups
         ]:
             raise ValueError("the state dict has other groups of parameters")
-        states = {p: state_dict["state"].get(i) for i, p in zip(saved, own, strict=True)}
-        self._check_complete({p: states[p] for p in self._group_of})
-        of_matrices = {
-            matrix: self._state_of(matrix, states[parameter])
-            for parameter in self._group_of
-            for matrix in self._matrices[parameter]
-        }
-        kept = ("layer_wise", "split")  # another optimizer's state dict lacks them
-        groups = [
-            {name: mine[name] for name in kept} | its
-            for mine, its in zip(self.param_groups, state_dict["param_groups"], strict=True)
-        ]
-        super().load_state_dict({**state_dict, "state": {}, "param_groups": groups})
-        for parameter in self._group_of:
-            matrices = self._matrices[parameter]
-            self.state[parameter] = {each.number: of_matrices[each] for each in matrices}
+        return {p: state_dict["state"].get(index) for index, p in zip(saved, own, strict=True)}
+
+    def _take_states(
+        self, states: Mapping[torch.Tensor, Any], loaded: Mapping[torch.Tensor, dict[str, Any]]
+    ) -> None:
+        """Take ``loaded`` states of matrices, and those in ``states`` of all other parameters."""
+        self.state.update(loaded)
         if (other := self._other_optimizer) is not None:
             other.param_groups = self._groups(layer_wise=False)
             others = chain.from_iterable(group["params"] for group in other.param_groups)
@@ -651,13 +672,22 @@ class LayerWise(torch.optim.Optimizer):
             other.load_state_dict({"state": numbered, "param_groups": groups})
             self.state.update(other.state)
 
+    def _loaded_state(
+        self, parameter: torch.Tensor, states: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
+        """Return a copy of the loaded ``states`` of ``parameter``: those of the matrices that this
+        rank steps, and what others keep beside them."""
+        of_matrices, beside = _of_matrices_and_others(states or {})
+        kept = _moved(copy.deepcopy(beside), local_of(parameter).device) if of_matrices else {}
+        return kept | {m.number: self._state_of(m, states) for m in self._matrices[parameter]}
+
     def _state_of(self, matrix: _Matrix, states: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return a copy of the state of ``matrix`` among the loaded ``states`` of its parameter, on
         the device where it is stepped."""
         if states is None:  # saved before the first step
             return {}
         shape = tuple(matrix.parameter.shape)
-        if states and not all(name.isdigit() for name in states) and matrix.shape == shape:
+        if states and not any(map(str.isdigit, states)) and matrix.shape == shape:
             state = states  # of an optimizer that stepped the whole parameter
         elif matrix.number in states:
             state = states[matrix.number]
@@ -676,6 +706,10 @@ class LayerWise(torch.optim.Optimizer):
 
     def _check_complete(self, states: Mapping[torch.Tensor, Mapping[str, Any] | None]) -> None:
         """Raise if loaded ``states`` have those of some matrices, and not of others."""
+        # Of a flattened state dict torch takes on each rank what its optimizer has states of.
+        stepped = {p for p in states if self._matrices[p] and p.requires_grad}
+        if stepped == {p for p, of_matrices in states.items() if of_matrices}:
+            return
         numbers = {p: i for i, p in enumerate(chain(*(g["params"] for g in self.param_groups)))}
         # One of this class has an entry for each matrix. Optimizers of torch leave out parameters
         # that were never stepped.
@@ -773,6 +807,12 @@ class _MatrixExchange(Exchange):
     def _empty(self, matrices: SharedMatrices) -> torch.Tensor:
         shape = matrices.count * matrices.rows, matrices.columns
         return torch.empty(shape, dtype=self._dtype, device=self._device)
+
+
+def _of_matrices_and_others(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what ``state`` has of matrices, by number, and what it has by other names."""
+    of_matrices = {name: value for name, value in state.items() if name.isdigit()}
+    return of_matrices, {name: value for name, value in state.items() if name not in of_matrices}
 
 
 def _has_gradient(group: dict[str, Any]) -> bool:

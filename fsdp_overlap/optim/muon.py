@@ -24,7 +24,7 @@ from fsdp_overlap.optim.orthogonalization import DirectionExchange, MatmulOption
 from fsdp_overlap.optim.overlapped_steps import Groups, OverlappedSteps, OverlapPolicy
 from fsdp_overlap.optim.owner_groups import OwnerGroup, OwnerGroups
 from fsdp_overlap.optim.post_optim_prefetch import PostOptimPrefetch
-from fsdp_overlap.optim.states import pack, restore
+from fsdp_overlap.optim.states import keeping_dtypes, pack
 from fsdp_overlap.optim.updates import MuonSettings, Update
 from fsdp_overlap.tensor.operands import record_edits
 from fsdp_overlap.tensor.pending_steps import finish_pending_steps
@@ -186,8 +186,8 @@ class Muon(torch.optim.Optimizer):
             ValueError: a group was stepped by another algorithm. Nothing was changed then.
         """
         finish_pending_steps()
-        super().load_state_dict(state_dict)
-        restore(self, state_dict)
+        with keeping_dtypes(self):
+            super().load_state_dict(state_dict)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         groups = state["param_groups"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -77,10 +78,43 @@ def check_not_captured(device: torch.device) -> None:
         )
 
 
+@contextmanager
+def between_load_hooks(
+    optimizer: torch.optim.Optimizer,
+    before: Callable[[dict[str, Any]], dict[str, Any]],
+    after: Callable[[], None],
+) -> Iterator[None]:
+    """Have torch's ``load_state_dict`` load what ``before`` makes of the state dict that users'
+    hooks have returned, and call ``after`` before the hooks that users have it call at its end."""
+    handles = (
+        optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: before(state_dict)),
+        optimizer.register_load_state_dict_post_hook(lambda _: after(), prepend=True),
+    )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def keeping_dtypes(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Load states unrounded whose dtype differs from their parameter's, which torch's
+    ``load_state_dict`` rounds to the parameter's dtype."""
+    loaded: dict[str, Any] = {}
+
+    def keep(state_dict: dict[str, Any]) -> dict[str, Any]:
+        loaded.update(state_dict)
+        return state_dict
+
+    with between_load_hooks(optimizer, keep, lambda: _restore(optimizer, loaded)):
+        yield
+
+
 @torch.no_grad()
-def restore(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Copy values from ``state_dict`` into the states whose dtype differs from their parameter's,
-    after torch's ``load_state_dict`` has rounded them to the parameter's dtype."""
+def _restore(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Copy values from ``state_dict`` into the states whose dtype differs from their
+    parameter's."""
     saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
     own = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     for index, parameter in zip(saved, own, strict=True):
