@@ -844,6 +844,8 @@ class FSDPState:
 
     __slots__ = ("_unit",)
 
+    _unit: Unit
+
     all_states: Sequence[object] = ()
     """A stage reduces the parameter groups of each of these. There are none, because the callback
     reduces everything."""

@@ -180,7 +180,12 @@ def test_models_like_llama_are_cut_too(tmp_path: Path, other: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [{"model_type": "gpt_neox"}, {"model_type": "qwen3"}, {"tie_word_embeddings": True}]
+    "other",
+    [
+        {"model_type": "gpt_neox"},
+        {"model_type": "qwen3", "num_key_value_heads": 4},
+        {"tie_word_embeddings": True},
+    ],
 )
 def test_models_that_are_not_like_llama_are_refused(tmp_path: Path, other: dict[str, Any]) -> None:
     config = {name: size for name, size in CONFIG.items() if name != "num_key_value_heads"}
