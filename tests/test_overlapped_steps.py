@@ -622,23 +622,23 @@ def test_weights_elsewhere_are_those_after_the_step(policy: str) -> None:
 
 
 def stages_parameters(folder: str) -> None:
-    """Which were asked for before the step."""
+    """Which were asked for before the step, by our stager and by torch's."""
     twins = pair(POLICIES["in backward"])
     kept: dict[str, Any] = dict(twins[1].model.named_parameters())
-    stager = ShardStager()
-    with late():
-        for batch in zip(twins[0].batches(3), strict=True):
-            for each in twins:
-                plain_backward(each, batch)
-                step(each, POLICIES["in backward"])
-        writer = dcp.FileSystemWriter(folder)
-        dcp.async_save(
-            kept, storage_writer=writer, async_stager=stager, process_group=dist.new_group()
-        ).upload_completion.result()  # type: ignore[union-attr]
-    loaded = {name: torch.zeros(p.shape, dtype=p.dtype) for name, p in kept.items()}
-    dcp.load(loaded, checkpoint_id=folder)
-    for name, parameter in twins[0].model.named_parameters():
-        assert torch.equal(loaded[name], parameter.full_tensor()), name  # type: ignore[operator]
+    group = dist.new_group()
+    for name, options in (("ours", {"async_stager": ShardStager()}), ("torch's", {})):
+        with late():
+            for batch in zip(twins[0].batches(3), strict=True):
+                for each in twins:
+                    plain_backward(each, batch)
+                    step(each, POLICIES["in backward"])
+            path = f"{folder}/{name}"
+            saving: Any = dcp.async_save(kept, checkpoint_id=path, process_group=group, **options)
+            getattr(saving, "upload_completion", saving).result()
+        loaded = {name: torch.zeros(p.shape, dtype=p.dtype) for name, p in kept.items()}
+        dcp.load(loaded, checkpoint_id=path)
+        for name, parameter in twins[0].model.named_parameters():
+            assert torch.equal(loaded[name], parameter.full_tensor()), name  # type: ignore[operator]
 
 
 def test_a_save_waits_for_steps(tmp_path: Path) -> None:

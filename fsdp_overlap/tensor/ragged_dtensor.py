@@ -64,6 +64,11 @@ class ShardEdits:
         """Record that somebody set ``requires_grad`` of a sharded parameter."""
         self.trainability += 1
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardEdits:
+        """Return the edits of a copy, which belongs to no unit. ``dcp.async_save()`` copies all
+        that a tensor has, which would be the unit's and its optimizer's threads."""
+        return ShardEdits()
+
 
 class RaggedDTensor(ShardedParamMixin, DTensor):
     """A tensor of which each rank of a mesh holds one contiguous range, flattened.
