@@ -147,4 +147,7 @@ def same_option(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
         return both and torch.equal(one, other)
-    return bool(one == other)
+    try:
+        return one is other or bool(one == other)
+    except (RuntimeError, ValueError):  # arrays, lists of tensors
+        return False

@@ -324,6 +324,12 @@ def _(run: Run, index: int) -> None:
             group["lr"].mul_(0.1)
 
 
+@habit("an option of one's own, an array", "start", matters=False)
+def _(run: Run) -> None:
+    for group in run.groups:
+        group["ranges"] = torch.ones(3).numpy()
+
+
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "StepLR": partial(lr_scheduler.StepLR, step_size=2),
     "LambdaLR": partial(lr_scheduler.LambdaLR, lr_lambda=lambda epoch: 0.5**epoch),
