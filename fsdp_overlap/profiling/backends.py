@@ -271,8 +271,8 @@ def _of_one_device(events: list[TraceEvent]) -> tuple[list[TraceEvent], dict[str
     if len(collective) > 1:
         names = ", ".join(sorted(map(str, collective)))
         raise ValueError(
-            f"collectives ran on the devices {names}, and a report is of one: record a trace in "
-            "each process, and use one device in each"
+            f"collectives ran on devices {names}, and a report covers one device: run one process "
+            "per device, and record a trace in each"
         )
     judged = (*collective, *(device for device, _ in counts.most_common()))[0]
     others: dict[str, float] = defaultdict(float)

@@ -77,22 +77,22 @@ def _not_counted(report: Report) -> Iterator[Diagnosis]:
         yield Diagnosis(
             "unknown kernels",
             sum(kernels.values()),
-            "these kernels may be collectives, by their names or their streams, and do not count "
-            f"as such, but may hide others as compute: {_list(kernels)} a step",
+            "these kernels may be collectives, judging by their names or streams, but count as "
+            f"compute, under which other collectives count as hidden: {_list(kernels)} a step",
         )
     if devices := _longest(report, "other_devices"):
         yield Diagnosis(
             "other devices",
             0.0,
-            "the report is of one device; left out are kernels of the devices "
-            f"{_list(devices)} a step",
+            "the report covers one device; kernels of other devices are left out: "
+            f"{_list({f'device {name}': time for name, time in devices.items()})} a step",
         )
     if left_out := sum(rank.left_out for rank in report.ranks):
         yield Diagnosis(
             "left out",
             0.0,
             f"left out: {left_out} event{'s' * (left_out > 1)} with a duration that is negative or "
-            "longer than a day, as of what had not ended when the profiler did",
+            "longer than a day, as events have that had not ended when the profiler stopped",
         )
 
 

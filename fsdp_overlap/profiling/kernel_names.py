@@ -6,12 +6,12 @@ from functools import lru_cache
 from fsdp_overlap.profiling.events import COLLECTIVE_NAME, TraceEvent
 
 # At the beginning of a name or of a part of it. First libraries and namespaces all of whose kernels
-# communicate: NCCL, RCCL, MSCCL and MSCCL++, HCCL, oneCCL, SHMEM's, DeepEP, MORI, torch's symmetric
-# memory, Transformer Engine's userbuffers, AMD's quick reduce. Then kernels of torch's symmetric
-# memory, vLLM, SGLang, AITER, TensorRT-LLM, flashinfer and MORI.
+# communicate: NCCL, RCCL, UCCL, MSCCL and MSCCL++, HCCL, oneCCL, SHMEM's, DeepEP, MORI, torch's
+# symmetric memory, Transformer Engine's userbuffers, AMD's quick reduce. Then kernels of torch's
+# symmetric memory, FBGEMM, vLLM, SGLang, AITER, TensorRT-LLM, flashinfer and MORI.
 _KNOWN = re.compile(
     r"(?:^|::|\d)_?(?:"
-    r"[nrp]ccl|msccl|hccl|hcom_|oneccl|(?:nv|roc|i)shmem|deep_ep|hybrid_ep|mori::|symmetric_memory"
+    r"[nrpu]ccl|msccl|hccl|hcom_|oneccl|(?:nv|roc|i)shmem|deep_ep|hybrid_ep|mori::|symmetric_memory"
     r"|k?userbuffers|quickreduce|trtllm_(?:\w+_)?all_?(?:reduce|to_?all)"
     r"|(?:\w+_)?(?:one|two)_?shot_?all_?reduce|multimem_(?:\w+_)?(?:all_|reduce_scatter)|alltoallv"
     r"|cross_device_(?:all_|reduce)|reduce_scatter_cross_device|allgather_(?:vec|lastdim|naive)"
@@ -23,7 +23,7 @@ _SUGGESTS = re.compile(
     r"|send_?recv|cross_device|multimem|nvls|nvlink|symm_?mem|rdma|ibgda|(?<![a-z])(?:a2a|p2p)"
 )
 # What computes, too, and nobody knows for how long.
-_WITH_PRODUCT = re.compile(r"gemm|matmul")
+_WITH_PRODUCT = re.compile(r"(?<!fb)gemm|matmul")  # the library FBGEMM has collectives
 # Inductor names a kernel for all that it fused, such as the wait for a collective.
 _OF_INDUCTOR = re.compile(r"^triton_[a-z]+_fused")
 
@@ -38,8 +38,8 @@ def short_name(name: str) -> str:
 def collective_of(kernel: TraceEvent) -> str | None:
     """Return the collective that a kernel, or a copy, is of; None if it is not known to be of
     one."""
-    if COLLECTIVE_NAME in kernel.args:
-        return str(kernel.args[COLLECTIVE_NAME])
+    if name := kernel.args.get(COLLECTIVE_NAME):
+        return str(name)
     return short_name(kernel.name) if _is_known(kernel.name) else None
 
 
