@@ -188,7 +188,8 @@ LOOK_FOR = (
         (
             ties_weights_after_sharding,
             r"RuntimeError: parameter 'weight' of unit 'layers\.1' was replaced after "
-            r"fully_shard\(\), which would not be trained: assign and tie parameters before, ",
+            r"fully_shard\(\) by another, and either its unit has run or weights are tied, which "
+            r"would not be trained: assign and tie parameters before, ",
         ),
         (
             forgets_to_reset,

@@ -13,6 +13,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from inspect import signature
@@ -33,6 +34,16 @@ from fsdp_overlap.optim import AdamW, LayerWise, Muon, OverlapPolicy
 STEPS = 4
 EDITED = 2
 """The step at which a habit shows."""
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Have torch's Muon compute in float64 instead of bfloat16, as ours does here."""
+    with (
+        patch.object(torch.Tensor, "bfloat16", torch.Tensor.double),  # of torch 2.13
+        patch.object(torch, "bfloat16", torch.float64),  # of torch 2.15
+    ):
+        yield
 
 
 class Run:
@@ -87,8 +98,7 @@ class Run:
         self.loss(index).backward()
 
     def step(self) -> None:
-        # torch's Muon computes in bfloat16, ours here in float64.
-        with patch.object(torch.Tensor, "bfloat16", torch.Tensor.double):
+        with in_float64():
             self.optimizer.step()
         if self.is_twin and self.column.frees_gradients:
             self.optimizer.zero_grad()
@@ -628,7 +638,7 @@ def _(run: Run, index: int) -> None:
         loss.backward()
         return loss
 
-    with patch.object(torch.Tensor, "bfloat16", torch.Tensor.double):
+    with in_float64():
         run.optimizer.step(closure)
     run.optimizer.zero_grad()
 
@@ -678,7 +688,7 @@ def _scaled(run: Run, index: int, unscale: bool) -> None:
     run.scaler.scale(loss).backward()
     if unscale:
         run.scaler.unscale_(run.optimizer)
-    with patch.object(torch.Tensor, "bfloat16", torch.Tensor.double):
+    with in_float64():
         run.scaler.step(run.optimizer)
     run.scaler.update()
     run.optimizer.zero_grad()
