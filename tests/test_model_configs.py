@@ -132,6 +132,9 @@ MISSPELLED = {
     "num_layers": "num_hidden_layers",
     "n_layers": "num_hidden_layers",
     "n_heads": "num_attention_heads",
+    "n_layer": "num_hidden_layers",
+    "n_embd": "hidden_size",
+    "ffn_dim": "intermediate_size",
     "num_kv_head": "num_key_value_heads",
     "rope_thta": "rope_theta",
 }
@@ -196,6 +199,7 @@ def test_sizes_that_no_model_can_have_are_refused(
         {"model_type": "qwen2", "hidden_size": 66, "head_dim": 16},
         # As transformers saves it where no layer has a window.
         {"model_type": "qwen2_moe", "sliding_window": 0},
+        {"model_type": "ctrl", "from_tf": False},
     ],
 )
 def test_sizes_that_do_not_matter_may_be_any(changed: dict[str, Any], tmp_path: Path) -> None:

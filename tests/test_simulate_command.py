@@ -243,6 +243,7 @@ def test_other_configs_are_refused_in_a_line(
         ("", "is no JSON"),
         ("[]", "has no model_type"),
         ('{"model_type": "lama"}', "has no model_type 'lama'; did you mean llama?"),
+        ('{"model_type": "lama", "auto_map": {}}', "the code that auto_map names is not run; what"),
         ('{"model_type": "llama", "hidden_size": "wide"}', "is no config of llama: "),
         (
             '{"model_type": "llama", "hidden_sizes": 64, "zzz": 1, "temperature": 0.5}',

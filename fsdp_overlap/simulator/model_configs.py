@@ -47,6 +47,13 @@ OWN_HEAD_SIZES = ("attention_head_dim", "attention_head_size", "d_head", "d_kv",
 OLDER_NAME = r"""kwargs\.(?:get|pop)\(\s*"(\w+)"""
 READ = rf"""{OLDER_NAME}|config\.(\w+)|[gh](?:et|as)attr\([\w.]+, "(\w+)"""
 """How classes of configs take older names of keys, and code of a model reads a key."""
+OTHER_NAMES = {
+    "hidden_size": {"d_model", "n_embd", "n_embed"},
+    "intermediate_size": {"d_ff", "ffn_dim", "n_inner"},
+    "num_hidden_layers": {"n_layer", "n_layers", "num_layers"},
+    "num_attention_heads": {"n_head", "n_heads", "num_heads"},
+}
+"""What other families call a size, as do authors whose own code read their config at first."""
 NEAR = 0.7
 """From which ratio on difflib's names are near: ``num_layers`` is to ``num_hidden_layers``, and
 nothing that hubs ship is to what is absent there."""
@@ -83,6 +90,8 @@ def read_config(path: Path) -> tuple[Any, list[str]]:
     if kind not in transformers.CONFIG_MAPPING:
         near = difflib.get_close_matches(kind, transformers.CONFIG_MAPPING.keys(), 1)
         hint = f"did you mean {near[0]}?" if near else f"what can be predicted: {PREDICTED}"
+        if "auto_map" in values:
+            hint = f"the code that auto_map names is not run; what can be predicted: {PREDICTED}"
         raise ModelError(
             f"{path}: transformers {transformers.__version__} has no model_type {kind!r}; {hint}"
         )
@@ -113,6 +122,7 @@ def _unread_keys(path: Path, config: Any, values: dict[str, Any]) -> list[str]:
     given |= {name for name, alias in aliases.items() if alias in values}
     # What all configs have, such as labels, is not meant by what looks like a size.
     absent = known - given - set(dir(transformers.PretrainedConfig()))
+    absent = {name for name in absent if not name.startswith("_")}
     meant = {name: near for name in unread if (near := _near(name, absent))}
     if meant:
         names = ", ".join(f"{name} (did you mean {near}?)" for name, near in meant.items())
@@ -139,8 +149,11 @@ def _read_by_code(config: Any) -> set[str]:
 
 
 def _near(name: str, absent: Iterable[str]) -> str | None:
-    """Return which of ``absent`` the name looks like: one of nearly its letters, or one of all its
-    words and more."""
+    """Return which of ``absent`` the name is another one of, or looks like: one of nearly its
+    letters, or one of all its words and more."""
+    for other in absent:
+        if name in OTHER_NAMES.get(other, ()):
+            return other
     name, others = re.sub("^n_", "num_", name), sorted(absent)
     words = set(name.split("_"))
     of_more_words = [other for other in others if len(words) > 1 and words < {*other.split("_")}]
