@@ -257,6 +257,9 @@ def test_ranks_must_agree_with_torchrun(monkeypatch: pytest.MonkeyPatch) -> None
             r"WORLD_SIZE=\$SLURM_STEP_NUM_TASKS, MASTER_ADDR and MASTER_PORT",
         ),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "mpirun has started 2 tasks"),
+        (JOINED | MEETING | {"RANK": ""}, "RANK='': must be a number"),
+        (JOINED | MEETING | {"LOCAL_WORLD_SIZE": "two"}, "LOCAL_WORLD_SIZE='two': must be a"),
+        (JOINED | MEETING | {"RANK": "2"}, "RANK=2: must be below WORLD_SIZE, which is 2"),
         (
             {"PMI_SIZE": "2", "RANK": "1"},
             "mpiexec has started 2 tasks, and LOCAL_RANK, WORLD_SIZE are",

@@ -99,10 +99,16 @@ def _is_joining() -> bool:
     """Return whether something has started this process as one of several ranks.
 
     Raises:
-        BadInput: something has, but did not say which.
+        BadInput: something has, but did not say which, or in no numbers.
     """
+    for name in (*_TORCHRUN, "LOCAL_WORLD_SIZE"):
+        if not (value := os.environ.get(name, "0")).isdecimal():
+            raise BadInput(f"{name}={value!r}: must be a number; export it in each task")
     found = [name for name in _TORCHRUN if name in os.environ]
     if len(found) == len(_TORCHRUN):
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        if rank >= world:
+            raise BadInput(f"RANK={rank}: must be below WORLD_SIZE, which is {world}")
         return True
     absent = ", ".join(name for name in _TORCHRUN if name not in found)
     for launcher, variables in _OF_TASKS.items():
