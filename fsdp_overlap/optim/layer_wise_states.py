@@ -31,7 +31,8 @@ def with_states_of_all_ranks(own: Sequence[States], group: OwnerGroup) -> list[d
     """Return the states of all matrices of some parameters, each of which one rank of ``group`` has
     in ``own``. Tensors are sharded: their owner holds all elements. Collective over ``group``."""
     infos = _mapped(_info_of, list(own))
-    infos_by_rank = gather_objects(infos, group.group, group.device, "LayerWise")
+    what = "LayerWise.state_dict(), which is collective,"
+    infos_by_rank = gather_objects(infos, group.group, group.device, what)
     mesh = DeviceMesh.from_group(group.group, group.device.type)
     found: list[dict[str, Any]] = [{} for _ in own]
     for rank, its in enumerate(infos_by_rank):
