@@ -47,7 +47,7 @@ def test_what_a_path_means(given: str | os.PathLike[str], meant: str) -> None:
     "given", ["s3://bucket/a", Path("s3://bucket/a"), "file://other/a", "hf://datasets/a"]
 )
 def test_folders_of_no_machine_are_refused(given: str | os.PathLike[str], tmp_path: Path) -> None:
-    says = rf"{os.fspath(given)}: no folder of this machine; give one, as .* file:///mnt/step-1"
+    says = rf"{os.fspath(given)}: not a folder on this machine; give one, such as .* file:///mnt/step-1"
     for kind in (SafeFileSystemReader, SafeFileSystemWriter, read_metadata):
         with pytest.raises(ValueError, match=says):
             kind(given)
@@ -83,7 +83,7 @@ def test_checkpoints_are_where_their_url_says(
     assert run(monkeypatch, *command) == 0
     assert torch.load(weights)["weight"].tolist() == [0, 1, 2, 3]
     assert run(monkeypatch, "train", "--out", "s3://bucket/run") == 2
-    assert "s3:/bucket/run: no folder of this machine" in capsys.readouterr().err
+    assert "s3:/bucket/run: not a folder on this machine" in capsys.readouterr().err
     assert list(here.iterdir()) == []
 
 

@@ -36,7 +36,8 @@ def local_path(path: str | os.PathLike[str]) -> Path:
         return Path("/" + unquote(url[1]))
     if _URL.match(text) is not None:
         raise ValueError(
-            f"{text}: no folder of this machine; give one, as /mnt/step-1 or file:///mnt/step-1. "
+            f"{text}: not a folder on this machine; give one, such as /mnt/step-1 or "
+            "file:///mnt/step-1. "
             "For other storage, mount it, or use torch's FsspecReader and FsspecWriter"
         )
     return Path(path)

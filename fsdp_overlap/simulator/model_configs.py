@@ -212,7 +212,7 @@ def _check_is_language_model(path: Path, config: Any) -> None:
     elif config.get_text_config() is not config:
         why = "takes more than tokens"
         if _classes_of(config.get_text_config()) is not None:
-            why += "; what its text_config describes can be predicted, from a file of its own"
+            why += "; the model of its text_config can be predicted: save that as a file of its own"
     elif (found := _classes_of(config)) is None:
         why = "is no language model"
     elif getattr(found[0], "_is_stateful", False) and _runs_token_by_token(config):
