@@ -80,6 +80,32 @@ def test_saves_end_and_are_right_wherever_ranks_were_interrupted(tmp_path: Path)
     run_ranks(save_after_interrupts, 2, tmp_path, timeout=120)
 
 
+def go_on_and_save() -> None:
+    """All are interrupted in the same place, evaluate or train, and are interrupted again."""
+    twins = Twins.of("layers")
+    for number in range(4):
+        for _ in range(2):
+            interrupt(twins, ("forward", number % 3), KeyboardInterrupt)
+            check_saved(twins)
+        if number % 2:
+            twins.train(1)
+        with torch.no_grad():
+            twins.losses(*next(twins.batches(1)))
+        assert all(isinstance(p, RaggedDTensor) for p in twins.model.parameters())
+        check_saved(twins)
+        twins.check_rest()
+
+
+def check_saved(twins: Twins) -> None:
+    for name, value in twins.model.state_dict().items():
+        assert isinstance(value, RaggedDTensor), name
+        same(value.full_tensor(), twins.twin.state_dict()[name], name)
+
+
+def test_forwards_after_an_interrupt_leave_nothing_unsharded() -> None:
+    run_ranks(go_on_and_save, 2)
+
+
 def save_on_other_groups() -> None:
     """All-gathers may be on the group that a save needs, and nothing ends what waits there."""
     twins = Twins.of("layers")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from functools import partial, update_wrapper
 from types import FrameType, TracebackType
@@ -100,6 +100,8 @@ def _begin_forward(unit: Unit, module: nn.Module, context: FsdpContext) -> None:
         context.error_monitor.check()
         context.lazy_init()
     unit.sync_requires_grad()
+    if (unit.is_root or len(unit.under_way) > 1) and context.schedule.is_in_forward:
+        _end_interrupted(unit, module, context)
     context.schedule.before_forward(unit)
     unit.to_unsharded()
     if torch.is_grad_enabled() and unit.unowned.is_due():
@@ -309,10 +311,30 @@ def is_interrupted(context: FsdpContext) -> bool:
     way. Not meant for every step: it looks at the frames of all threads."""
     if not context.has_schedule:
         return False
-    unit: Any = context.schedule.outermost_running
-    if unit is None:
+    running: Any = context.schedule.running_units
+    if not running:
         return context.schedule.has_broken_backward
-    modules = unit.modules
+    return not any(_calls_of(running))
+
+
+def _end_interrupted(unit: Unit, module: nn.Module, context: FsdpContext) -> None:
+    """End the forwards that a ``KeyboardInterrupt`` has left, if there are any, as if they had
+    raised. A forward of ``module`` is about to begin: on its own, or for ``unit``, whose parameters
+    another unit reads in it."""
+    if is_in_backward() or all(each is not module for each in unit.modules):
+        return
+    running: Any = context.schedule.running_units
+    if len([*_calls_of(running)]) > (unit in running):  # more than the call that begins
+        return
+    context.schedule.end_interrupted()
+    for each in dict.fromkeys(running):
+        del each.under_way[: -1 if each is unit else None]
+        each.saved_tensors.reset()
+
+
+def _calls_of(units: Sequence[Unit]) -> Iterator[FrameType]:
+    """Yield the frame of each call to a module of ``units`` that is under way on some thread."""
+    modules = {id(module) for unit in units for module in unit.modules}
     codes = nn.Module.__call__.__code__, ForwardMethod.__call__.__code__
     for frame in sys._current_frames().values():
         within: FrameType | None = frame
@@ -321,10 +343,9 @@ def is_interrupted(context: FsdpContext) -> bool:
                 names = within.f_locals
                 called = names["self"]
                 called = names.get("module") if isinstance(called, ForwardMethod) else called
-                if any(called is module for module in modules):
-                    return False
+                if id(called) in modules:
+                    yield within
             within = within.f_back
-    return True
 
 
 # ---- Methods that count as forwards ----

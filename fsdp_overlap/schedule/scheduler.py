@@ -89,7 +89,6 @@ class Schedule:
         self._sync_requires_grad = sync_requires_grad
         self._tick = count(1).__next__
         self._running: list[tuple[ScheduledUnit, int]] = []
-        self._last_backward_end = 0
         self._pass = ForwardPass()
         self._is_pass_over = True
         self._unfinished: list[ScheduledUnit] = []
@@ -291,12 +290,15 @@ class Schedule:
         return bool(self._running)
 
     @property
-    def outermost_running(self) -> ScheduledUnit | None:
-        """The unit whose forward is under way, with those of others in it, and since the last
-        backward. ``None`` if there is none. It stays after a ``KeyboardInterrupt``, of which torch
-        tells no hook."""
-        running = self._running
-        return running[0][0] if running and running[0][1] > self._last_backward_end else None
+    def running_units(self) -> list[ScheduledUnit]:
+        """The units whose forwards have begun and not ended. They stay after a
+        ``KeyboardInterrupt``, of which torch tells no hook, until :meth:`end_interrupted`."""
+        return [unit for unit, _ in self._running]
+
+    def end_interrupted(self) -> None:
+        """End all forwards that have begun, as if they had raised."""
+        while self._running:
+            self.after_forward(self._running[-1][0], 0, raised=True)
 
     @property
     def has_broken_backward(self) -> bool:
@@ -499,7 +501,6 @@ class Schedule:
             if sys.exception() is None or not self.reducer.is_under_way:
                 self._backward = None
             self._recompute_order.end()
-            self._last_backward_end = self._tick()
             self._is_pass_over = True
             self._open_passes.clear()
 
