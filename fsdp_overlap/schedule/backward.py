@@ -82,7 +82,7 @@ class Backward:
         remaining = self.remaining[forward_pass]
         # The call almost always is the last one, and a long list takes long to search.
         if (not remaining or remaining[-1] is not call) and call not in remaining:
-            if call.gathers is None or call not in self.open_calls:
+            if call not in self.open_calls:
                 self._step(call, call.end)
             else:
                 self._leave(call.end)
