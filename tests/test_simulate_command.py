@@ -213,7 +213,7 @@ def test_configs_that_transformers_saved_are_predicted(
     [
         ("t5", {"d_model": WIDTH}, "has an encoder and a decoder"),
         ("whisper", {"d_model": WIDTH}, "has an encoder and a decoder"),
-        ("gemma3", {"text_config": SIZES}, "its text_config describes can be predicted"),
+        ("gemma3", {"text_config": SIZES}, "the model of its text_config can be predicted"),
         ("clip", {}, "takes more than tokens. What"),
         ("vit", {}, "vit is no language model"),
         ("mamba", {"num_hidden_layers": 2, "hidden_size": WIDTH}, "runs token by token"),
