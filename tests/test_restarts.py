@@ -110,8 +110,8 @@ def test_restarts_are_asked_of_who_starts_the_ranks(monkeypatch: pytest.MonkeyPa
     assert find_place(2, "cpu", 3).max_restarts == 3
     with pytest.raises(BadInput, match="--max-restarts -1: must not be negative"):
         find_place(2, "cpu", -1)
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        monkeypatch.setenv(name, "1")
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(BadInput, match="torchrun has started the ranks; give it the option"):
         find_place(None, "cpu", 3)
 
