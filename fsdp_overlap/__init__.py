@@ -1,28 +1,32 @@
 """Fully-sharded data parallelism for PyTorch that hides every collective behind compute."""
 
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from fsdp_overlap.comm.process_groups import MeshGroups
-from fsdp_overlap.engine.context import FsdpContext
-from fsdp_overlap.engine.options import QuantizedCommPolicy
-from fsdp_overlap.fsdp_module import (
-    FSDPModule,
-    UnshardHandle,
-    register_fsdp_forward_method,
-    share_comm_ctx,
-)
-from fsdp_overlap.fully_shard import find_blocks, fully_shard, fully_shard_model
-from fsdp_overlap.layout import BlockAtomic, Flat, PerTensor, TensorAtomic
-from fsdp_overlap.patching import patch_fsdp2
-from fsdp_overlap.schedule.finalization import GradientReductionHandle
-from fsdp_overlap.schedule.stats import Stats
-from fsdp_overlap.tensor.creation import distribute_tensor
-from fsdp_overlap.tensor.placement import RaggedShard
-from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
-from fsdp_overlap.tensor.spmd_mesh import DataParallelMeshDims
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-FsdpModule = FSDPModule
-"""Another name of :class:`FSDPModule`, which has its name in FSDP2."""
+    from fsdp_overlap._fully_shard import find_blocks, fully_shard, fully_shard_model
+    from fsdp_overlap.comm.process_groups import MeshGroups
+    from fsdp_overlap.engine.context import FsdpContext
+    from fsdp_overlap.engine.options import QuantizedCommPolicy
+    from fsdp_overlap.fsdp_module import (
+        FSDPModule,
+        UnshardHandle,
+        register_fsdp_forward_method,
+        share_comm_ctx,
+    )
+    from fsdp_overlap.fsdp_module import (
+        FsdpModule as FsdpModule,
+    )
+    from fsdp_overlap.layout import BlockAtomic, Flat, PerTensor, TensorAtomic
+    from fsdp_overlap.patching import patch_fsdp2
+    from fsdp_overlap.schedule.finalization import GradientReductionHandle
+    from fsdp_overlap.schedule.stats import Stats
+    from fsdp_overlap.tensor.creation import distribute_tensor
+    from fsdp_overlap.tensor.placement import RaggedShard
+    from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
+    from fsdp_overlap.tensor.spmd_mesh import DataParallelMeshDims
 
 __all__ = [
     "BlockAtomic",
@@ -50,3 +54,43 @@ __all__ = [
     "register_fsdp_forward_method",
     "share_comm_ctx",
 ]
+
+_MODULE_OF = {
+    "BlockAtomic": "fsdp_overlap.layout",
+    "CPUOffloadPolicy": "torch.distributed.fsdp",
+    "DataParallelMeshDims": "fsdp_overlap.tensor.spmd_mesh",
+    "FSDPModule": "fsdp_overlap.fsdp_module",
+    "Flat": "fsdp_overlap.layout",
+    "FsdpContext": "fsdp_overlap.engine.context",
+    "FsdpModule": "fsdp_overlap.fsdp_module",
+    "GradientReductionHandle": "fsdp_overlap.schedule.finalization",
+    "MeshGroups": "fsdp_overlap.comm.process_groups",
+    "MixedPrecisionPolicy": "torch.distributed.fsdp",
+    "OffloadPolicy": "torch.distributed.fsdp",
+    "PerTensor": "fsdp_overlap.layout",
+    "QuantizedCommPolicy": "fsdp_overlap.engine.options",
+    "RaggedDTensor": "fsdp_overlap.tensor.ragged_dtensor",
+    "RaggedShard": "fsdp_overlap.tensor.placement",
+    "Stats": "fsdp_overlap.schedule.stats",
+    "TensorAtomic": "fsdp_overlap.layout",
+    "UnshardHandle": "fsdp_overlap.fsdp_module",
+    "distribute_tensor": "fsdp_overlap.tensor.creation",
+    "find_blocks": "fsdp_overlap._fully_shard",
+    "fully_shard": "fsdp_overlap._fully_shard",
+    "fully_shard_model": "fsdp_overlap._fully_shard",
+    "patch_fsdp2": "fsdp_overlap.patching",
+    "register_fsdp_forward_method": "fsdp_overlap.fsdp_module",
+    "share_comm_ctx": "fsdp_overlap.fsdp_module",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name of the API when it is asked for, so that the tools run without the sharder."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULE_OF})

@@ -671,6 +671,10 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         return units
 
 
+FsdpModule = FSDPModule
+"""Another name of :class:`FSDPModule`, which has its name in FSDP2."""
+
+
 def _reshard(unit: Unit) -> None:
     context = context_of(unit)
     check_registrations(unit)

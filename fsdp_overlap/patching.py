@@ -11,6 +11,7 @@ import torch.distributed.fsdp
 import torch.distributed.tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_overlap._fully_shard import fully_shard
 from fsdp_overlap.engine.context import FsdpContext
 from fsdp_overlap.fsdp_module import (
     FSDPModule,
@@ -18,7 +19,6 @@ from fsdp_overlap.fsdp_module import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from fsdp_overlap.fully_shard import fully_shard
 from fsdp_overlap.layout import PerTensor
 from fsdp_overlap.schedule.finalization import GradientReductionHandle
 from fsdp_overlap.tensor.creation import with_range_shards

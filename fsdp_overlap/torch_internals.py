@@ -18,19 +18,15 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial, wraps
-from types import ModuleType
+from functools import wraps
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import _ops, autograd, nn, overrides, profiler
+from torch import autograd, nn
 from torch._C._dynamo import eval_frame
-from torch._subclasses import fake_tensor
 from torch.autograd import Variable, grad_mode
 from torch.distributed import _functional_collectives, _state_dict_utils, _symmetric_memory
 from torch.distributed import distributed_c10d as c10d
@@ -41,10 +37,10 @@ from torch.distributed.checkpoint import utils as checkpoint_utils
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_api
-from torch.distributed.tensor import DTensor, _dtensor_spec, _op_schema, _random, placement_types
+from torch.distributed.tensor import DTensor, _dtensor_spec, placement_types
 from torch.nn.modules import conv
 from torch.optim import optimizer
-from torch.utils import _device, _foreach_utils, _python_dispatch, _pytree, checkpoint
+from torch.utils import _foreach_utils, _python_dispatch, _pytree, checkpoint
 
 ATTRIBUTES = {
     # Tensors and their storages
@@ -58,7 +54,6 @@ ATTRIBUTES = {
     "DTensor.__new__": "makes one of the local tensor and the spec, without a check of either",
     "DTensor._local_tensor": "what this rank holds; to_local() is a node of autograd's graph",
     "DTensor._spec": "how a tensor lies over its mesh",
-    "DTensor._op_dispatcher": "its sharding_propagator computes how the results of operations lie",
     "DeviceMesh._concatenate": "the mesh of tensor parallelism and of ours, from one root",
     "DeviceMesh._flatten": "the mesh of one dimension over which divided copies are sharded",
     # Modules, whose tables are read without nn.Module's lookups and written without its checks
@@ -87,8 +82,6 @@ ATTRIBUTES = {
     "FileSystemWriter._write_data": "wrapped, since each file of safetensors has a name once",
     # Operations, as modes see them
     "OpOverload._schema": "tells which arguments an operation writes",
-    "OpOverload._can_decompose": "whether inference mode left an operation whole",
-    "ScriptObject._type": "tells process groups among the arguments of an operation",
 }
 """Private attributes of torch's objects that the library reads, writes or overrides, and why."""
 
@@ -129,41 +122,11 @@ def intercept_pushed_hooks(push: Callable[..., None] | None) -> None:
     torch._C._autograd._push_saved_tensors_default_hooks = push or push_saved_tensors_hooks
 
 
-def push_pending_hooks(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
-    """Push hooks of saved tensors as ``saved_tensors_hooks`` does, so that others may intercept
-    it."""
-    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
-
-
 are_functorch_transforms_active = torch._C._are_functorch_transforms_active
 """Whether a transform of ``torch.func`` is around a forward. All-gathers do not go through it."""
 
-without_transform = torch._C._functorch.get_unwrapped
-"""The tensor that a transform of ``torch.func`` has wrapped."""
-
-ProfilerBase = profiler._KinetoProfile
-"""What ``torch.profiler.profile`` tells which activities to record."""
-
 profiler_enabled = torch._C._autograd._profiler_enabled
 """Whether a profiler runs. Spans are named only then."""
-
-
-@contextmanager
-def running_backwards_by(run: Callable[..., Any]) -> Iterator[None]:
-    """Call ``run(engine, *args, **kwargs)`` for every backward within, where torch would call
-    ``engine(*args, **kwargs)``. No mode sees a backward begin and end."""
-    engine: Any = autograd._engine_run_backward
-    autograd._engine_run_backward = partial(run, engine)
-    try:
-        yield
-    finally:
-        autograd._engine_run_backward = engine
-
-
-def determinism_checks() -> dict[str, Callable[[torch.Tensor], Any]]:
-    """Return what checkpointing compares when it recomputes a tensor, by name. Modes do not see
-    that."""
-    return checkpoint._allowed_determinism_checks_to_fns
 
 
 def current_sequence_number() -> int:
@@ -189,162 +152,14 @@ so it refuses parameters that are not gathered. ``keep_version`` is made of it."
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 """Within it torch's own code runs on a sharded tensor, as torch's guide to subclasses has it."""
 
-DisableTorchFunction = torch._C.DisableTorchFunction
-"""Within it modes do not see a call either, so that the emulated device does not see itself."""
-
-is_torch_function_enabled = torch._C._is_torch_function_enabled
-is_torch_function_all_disabled = torch._C._is_torch_function_all_disabled
-"""Whether a subclass is asked about a call, so that the emulated device asks it too; and whether
-modes see no calls either."""
-
-disabled_torch_function = torch._C._disabled_torch_function_impl
-"""The ``__torch_function__`` of classes that are asked nothing, as parameters are."""
-
-parse_to = torch._C._nn._parse_to
-"""What the arguments of ``tensor.to()`` mean."""
-
-HigherOrderOperator = _ops.HigherOrderOperator
-OpOverload = _ops.OpOverload
-"""The classes of operators, which torch calls where a program calls functions. The first ones call
-functions themselves, as flex attention does."""
-
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 """Shows a mode every operation. It is documented, and only its module is private."""
-
-disable_current_modes = _python_dispatch._disable_current_modes
-"""Within it no mode sees operations."""
-
-get_current_function_mode_stack = overrides._get_current_function_mode_stack
-"""The modes that see calls now. torch leaves a mode while it runs what the mode has seen."""
-
-push_function_mode = overrides._push_mode
-pop_function_mode = overrides._pop_mode
-"""Have a mode see calls of this thread, without entering it, and end that: it was entered on
-another thread, whose backward this thread runs."""
-
-get_current_dispatch_mode_stack = _python_dispatch._get_current_dispatch_mode_stack
-"""The modes that see operations now."""
-
-push_dispatch_mode = _python_dispatch._push_mode
-pop_dispatch_mode = _python_dispatch._pop_mode
-"""Do the same for operations."""
-
-FakeTensor = fake_tensor.FakeTensor
-FakeTensorMode = fake_tensor.FakeTensorMode
-"""A tensor without memory, which torch makes to ask for a shape; and what makes them, and remembers
-for all devices what shapes it found."""
-
-flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
-masked_attention = torch.ops.aten._scaled_dot_product_efficient_attention
-"""Attention as a GPU computes it, without and with a mask, which is not chosen for an emulated
-device without values."""
-
-attention_on_host = (
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-)
-"""Attention as the host computes it, and its backward, of which DTensor knows no sharding."""
 
 SUPPORTED_NODES = _pytree.SUPPORTED_NODES
 """The classes that are nodes of trees, and how to take them apart. Users register more."""
 
 tree_map_only = _pytree.tree_map_only
 """Changes all tensors in a tree. torch exports it nowhere else."""
-
-default_device = _device
-"""The module whose ``CURRENT_DEVICE`` is that of ``torch.set_default_device()``, if there is one.
-``torch.get_default_device()`` makes a tensor to tell it."""
-
-takes_default_device = _device._device_constructors
-"""The functions that make tensors on the device of ``torch.set_default_device()``."""
-
-group_tensors = torch._C._group_tensors_by_device_and_dtype
-"""Groups the tensors of optimizers by device and dtype, as C++ knows them."""
-
-
-has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-"""Whether an operator has a kernel of its own for a device or a way to run."""
-
-
-def run_kernel_of_cuda(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run the kernel that a library has given ``operator`` for CUDA, on tensors that may lie
-    elsewhere."""
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
-    return operator.redispatch(keys, *args, **kwargs)
-
-
-@contextmanager
-def replacing_group_tensors(group: Callable[..., dict[Any, Any]]) -> Iterator[None]:
-    """Have optimizers call ``group`` instead of :data:`group_tensors`."""
-    with patch.object(torch._C, "_group_tensors_by_device_and_dtype", group):
-        yield
-
-
-@contextmanager
-def wrapping_on(device: str, asked: Sequence[str]) -> Iterator[None]:
-    """Have tensors of classes that are made of others lie on ``device`` where one of the types
-    ``asked`` is asked for."""
-    wrap: Any = torch.Tensor._make_wrapper_subclass
-
-    def wrap_there(*args: Any, **kwargs: Any) -> Any:
-        given = kwargs.get("device")
-        if given is not None and torch.device(given).type in asked:
-            kwargs["device"] = device
-        return wrap(*args, **kwargs)
-
-    with patch.object(torch.Tensor, "_make_wrapper_subclass", wrap_there):
-        yield
-
-
-@contextmanager
-def moving_random_states_by(call: Callable[..., Any]) -> Iterator[None]:
-    """Have ``call`` call what moves the state of a device's generator, before and after a random
-    operation on DTensors. torch does so from within the operation, where no mode is on."""
-
-    def calling(method: Callable[..., Any]) -> Callable[..., Any]:
-        return wraps(method)(lambda *args: call(method, *args))
-
-    owners = {
-        _random._PhiloxState: ("__init__",),
-        _random.OffsetBasedRNGTracker: ("_get_device_state", "_set_device_state"),
-    }
-    with ExitStack() as stack:
-        for owner, names in owners.items():
-            for name in names:
-                stack.enter_context(patch.object(owner, name, calling(getattr(owner, name))))
-        yield
-
-
-@contextmanager
-def shaping_dtensors_on_host() -> Iterator[None]:
-    """Have DTensor try out on the host's fake tensors what shape a result has. Those of the mesh's
-    device need a build of torch for it."""
-
-    def rebuild(arg: Any) -> Any:
-        size, stride, dtype = arg.tensor_meta
-        return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
-
-    with patch.object(_op_schema, "_rebuild_tensor_from_dtensor_meta", rebuild):
-        yield
-
-
-@contextmanager
-def telling_raw_stream(current: Callable[[int], int]) -> Iterator[None]:
-    """Have libraries with kernels of their own, such as bitsandbytes, ask ``current`` for CUDA's
-    handle of the current stream."""
-    with patch.object(torch._C, "_cuda_getCurrentRawStream", current, create=True):
-        yield
-
-
-@contextmanager
-def telling_accelerator(device: torch.device) -> Iterator[None]:
-    """Have torch's Python tell that its accelerator is ``device``."""
-    with (
-        patch.object(torch._C, "_get_accelerator", lambda *_: device),
-        patch.object(torch._C, "_accelerator_getAccelerator", lambda: device),
-    ):
-        yield
-
 
 # Modules
 
@@ -477,15 +292,6 @@ default_group = c10d._get_default_group
 default_store = c10d._get_default_store
 """The store at which all ranks met. Through it they tell each other what collectives cannot."""
 
-name_of_group = c10d._get_process_group_name
-"""The name that torch knows a group by, also one whose class is written in Python."""
-
-names_of_groups = c10d._world.pg_names
-"""The names of all groups. Of one whose class is written in Python, C++ has none."""
-
-group_named = c10d._resolve_process_group
-"""The group that has a name."""
-
 default_timeout = c10d._get_default_timeout
 """How long the collectives of a backend may last, if nobody said."""
 
@@ -554,7 +360,6 @@ def let_go_of_groups(mesh: DeviceMesh) -> None:
 StorageInfo = filesystem._StorageInfo
 """Where an entry of a checkpoint lies in its file. It is part of the metadata."""
 
-
 DistWrapper = checkpoint_utils._DistWrapper
 """What a save or load of checkpoints makes first, on every rank: it sends objects between them."""
 
@@ -567,41 +372,3 @@ def teach_state_dicts(
     module: Any = _state_dict_utils
     module.distribute_tensor = distribute_tensor(module.distribute_tensor)
     module._distribute_tensors = distribute_tensors(module._distribute_tensors)
-
-
-# A device type of Python
-
-
-def register_device(name: str, module: ModuleType) -> None:
-    """Give torch a device type ``name``. ``module`` is what ``torch.cuda`` is for CUDA.
-
-    From then on this is torch's only accelerator: backward does not order the streams of another.
-
-    Raises:
-        RuntimeError: CUDA is initialized. Initializing it later raises, too.
-    """
-    if torch.cuda.is_initialized():
-        raise RuntimeError(
-            f"this process uses CUDA: use the device {name!r} in a process of its own"
-        )
-
-    class Hooks(torch._C._acc.PrivateUse1Hooks):
-        """What C++ asks about the device, as in a barrier."""
-
-        def is_available(self) -> bool:
-            return bool(module.is_available())
-
-        def is_built(self) -> bool:
-            return True
-
-        def has_primary_context(self, index: int) -> bool:
-            return False
-
-    torch.utils.rename_privateuse1_backend(name)
-    torch._register_device_module(name, module)
-    torch._C._acc.register_python_privateuseone_hook(Hooks())
-
-    def refuse() -> None:
-        raise RuntimeError(f"this process has a device {name!r}: use CUDA in a process of its own")
-
-    torch.cuda._lazy_call(refuse)

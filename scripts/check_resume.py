@@ -23,7 +23,7 @@ from rich.console import Console
 
 from fsdp_overlap.checkpoint import SafeFileSystemReader, read_metadata
 
-TRAIN = [sys.executable, "-m", "fsdp_overlap.cli", "train"]
+TRAIN = [sys.executable, "-m", "fsdp_overlap", "train"]
 TINY = (
     "--device cpu --eval-every 50 --log-every 7 --batch-size 4 --seq-len 32 --layers 3 --width 96"
 )

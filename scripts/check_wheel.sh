@@ -61,7 +61,7 @@ import torch.distributed as dist
 
 import fsdp_overlap
 from fsdp_overlap import FsdpContext, fully_shard
-from fsdp_overlap.simulator import Device, Fabric
+from fsdp_overlap.tools.simulator import Device, Fabric
 
 assert fsdp_overlap.__file__.startswith(sys.prefix), fsdp_overlap.__file__
 assert torch.__version__.split("+")[0] == sys.argv[1], torch.__version__

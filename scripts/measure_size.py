@@ -23,7 +23,7 @@ PACKAGE = "fsdp_overlap"
 ENGINE = {"engine", "runtime"}
 OUTSIDE_CORE = {
     *("checkpoint", "cli", "profiling", "weights"),
-    *("emulator", "modelled", "simulator", "simulating"),
+    *("emulator", "modelled", "simulator", "simulating", "tools"),
 }
 LONGEST_FUNCTION = 80
 """In lines, without its signature and its docstring, as ``tests/test_house.py`` counts."""
@@ -82,7 +82,8 @@ def public_names(files: Files) -> set[str]:
     """Return the names in each ``__all__`` of the package, its folders and its files."""
     names: set[str] = set()
     for path, text in files.items():
-        is_public = len(path.parts) == 2 or (len(path.parts) == 3 and path.stem == "__init__")
+        depth = len(path.parts) - (room_of(path) == "tools")
+        is_public = depth == 2 or (depth == 3 and path.stem == "__init__")
         if path.suffix != ".py" or not is_public:
             continue
         module = ".".join(path.with_suffix("").parts).removesuffix(".__init__")

@@ -30,8 +30,8 @@ from fsdp_overlap.checkpoint import (
     ShardedSavePlanner,
     ShardStager,
 )
-from fsdp_overlap.emulator import EmulatedDevice, fake_ranks, running
 from fsdp_overlap.optim import AdamW, OverlapPolicy
+from fsdp_overlap.tools.emulator import EmulatedDevice, fake_ranks, running
 from support.checkpoints import (
     as_one,
     assert_same,

@@ -23,7 +23,7 @@ import results
 import soak
 import stage_memory
 from all import bench
-from fsdp_overlap.cli import main
+from fsdp_overlap.tools.cli import main
 from harness import link_training
 from harness.benchmarks import Benchmark
 from harness.measurement import (

@@ -22,7 +22,12 @@ from fsdp_overlap import FsdpContext, fully_shard
 from fsdp_overlap.checkpoint import ShardStager
 from fsdp_overlap.comm import graphs
 from fsdp_overlap.comm.comm_streams import REPLAY, CapturedWorkHandle, DeviceCommStream
-from fsdp_overlap.emulator import (
+from fsdp_overlap.engine.comm_context import CommContext
+from fsdp_overlap.engine.cuda_graphs import CapturedSteps, ReplayedSteps
+from fsdp_overlap.engine.mesh import MeshInfo
+from fsdp_overlap.layout import PerTensor, TensorAtomic
+from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
+from fsdp_overlap.tools.emulator import (
     CUDAGraph,
     EmulatedDevice,
     Stream,
@@ -32,12 +37,7 @@ from fsdp_overlap.emulator import (
     running,
     stream,
 )
-from fsdp_overlap.emulator.nccl_like import BACKEND
-from fsdp_overlap.engine.comm_context import CommContext
-from fsdp_overlap.engine.cuda_graphs import CapturedSteps, ReplayedSteps
-from fsdp_overlap.engine.mesh import MeshInfo
-from fsdp_overlap.layout import PerTensor, TensorAtomic
-from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
+from fsdp_overlap.tools.emulator.nccl_like import BACKEND
 from support.captured import OPTIMIZERS, replay_steps
 from support.defects import Defect
 from support.emulated import Program

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from fsdp_overlap.checkpoint import read_metadata
-from fsdp_overlap.cli.checkpoints import step_of
-from fsdp_overlap.cli.run_folder import RunFolder
+from fsdp_overlap.tools.cli.checkpoints import step_of
+from fsdp_overlap.tools.cli.run_folder import RunFolder
 from support.cli_runs import (
     assert_is_the_run_left_alone,
     curve,
@@ -42,7 +42,7 @@ def start(folder: Path, arguments: str) -> Program:
 def start_anew(folder: Path, arguments: str) -> subprocess.Popen[str]:
     """As a shell would, where a claim is about signals between processes."""
     return subprocess.Popen(
-        [sys.executable, "-m", "fsdp_overlap.cli", "train", *arguments.split()],
+        [sys.executable, "-m", "fsdp_overlap", "train", *arguments.split()],
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

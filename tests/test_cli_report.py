@@ -18,10 +18,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from fsdp_overlap.cli import main
-from fsdp_overlap.cli.model import GPT
-from fsdp_overlap.profiling import Report
-from fsdp_overlap.profiling.tables import kinds_table
+from fsdp_overlap.tools.cli import main
+from fsdp_overlap.tools.cli.model import GPT
+from fsdp_overlap.tools.profiling import Report
+from fsdp_overlap.tools.profiling.tables import kinds_table
 from support.cli_runs import export, run_main
 from support.traces import Step, read, trace_of
 
@@ -139,7 +139,7 @@ def test_a_job_that_runs_is_reported_again_when_it_has_written_traces(
         pages.append(page.stat().st_mtime_ns if page.exists() else None)
         next(happens)()
 
-    monkeypatch.setattr("fsdp_overlap.cli.report.time.sleep", look_again)
+    monkeypatch.setattr("fsdp_overlap.tools.cli.report.time.sleep", look_again)
     traces.mkdir(parents=True)
     assert report(monkeypatch, tmp_path / "run", "--watch") == 0
     first, second = pages[4], pages[7]

@@ -14,12 +14,12 @@ from unittest import mock
 import pytest
 import torch
 
-from fsdp_overlap.cli import train as training
-from fsdp_overlap.cli import trainer as trainers
-from fsdp_overlap.cli.checkpoints import Checkpoints
-from fsdp_overlap.cli.config import TrainConfig
-from fsdp_overlap.cli.data import Text
-from fsdp_overlap.cli.trainer import Trainer
+from fsdp_overlap.tools.cli import train as training
+from fsdp_overlap.tools.cli import trainer as trainers
+from fsdp_overlap.tools.cli.checkpoints import Checkpoints
+from fsdp_overlap.tools.cli.config import TrainConfig
+from fsdp_overlap.tools.cli.data import Text
+from fsdp_overlap.tools.cli.trainer import Trainer
 from support.cli_runs import assert_is_the_run_left_alone, curve, finish, latest, run_main
 from support.program import Program
 from support.ranks import run_ranks

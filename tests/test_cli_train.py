@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_overlap.cli import main
-from fsdp_overlap.cli.config import TrainConfig
-from fsdp_overlap.cli.data import load_text, move, sample_batch, split_text, unigram_entropy
-from fsdp_overlap.cli.launch import find_place
-from fsdp_overlap.cli.output import BadInput
-from fsdp_overlap.cli.process_group import cores, process_group
-from fsdp_overlap.cli.run_folder import check_out
-from fsdp_overlap.profiling import read_report
+from fsdp_overlap.tools.cli import main
+from fsdp_overlap.tools.cli.config import TrainConfig
+from fsdp_overlap.tools.cli.data import load_text, move, sample_batch, split_text, unigram_entropy
+from fsdp_overlap.tools.cli.launch import find_place
+from fsdp_overlap.tools.cli.output import BadInput
+from fsdp_overlap.tools.cli.process_group import cores, process_group
+from fsdp_overlap.tools.cli.run_folder import check_out
+from fsdp_overlap.tools.profiling import read_report
 from support.program import Program
 
 TINY = "--steps 4 --eval-every 2 --log-every 1 --batch-size 4 --seq-len 32".split()
@@ -49,7 +49,7 @@ def finished(
     path = tmp_path_factory.mktemp("cwd")
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     done = subprocess.run(
-        [sys.executable, "-m", "fsdp_overlap.cli", *TRAIN, "--data", str(text_file)],
+        [sys.executable, "-m", "fsdp_overlap", *TRAIN, "--data", str(text_file)],
         cwd=path,
         env={name: value for name, value in os.environ.items() if name not in names},
         capture_output=True,

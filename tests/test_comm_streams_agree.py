@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from fsdp_overlap.comm.comm_streams import CommStream, HostCommStream
-from fsdp_overlap.emulator import EmulatedDevice, fake_ranks, running
 from fsdp_overlap.layout import PerTensor, TensorAtomic
 from fsdp_overlap.schedule.stats import Stats
+from fsdp_overlap.tools.emulator import EmulatedDevice, fake_ranks, running
 from support.emulated import Program
 from support.recorded import Entry, RecordingCommStream, RecordingDeviceStream
 from support.zoo import ZOO

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp_overlap.comm import process_groups
-from fsdp_overlap.emulator import EmulatedDevice, running
-from fsdp_overlap.emulator.nccl_like import BACKEND, NcclLikeGroup, Options
+from fsdp_overlap.tools.emulator import EmulatedDevice, running
+from fsdp_overlap.tools.emulator.nccl_like import BACKEND, NcclLikeGroup, Options
 from support.emulated_twins import Trained
 from support.ranks import expect_rank_errors, run_ranks
 from support.twins import COPIES, Twins

@@ -26,11 +26,11 @@ from fsdp_overlap import (
     QuantizedCommPolicy,
     fully_shard,
 )
-from fsdp_overlap.emulator import EmulatedDevice, compare_issued, running
-from fsdp_overlap.emulator.nccl_like import BACKEND, unseen
 from fsdp_overlap.layout import Flat, LayoutRule, PerTensor, TensorAtomic
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
 from fsdp_overlap.schedule.prefetch import Prefetcher
+from fsdp_overlap.tools.emulator import EmulatedDevice, compare_issued, running
+from fsdp_overlap.tools.emulator.nccl_like import BACKEND, unseen
 from support.extensions import Rounded, with_matrices_of
 from support.held import held_of
 from support.ranks import run_ranks

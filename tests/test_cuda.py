@@ -24,7 +24,7 @@ from fsdp_overlap.comm.collectives import TensorCollectives
 from fsdp_overlap.comm.comm_streams import DeviceCommStream
 from fsdp_overlap.layout import Flat, ParamSpec, plan_units
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
-from fsdp_overlap.profiling import assert_overlapped, read_report
+from fsdp_overlap.tools.profiling import assert_overlapped, read_report
 from support.captured import OPTIMIZERS, replay_steps
 from support.hostile_streams import CYCLES, RANKS, HostileCommStream
 from support.ranks import run_ranks

@@ -20,10 +20,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from fsdp_overlap import FsdpContext, QuantizedCommPolicy, fully_shard
 from fsdp_overlap.comm import process_groups
-from fsdp_overlap.emulator import EmulatedDevice, active, running
-from fsdp_overlap.emulator.nccl_like import BACKEND
 from fsdp_overlap.layout import BlockAtomic, PerTensor, TensorAtomic
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
+from fsdp_overlap.tools.emulator import EmulatedDevice, active, running
+from fsdp_overlap.tools.emulator.nccl_like import BACKEND
 from support.emulated import Program
 from support.extensions import Rounded, with_matrices_of
 from support.hostile_streams import RANKS, HostileCommStream
@@ -243,7 +243,7 @@ def test_nothing_reads_memory_before_it_is_filled_or_after_it_is_freed(
 
 EMULATED = """
 import torch
-from fsdp_overlap.emulator import EmulatedDevice, running
+from fsdp_overlap.tools.emulator import EmulatedDevice, running
 with running(EmulatedDevice()):
     torch.ones(1, device="emulated", requires_grad=True).sum().backward()
 torch.ones(1, device="cuda")

@@ -26,8 +26,8 @@ from fsdp_overlap.comm.store_mailbox import StoreMailbox
 from fsdp_overlap.desync import monitor
 from fsdp_overlap.desync.error_monitor import ErrorMonitor
 from fsdp_overlap.desync.monitor import RankPosition, describe_hang
-from fsdp_overlap.emulator import EmulatedDevice, running
-from fsdp_overlap.emulator.nccl_like import BACKEND, NcclLikeGroup
+from fsdp_overlap.tools.emulator import EmulatedDevice, running
+from fsdp_overlap.tools.emulator.nccl_like import BACKEND, NcclLikeGroup
 from support.late_nccl import Late, late_collectives
 from support.ranks import RankError, run_ranks
 
@@ -288,7 +288,7 @@ from datetime import timedelta
 import torch
 from torch.distributed import TCPStore
 from fsdp_overlap.desync.monitor import DesyncMonitor
-from fsdp_overlap.emulator import EmulatedDevice, running
+from fsdp_overlap.tools.emulator import EmulatedDevice, running
 
 server = TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
 client = TCPStore("127.0.0.1", server.port, 1, False, wait_for_workers=False)

@@ -223,7 +223,7 @@ def test_every_printed_command_has_its_script_and_options(page: Path) -> None:
             continue
         source = path.read_text()
         if script == "scripts/train.sh":
-            cli = ROOT / "fsdp_overlap" / "cli"
+            cli = ROOT / "fsdp_overlap" / "tools" / "cli"
             source = (cli / "main.py").read_text() + (cli / "config.py").read_text() + "--help"
         if script == "scripts/gpu_suite.sh":
             source += (ROOT / "scripts" / "bench" / "gpu_suite.py").read_text()

@@ -20,9 +20,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.cli import doctor, network, trial
-from fsdp_overlap.cli.doctor import Check
-from fsdp_overlap.cli.network import GlooInterface
+from fsdp_overlap.tools.cli import doctor, network, trial
+from fsdp_overlap.tools.cli.doctor import Check
+from fsdp_overlap.tools.cli.network import GlooInterface
 from support.cli_runs import run_main
 from support.ranks import PRELOAD
 
@@ -64,7 +64,7 @@ def check(name: str) -> Check:
 def test_a_plain_run_ends_with_0() -> None:
     """In a process of its own, whose ranks are spawned as a user's are."""
     done = subprocess.run(
-        [sys.executable, "-m", "fsdp_overlap.cli", "doctor"],
+        [sys.executable, "-m", "fsdp_overlap", "doctor"],
         cwd=ROOT,
         capture_output=True,
         text=True,

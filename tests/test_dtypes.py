@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_overlap import FsdpContext, RaggedDTensor, distribute_tensor, fully_shard
-from fsdp_overlap.emulator.nccl_like import BACKEND
 from fsdp_overlap.layout import Flat, LayoutRule, TensorAtomic
+from fsdp_overlap.tools.emulator.nccl_like import BACKEND
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

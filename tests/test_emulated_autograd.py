@@ -10,7 +10,14 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from fsdp_overlap.emulator import EmulatedDevice, Event, Stream, current_stream, running, stream
+from fsdp_overlap.tools.emulator import (
+    EmulatedDevice,
+    Event,
+    Stream,
+    current_stream,
+    running,
+    stream,
+)
 from support.emulated import HERE, kinds
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
 from fsdp_overlap.comm.streams import has_streams, streams_of
-from fsdp_overlap.emulator import (
+from fsdp_overlap.tools.emulator import (
     EmulatedDevice,
     Event,
     IssuedCollective,
@@ -392,7 +392,7 @@ def test_an_allocation_may_fail() -> None:
     assert device.allocator.allocated == 0
 
 
-IMPORTS = "import torch, fsdp_overlap.emulator, fsdp_overlap.simulator, gpu_parts"
+IMPORTS = "import torch, fsdp_overlap.tools.emulator, fsdp_overlap.tools.simulator, gpu_parts"
 
 
 def test_torch_has_the_device_only_where_it_runs() -> None:

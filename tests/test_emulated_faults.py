@@ -20,16 +20,16 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 import fsdp_overlap
 from fsdp_overlap.desync.error_monitor import ErrorMonitor
-from fsdp_overlap.emulator import (
+from fsdp_overlap.layout import TensorAtomic
+from fsdp_overlap.optim import Muon, clip_grad_norm_
+from fsdp_overlap.tools.emulator import (
     EmulatedDevice,
     IssuedCollective,
     compare_issued,
     fake_ranks,
     running,
 )
-from fsdp_overlap.emulator.nccl_like import BACKEND
-from fsdp_overlap.layout import TensorAtomic
-from fsdp_overlap.optim import Muon, clip_grad_norm_
+from fsdp_overlap.tools.emulator.nccl_like import BACKEND
 from support.emulated import Program
 from support.emulated_twins import Trained
 from support.ranks import run_ranks

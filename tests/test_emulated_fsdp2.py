@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_overlap.emulator import EmulatedDevice, Event, Stream, fake_ranks, running
-from fsdp_overlap.emulator.nccl_like import BACKEND
-from fsdp_overlap.emulator.works import FinishedWork
+from fsdp_overlap.tools.emulator import EmulatedDevice, Event, Stream, fake_ranks, running
+from fsdp_overlap.tools.emulator.nccl_like import BACKEND
+from fsdp_overlap.tools.emulator.works import FinishedWork
 from support.ranks import run_ranks
 from support.tensor_parallel import LENGTH, WORDS, Transformer, loss_of, parallelize
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_overlap.races import find_races
+from fsdp_overlap.tools.races import find_races
 
 
 def begin_with_a_mesh() -> None:

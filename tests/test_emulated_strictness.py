@@ -21,7 +21,7 @@ import torch.distributed._functional_collectives as funcol
 from torch.autograd import Variable
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_overlap.emulator import (
+from fsdp_overlap.tools.emulator import (
     EmulatedDevice,
     Stream,
     allocator,
@@ -30,10 +30,10 @@ from fsdp_overlap.emulator import (
     running,
     stream,
 )
-from fsdp_overlap.emulator.allocator import MemPool
-from fsdp_overlap.emulator.memory import Span
-from fsdp_overlap.emulator.nccl_like import BACKEND, NcclLikeGroup, unseen
-from fsdp_overlap.emulator.threads import DeviceThread
+from fsdp_overlap.tools.emulator.allocator import MemPool
+from fsdp_overlap.tools.emulator.memory import Span
+from fsdp_overlap.tools.emulator.nccl_like import BACKEND, NcclLikeGroup, unseen
+from fsdp_overlap.tools.emulator.threads import DeviceThread
 from support.emulated import HERE, Seconds, kinds
 from support.ranks import run_ranks
 

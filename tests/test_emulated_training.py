@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from fsdp_overlap.emulator import EmulatedDevice, IssuedCollective, compare_issued, running
-from fsdp_overlap.emulator.nccl_like import BACKEND
 from fsdp_overlap.layout import BlockAtomic, Flat, LayoutRule, PerTensor, TensorAtomic
 from fsdp_overlap.optim import AdamW, Muon, OverlapPolicy, clip_grad_norm_
+from fsdp_overlap.tools.emulator import EmulatedDevice, IssuedCollective, compare_issued, running
+from fsdp_overlap.tools.emulator.nccl_like import BACKEND
 from support.emulated_twins import Trained
 from support.extensions import Same, with_matrices_of
 from support.ranks import run_ranks

@@ -19,7 +19,7 @@ from fsdp_overlap.checkpoint import (
     read_metadata,
 )
 from fsdp_overlap.checkpoint.files import local_path
-from fsdp_overlap.cli import main
+from fsdp_overlap.tools.cli import main
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,9 @@ from fsdp_overlap.checkpoint import (
     SafeFileSystemWriter,
     ShardedSavePlanner,
 )
-from fsdp_overlap.cli.checkpoints import Checkpoints
-from fsdp_overlap.cli.launch import describe_failure
 from fsdp_overlap.tensor.dcp import writing
+from fsdp_overlap.tools.cli.checkpoints import Checkpoints
+from fsdp_overlap.tools.cli.launch import describe_failure
 from support.checkpoints import build, state_of, train
 from support.ranks import run_ranks
 

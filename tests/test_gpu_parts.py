@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import gpu_parts
 import gpu_suite
 import memory
-from fsdp_overlap.emulator import EmulatedDevice, fake_ranks, running
-from fsdp_overlap.profiling import Report
+from fsdp_overlap.tools.emulator import EmulatedDevice, fake_ranks, running
+from fsdp_overlap.tools.profiling import Report
 from harness import simulated_training
 from support.ranks import run_ranks
 from support.traces import Step, report_of

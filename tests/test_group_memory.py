@@ -13,8 +13,8 @@ from torch import nn
 
 from fsdp_overlap import FsdpContext, fully_shard
 from fsdp_overlap.comm.group_memory import GroupMemory
-from fsdp_overlap.emulator import EmulatedDevice, active, running
-from fsdp_overlap.emulator.nccl_like import BACKEND, CollectiveCall, NcclLikeGroup
+from fsdp_overlap.tools.emulator import EmulatedDevice, active, running
+from fsdp_overlap.tools.emulator.nccl_like import BACKEND, CollectiveCall, NcclLikeGroup
 from support.emulated_twins import Trained
 from support.ranks import run_ranks
 from support.twins import COPIES, Twins, loss_of

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
@@ -20,6 +21,7 @@ ROOT = TESTS.parent
 PACKAGE = "fsdp_overlap"
 DESIGN = (ROOT / "docs" / "design.md").read_text()
 SECTION = DESIGN.partition("\n## 3. Layers\n")[2].partition("\n## 4. ")[0]
+TOOLS = "tools"
 LINES_OF_A_FUNCTION = 80
 """At most, without its signature and its docstring."""
 
@@ -65,7 +67,7 @@ def read_layers(section: str) -> dict[str, int]:
     """The layer of each folder, and of each file that has a row of its own. The package's other
     files have that of the package."""
     rows = [row for row in rows_of(section) if row[1].isdigit()]
-    return {re.findall(r"`(\w+)(?:/|\.py)`", row[0])[0]: int(row[1]) for row in rows}
+    return {re.findall(r"`([\w/]+?)(?:/|\.py)`", row[0])[0]: int(row[1]) for row in rows}
 
 
 def read_trees(section: str) -> dict[str, list[list[str]]]:
@@ -95,7 +97,9 @@ def circle_in(imports: Imports) -> list[str]:
 
 def folder_in(layers: Mapping[str, int], module: str) -> str:
     """The row of a module: its folder, its own, or that of the package."""
-    first = module.removeprefix(f"{PACKAGE}.").partition(".")[0]
+    first, *rest = module.removeprefix(f"{PACKAGE}.").split(".")
+    if first == TOOLS and rest:
+        return f"{TOOLS}/{rest[0]}"
     return first if first in layers else PACKAGE
 
 
@@ -127,10 +131,9 @@ def test_no_import_runs_in_a_circle_or_back_up() -> None:
 
 
 def test_every_folder_and_every_file_outside_of_one_is_in_the_table_of_layers() -> None:
-    places = [path.relative_to(ROOT / PACKAGE).parts for path in FILES.values()]
-    folders = {first for first, *rest in places if rest}
-    own = {Path(first).stem for first, *rest in places if not rest} - {"__init__"}
-    assert {*folders, PACKAGE, *(own & LAYERS.keys())} == LAYERS.keys()
+    modules = [module for module in FILES if module not in (PACKAGE, f"{PACKAGE}.{TOOLS}")]
+    assert {folder_in(LAYERS, module) for module in modules} == LAYERS.keys()
+    own = {path.stem for path in (ROOT / PACKAGE).glob("*.py")} - {"__init__"}
     [row] = [row[2] for row in rows_of(SECTION) if f"`{PACKAGE}/`" in row[0]]
     assert own - LAYERS.keys() <= set(re.findall(r"`(\w+)`", row))
 
@@ -154,6 +157,31 @@ def test_the_schedule_imports_the_standard_library_alone() -> None:
             for name in imported_names(path):
                 is_own = name.startswith(f"{PACKAGE}.schedule.")
                 assert is_own or name.split(".")[0] in sys.stdlib_module_names, f"{module}: {name}"
+
+
+def test_only_the_program_imports_tools() -> None:
+    tools = f"{PACKAGE}.{TOOLS}"
+    assert {
+        module
+        for module, names in IMPORTS.items()
+        if not module.startswith(tools) and any(name.startswith(tools) for name in names)
+    } == {f"{PACKAGE}.__main__"}
+
+
+@pytest.mark.parametrize("tool", ["emulator", "races"])
+def test_the_emulated_device_does_not_load_the_sharder(tool: str) -> None:
+    """It runs programs of FSDP2 and of others, too."""
+    allowed = {f"{PACKAGE}.torch_internals", f"{PACKAGE}.{TOOLS}.torch_internals"}
+    allowed |= {name for name in FILES if name.startswith(f"{PACKAGE}.{TOOLS}.{tool}")}
+    if tool == "races":
+        allowed |= {name for name in FILES if name.startswith(f"{PACKAGE}.{TOOLS}.emulator")}
+    for module in (name for name in FILES if name.startswith(f"{PACKAGE}.{TOOLS}.{tool}")):
+        assert IMPORTS[module] <= allowed, module
+    code = f"import sys, {PACKAGE}.{TOOLS}.{tool}; print(*sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    loaded = {name for name in ran.stdout.split() if name.startswith(f"{PACKAGE}.")}
+    assert f"{PACKAGE}.{TOOLS}.{tool}" in loaded
+    assert loaded <= allowed | {f"{PACKAGE}.{TOOLS}"}
 
 
 def lines_of_functions(text: str) -> Iterator[tuple[str, int]]:

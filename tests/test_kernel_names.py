@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from fsdp_overlap.cli.report import show_report
-from fsdp_overlap.profiling import RankReport, diagnose, read_report
-from fsdp_overlap.profiling.html import write_html
-from fsdp_overlap.profiling.json_report import write_json
+from fsdp_overlap.tools.cli.report import show_report
+from fsdp_overlap.tools.profiling import RankReport, diagnose, read_report
+from fsdp_overlap.tools.profiling.html import write_html
+from fsdp_overlap.tools.profiling.json_report import write_json
 from support.traces import MAIN, Event, Step, event, read, trace_of
 
 NAMED = {"Collective name": "allreduce"}

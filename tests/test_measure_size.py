@@ -14,7 +14,7 @@ FILES = {
     "fsdp_overlap/__init__.py": '__all__ = ["Unit"]\n\n\nclass Unit:\n    pass\n',
     "fsdp_overlap/engine/__init__.py": "",
     "fsdp_overlap/engine/unit.py": "class Unit:\n    def run(self): ...\n",
-    "fsdp_overlap/cli/main.py": "def main():\n" + "    print()\n" * 81,
+    "fsdp_overlap/tools/cli/main.py": "def main():\n" + "    print()\n" * 81,
     "fsdp_overlap/optim/__init__.py": '__all__ = ["Muon"]\n',
 }
 

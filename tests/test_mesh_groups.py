@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_overlap import FsdpContext, MeshGroups, fully_shard
 from fsdp_overlap.comm import process_groups
-from fsdp_overlap.emulator.nccl_like import BACKEND as NICKEL
-from fsdp_overlap.emulator.nccl_like import CollectiveCall, NcclLikeGroup
+from fsdp_overlap.tools.emulator.nccl_like import BACKEND as NICKEL
+from fsdp_overlap.tools.emulator.nccl_like import CollectiveCall, NcclLikeGroup
 from support import experts
 from support.lagging import BACKEND as LAGGING
 from support.lagging import LaggingGroup, Options

@@ -10,8 +10,8 @@ import pytest
 import torch
 import transformers
 
-from fsdp_overlap.simulator.model_configs import ModelError, read_config
-from fsdp_overlap.simulator.models import model_of, unread_keys
+from fsdp_overlap.tools.simulator.model_configs import ModelError, read_config
+from fsdp_overlap.tools.simulator.models import model_of, unread_keys
 from support.cli_runs import run_main
 from support.predicted import kernels, predict, write_config
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_overlap.emulator import (
+from fsdp_overlap.tools.emulator import (
     CUDAGraph,
     EmulatedDevice,
     Event,

@@ -24,10 +24,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_overlap import FsdpContext, QuantizedCommPolicy, fully_shard
-from fsdp_overlap.emulator.nccl_like import BACKEND, CollectiveCall, NcclLikeGroup, checking_nan
 from fsdp_overlap.layout import BlockAtomic, Flat, LayoutRule, PerTensor, TensorAtomic
 from fsdp_overlap.optim import Muon, clip_grad_norm_, exchange
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
+from fsdp_overlap.tools.emulator.nccl_like import (
+    BACKEND,
+    CollectiveCall,
+    NcclLikeGroup,
+    checking_nan,
+)
 from support import experts, layouts, reducing, tensor_parallel
 from support.nccl_like import chosen_as_for_nccl
 from support.quantized import quantize_twin

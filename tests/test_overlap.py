@@ -15,8 +15,8 @@ from torch.distributed import fsdp as fsdp2
 from torch.profiler import ProfilerActivity, profile
 
 from fsdp_overlap import FsdpContext, fully_shard
-from fsdp_overlap.profiling import Report, assert_overlapped, diagnose, read_report
-from fsdp_overlap.profiling.intervals import intersect, union
+from fsdp_overlap.tools.profiling import Report, assert_overlapped, diagnose, read_report
+from fsdp_overlap.tools.profiling.intervals import intersect, union
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.alone

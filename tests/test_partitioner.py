@@ -15,8 +15,8 @@ from functorch.compile import aot_function, make_boxed_func, min_cut_remateriali
 from torch import nn
 from torch._inductor.decomposition import select_decomp_table
 
-from fsdp_overlap.simulator import Costs, Device, Fabric, Prediction, Training, simulate
-from fsdp_overlap.simulator.observed import MemoryKind
+from fsdp_overlap.tools.simulator import Costs, Device, Fabric, Prediction, Training, simulate
+from fsdp_overlap.tools.simulator.observed import MemoryKind
 from support.predicted import GPUS, write_config
 
 ROWS, WIDTH = 1 << 18, 64

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.emulator import running
 from fsdp_overlap.layout import Flat, PerTensor
-from fsdp_overlap.profiling import read_report
-from fsdp_overlap.simulator import (
+from fsdp_overlap.tools.emulator import running
+from fsdp_overlap.tools.profiling import read_report
+from fsdp_overlap.tools.simulator import (
     Clock,
     Device,
     Fabric,
@@ -20,7 +20,7 @@ from fsdp_overlap.simulator import (
     Training,
     simulate,
 )
-from fsdp_overlap.simulator.observed import KINDS, ObservedCollective, ObservedDevice, traffic
+from fsdp_overlap.tools.simulator.observed import KINDS, ObservedCollective, ObservedDevice, traffic
 from support.cli_runs import run_main
 from support.timed_program import LAYER_BYTES, UNITS, WIDTH, Seconds, predict, program
 
@@ -201,7 +201,7 @@ def test_a_change_that_cannot_run_is_not_said(
     def fails(*_: object) -> None:
         raise ArithmeticError("planned")
 
-    monkeypatch.setattr("fsdp_overlap.cli.simulate.estimate", fails)
+    monkeypatch.setattr("fsdp_overlap.tools.cli.simulate.estimate", fails)
     options = "--gpus 8 --sequence 65536 --micro-batch-size 4 --memory 1.5".split()
     assert run_main("simulate", MODEL, *options) == 2
     assert "no single change mends that; --best" in capsys.readouterr().err

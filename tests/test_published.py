@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from fsdp_overlap.simulator import Device, Fabric
-from fsdp_overlap.simulator.models import model_of
+from fsdp_overlap.tools.simulator import Device, Fabric
+from fsdp_overlap.tools.simulator.models import model_of
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from fsdp_overlap.emulator import (
+from fsdp_overlap.tools.emulator import (
     EmulatedDevice,
     Event,
     Finding,
@@ -27,8 +27,8 @@ from fsdp_overlap.emulator import (
     fake_ranks,
     running,
 )
-from fsdp_overlap.emulator.queues import RECENT
-from fsdp_overlap.races.report import (
+from fsdp_overlap.tools.emulator.queues import RECENT
+from fsdp_overlap.tools.races.report import (
     HEADINGS,
     RaceReport,
     describe,
@@ -37,13 +37,13 @@ from fsdp_overlap.races.report import (
     to_json,
     write_page,
 )
-from fsdp_overlap.races.rules import RULES, name_of_rule
+from fsdp_overlap.tools.races.rules import RULES, name_of_rule
 from support.browser import find_browser
 from support.emulated import kinds
 
 HEAD = """\
 import torch, torch.distributed as dist
-from fsdp_overlap.emulator import Stream, current_stream, stream
+from fsdp_overlap.tools.emulator import Stream, current_stream, stream
 side = Stream()
 x = torch.zeros(8, device="emulated")
 """
@@ -441,7 +441,7 @@ def test_waits_of_each_of_the_last_steps_are_reported(
     run: Run, steps: int, times: int | None
 ) -> None:
     device = run(f"""\
-        from fsdp_overlap.emulator import active
+        from fsdp_overlap.tools.emulator import active
         for step in range({steps}):
             x.sum().item()
             x.sum().item()  # races: allow
@@ -462,7 +462,7 @@ def test_waits_of_each_of_the_last_steps_are_reported(
 # The forms of the report
 
 PROGRAM = """\
-    from fsdp_overlap.emulator import active
+    from fsdp_overlap.tools.emulator import active
     copy = x.to("cpu", non_blocking=True)
     copy.sum(); copy.exp()
     for step in range(3):

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from fsdp_overlap.races.runner import CLEAN, FOUND
+from fsdp_overlap.tools.races.runner import CLEAN, FOUND
 
 PAGE = Path(__file__).parents[1] / "docs" / "races.md"
 SECONDS = 60.0  # for one command
@@ -18,7 +18,7 @@ def blocks(language: str) -> list[str]:
 
 
 def look(folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "fsdp_overlap.cli", "races", "prefetch.py"]
+    command = [sys.executable, "-m", "fsdp_overlap", "races", "prefetch.py"]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=SECONDS)
 
 

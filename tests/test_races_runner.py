@@ -17,12 +17,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from fsdp_overlap.emulator import EmulatedDevice
-from fsdp_overlap.emulator.cuda import NotEmulated, as_cuda
-from fsdp_overlap.emulator.works import WorkFuture
-from fsdp_overlap.races import assert_no_races, find_races
-from fsdp_overlap.races.__main__ import main
-from fsdp_overlap.races.runner import CLEAN, FAILED, FOUND, Program, report, run
+from fsdp_overlap.tools.emulator import EmulatedDevice
+from fsdp_overlap.tools.emulator.cuda import NotEmulated, as_cuda
+from fsdp_overlap.tools.emulator.works import WorkFuture
+from fsdp_overlap.tools.races import assert_no_races, find_races
+from fsdp_overlap.tools.races.__main__ import main
+from fsdp_overlap.tools.races.runner import CLEAN, FAILED, FOUND, Program, report, run
 from support.pages import TESTS
 
 PROGRAMS = TESTS / "support" / "gpu_programs"
@@ -101,7 +101,7 @@ def test_the_command(tmp_path: Path) -> None:
         "with torch.cuda.stream(torch.cuda.Stream()):\n"
         "    x.add_(1)\n"
     )
-    command = [sys.executable, "-m", "fsdp_overlap.cli", "races", str(wrong)]
+    command = [sys.executable, "-m", "fsdp_overlap", "races", str(wrong)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == FOUND
     assert "wrong.py:4" in done.stdout

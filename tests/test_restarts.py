@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from fsdp_overlap.cli import train
-from fsdp_overlap.cli.config import TrainConfig
-from fsdp_overlap.cli.job import run_of_this_job, this_job
-from fsdp_overlap.cli.launch import find_place
-from fsdp_overlap.cli.output import BadInput
-from fsdp_overlap.cli.process_group import fresh_store
+from fsdp_overlap.tools.cli import train
+from fsdp_overlap.tools.cli.config import TrainConfig
+from fsdp_overlap.tools.cli.job import run_of_this_job, this_job
+from fsdp_overlap.tools.cli.launch import find_place
+from fsdp_overlap.tools.cli.output import BadInput
+from fsdp_overlap.tools.cli.process_group import fresh_store
 from support.cli_runs import (
     assert_is_the_run_left_alone,
     finish,

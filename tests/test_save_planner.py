@@ -32,7 +32,7 @@ from fsdp_overlap.checkpoint import (
     ShardStager,
     read_metadata,
 )
-from fsdp_overlap.emulator import fake_ranks
+from fsdp_overlap.tools.emulator import fake_ranks
 from support import experts, tensor_parallel
 from support.ranks import run_ranks
 from support.zoo import Model, Odd, shard_layers, shard_odd

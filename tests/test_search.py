@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from fsdp_overlap.layout import PerTensor, TensorAtomic
-from fsdp_overlap.simulator import Costs, Device, Fabric, Step, Training, search, simulate
-from fsdp_overlap.simulator.choices import (
+from fsdp_overlap.tools.simulator import Costs, Device, Fabric, Step, Training, search, simulate
+from fsdp_overlap.tools.simulator.choices import (
     LEANEST_FIRST,
     PREFETCH,
     leanest,
@@ -26,11 +26,11 @@ from fsdp_overlap.simulator.choices import (
     with_defaults,
     works,
 )
-from fsdp_overlap.simulator.estimate import StepCost, count_equal_blocks, estimate, measure
-from fsdp_overlap.simulator.float8 import fused_casts
-from fsdp_overlap.simulator.models import longest_run, shorten
-from fsdp_overlap.simulator.plan_code import code_of
-from fsdp_overlap.simulator.search import DOES_NOT_FIT
+from fsdp_overlap.tools.simulator.estimate import StepCost, count_equal_blocks, estimate, measure
+from fsdp_overlap.tools.simulator.float8 import fused_casts
+from fsdp_overlap.tools.simulator.models import longest_run, shorten
+from fsdp_overlap.tools.simulator.plan_code import code_of
+from fsdp_overlap.tools.simulator.search import DOES_NOT_FIT
 from support.cli_runs import run_main
 
 WIDTH, BLOCKS, VOCABULARY = 1024, 4, 1000
@@ -428,7 +428,8 @@ def test_the_command_prints_the_best_plan_as_code(
 def test_the_command_says_that_nothing_fits(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fsdp_overlap.cli.simulate.PROCESSES", 1)  # new ones import for seconds
+    # New processes import for seconds.
+    monkeypatch.setattr("fsdp_overlap.tools.cli.simulate.PROCESSES", 1)
     assert run_main("simulate", TINY, *"--gpus 64 --memory 0.2 --best".split()) == 2
     said = capsys.readouterr().err
     assert "no plan fits in 0.2 GiB; the least needs" in said
@@ -440,7 +441,7 @@ def test_the_command_says_that_nothing_fits(
 def test_a_search_whose_plan_has_no_code_is_refused_before_it_begins(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fsdp_overlap.cli.simulate.search", None)
+    monkeypatch.setattr("fsdp_overlap.tools.cli.simulate.search", None)
     assert run_main("simulate", TINY, *"--gpus 64 --best --loss fused".split()) == 2
     assert "loss='fused': no code for that" in capsys.readouterr().err
 
@@ -452,8 +453,8 @@ def broken() -> nn.Module:
 def test_the_search_tells_how_far_it_is_where_there_is_no_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fsdp_overlap.cli.simulate.PROCESSES", 1)
-    monkeypatch.setattr("fsdp_overlap.cli.simulate.SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("fsdp_overlap.tools.cli.simulate.PROCESSES", 1)
+    monkeypatch.setattr("fsdp_overlap.tools.cli.simulate.SECONDS_BETWEEN_LINES", 0.0)
     for name in ("estimate", "measure"):
         monkeypatch.setattr(sys.modules[search.__module__], name, made_up)
     assert run_main("simulate", TINY, *"--gpus 64 --best".split()) == 0

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_overlap.emulator import shapes
-from fsdp_overlap.emulator.dispatch import tensors_in
-from fsdp_overlap.emulator.shapes import run_on_shapes
+from fsdp_overlap.tools.emulator import shapes
+from fsdp_overlap.tools.emulator.dispatch import tensors_in
+from fsdp_overlap.tools.emulator.shapes import run_on_shapes
 
 aten = torch.ops.aten
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_overlap.comm import process_groups
-from fsdp_overlap.emulator.nccl_like import BACKEND as NICKEL
+from fsdp_overlap.tools.emulator.nccl_like import BACKEND as NICKEL
 from support.lagging import BACKEND as LAGGING
 from support.lagging import LaggingGroup
 from support.ranks import run_ranks

@@ -16,11 +16,11 @@ import transformers
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from fsdp_overlap.profiling import read_report
-from fsdp_overlap.profiling.plot import COLORS, write_png
-from fsdp_overlap.simulator import Costs, Device, Fabric, Prediction, Training, simulate
-from fsdp_overlap.simulator.models import model_of
-from fsdp_overlap.simulator.training import CHECKPOINTING
+from fsdp_overlap.tools.profiling import read_report
+from fsdp_overlap.tools.profiling.plot import COLORS, write_png
+from fsdp_overlap.tools.simulator import Costs, Device, Fabric, Prediction, Training, simulate
+from fsdp_overlap.tools.simulator.models import model_of
+from fsdp_overlap.tools.simulator.training import CHECKPOINTING
 from support.cli_runs import run_main
 from support.predicted import known_to
 

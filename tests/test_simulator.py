@@ -8,9 +8,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_overlap.emulator import Operation, fake_ranks
-from fsdp_overlap.emulator.queues import Queue
-from fsdp_overlap.simulator.clock import Clock, LinkSchedule
+from fsdp_overlap.tools.emulator import Operation, fake_ranks
+from fsdp_overlap.tools.emulator.queues import Queue
+from fsdp_overlap.tools.simulator.clock import Clock, LinkSchedule
 from support.timed_program import LAYER_BYTES, UNITS, WIDTH, Seconds, predict
 
 

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_overlap.simulator.compute_time import bytes_moved, flops_of, seconds_of
-from fsdp_overlap.simulator.hardware import Device
-from fsdp_overlap.simulator.tables import HardwareError, shipped
+from fsdp_overlap.tools.simulator.compute_time import bytes_moved, flops_of, seconds_of
+from fsdp_overlap.tools.simulator.hardware import Device
+from fsdp_overlap.tools.simulator.tables import HardwareError, shipped
 
 H100 = Device.read("h100_sxm")
 A100 = Device.read("a100_sxm")

@@ -14,16 +14,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_overlap.emulator import Operation, OperatorCall
-from fsdp_overlap.simulator.collective_time import (
+from fsdp_overlap.tools.emulator import Operation, OperatorCall
+from fsdp_overlap.tools.simulator.collective_time import (
     group_of,
     seconds_of_collective,
     seconds_of_list,
 )
-from fsdp_overlap.simulator.costs import Costs, expected_maximum
-from fsdp_overlap.simulator.hardware import Device, Fabric, Host
-from fsdp_overlap.simulator.nccl_tuning import PROTOCOLS, Group, Kind, ring, tree
-from fsdp_overlap.simulator.tables import SHIPPED, Curve, HardwareError, shipped
+from fsdp_overlap.tools.simulator.costs import Costs, expected_maximum
+from fsdp_overlap.tools.simulator.hardware import Device, Fabric, Host
+from fsdp_overlap.tools.simulator.nccl_tuning import PROTOCOLS, Group, Kind, ring, tree
+from fsdp_overlap.tools.simulator.tables import SHIPPED, Curve, HardwareError, shipped
 
 H100 = Fabric.read("nvlink4_400g")
 LOOPBACK = Fabric.read("loopback_2g")

@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.emulator import fake_ranks
-from fsdp_overlap.simulator import (
+from fsdp_overlap.tools.emulator import fake_ranks
+from fsdp_overlap.tools.simulator import (
     Fsdp2Training,
     Training,
 )
-from fsdp_overlap.simulator.mixture import spread_experts
-from fsdp_overlap.simulator.models import model_of
+from fsdp_overlap.tools.simulator.mixture import spread_experts
+from fsdp_overlap.tools.simulator.models import model_of
 from support.predicted import kernels, known_to, predict, write_config
 
 WIDTH, INNER, EXPERTS, CHOSEN, TOKENS = 32, 48, 8, 2, 128

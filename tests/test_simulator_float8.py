@@ -16,7 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 
 from fsdp_overlap.layout import PerTensor
-from fsdp_overlap.simulator import (
+from fsdp_overlap.tools.simulator import (
     Costs,
     Device,
     Fabric,
@@ -26,7 +26,7 @@ from fsdp_overlap.simulator import (
     float8,
     simulate,
 )
-from fsdp_overlap.simulator.float8 import compute_in_float8
+from fsdp_overlap.tools.simulator.float8 import compute_in_float8
 from support.cli_runs import run_main
 
 pytestmark = pytest.mark.skipif(
@@ -288,7 +288,8 @@ def test_what_cannot_be_multiplied_is_said(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("fsdp_overlap.cli.simulate.PROCESSES", 1)  # new ones import for seconds
+    # New processes import for seconds.
+    monkeypatch.setattr("fsdp_overlap.tools.cli.simulate.PROCESSES", 1)
     given = [f"{__name__}:Plain", "--sequence", "2048", *arguments]
     assert run_main("simulate", *given) == 2
     assert said in capsys.readouterr().err

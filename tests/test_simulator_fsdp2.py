@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_overlap.emulator import Operation, fake_ranks
-from fsdp_overlap.emulator.queues import Queue
 from fsdp_overlap.layout import TensorAtomic
-from fsdp_overlap.simulator import (
+from fsdp_overlap.tools.emulator import Operation, fake_ranks
+from fsdp_overlap.tools.emulator.queues import Queue
+from fsdp_overlap.tools.simulator import (
     Clock,
     Costs,
     Device,

@@ -12,8 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_overlap.layout import PerTensor
-from fsdp_overlap.simulator import Costs, Device, Fabric, Host, Training, predict_offload, simulate
-from fsdp_overlap.simulator.offload import OffloadedUnit, _steady
+from fsdp_overlap.tools.simulator import (
+    Costs,
+    Device,
+    Fabric,
+    Host,
+    Training,
+    predict_offload,
+    simulate,
+)
+from fsdp_overlap.tools.simulator.offload import OffloadedUnit, _steady
 from support.cli_runs import run_main
 
 COSTS = Costs(Device.read("h100_sxm"), Fabric.read("nvlink4_400g"))

@@ -16,11 +16,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_overlap import FsdpContext, fully_shard
-from fsdp_overlap.emulator import Operation, OperatorCall
-from fsdp_overlap.simulator import Costs, Device, Fabric, Profile, Step, simulate_on_cpu
-from fsdp_overlap.simulator.on_cpu import SharedLink, Transfer
-from fsdp_overlap.simulator.profile import MeasuredOperation
-from fsdp_overlap.simulator.tables import Curve, HardwareError
+from fsdp_overlap.tools.emulator import Operation, OperatorCall
+from fsdp_overlap.tools.simulator import Costs, Device, Fabric, Profile, Step, simulate_on_cpu
+from fsdp_overlap.tools.simulator.on_cpu import SharedLink, Transfer
+from fsdp_overlap.tools.simulator.profile import MeasuredOperation
+from fsdp_overlap.tools.simulator.tables import Curve, HardwareError
 
 mm = torch.ops.aten.mm.default
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from fsdp_overlap.simulator import Costs, Device, Fabric, Prediction, Training, simulate
-from fsdp_overlap.simulator.uncertainty import KNOWN
+from fsdp_overlap.tools.simulator import Costs, Device, Fabric, Prediction, Training, simulate
+from fsdp_overlap.tools.simulator.uncertainty import KNOWN
 from support.cli_runs import run_main
 from support.predicted import GPUS, kernels, predict, write_config
 

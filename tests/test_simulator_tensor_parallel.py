@@ -14,14 +14,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from fsdp_overlap.simulator import (
+from fsdp_overlap.tools.simulator import (
     Fsdp2Training,
     Prediction,
     Training,
 )
-from fsdp_overlap.simulator.models import model_of
-from fsdp_overlap.simulator.plan_code import code_of
-from fsdp_overlap.simulator.tensor_parallel import parallelize
+from fsdp_overlap.tools.simulator.models import model_of
+from fsdp_overlap.tools.simulator.plan_code import code_of
+from fsdp_overlap.tools.simulator.tensor_parallel import parallelize
 from support.predicted import GPUS, kernels, predict, write_config
 from support.ranks import run_ranks
 

@@ -16,9 +16,9 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from fsdp_overlap import FsdpContext, fully_shard
-from fsdp_overlap.emulator import EmulatedDevice, running
-from fsdp_overlap.emulator.nccl_like import BACKEND
 from fsdp_overlap.layout import TensorAtomic
+from fsdp_overlap.tools.emulator import EmulatedDevice, running
+from fsdp_overlap.tools.emulator.nccl_like import BACKEND
 from fsdp_overlap.torch_internals import symmetric_memory
 from support.emulated_twins import Trained
 from support.ranks import expect_rank_errors, run_ranks

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_overlap.profiling import events, read_report
-from fsdp_overlap.profiling.intervals import clip, covers, intersect, measure, subtract, union
+from fsdp_overlap.tools.profiling import events, read_report
+from fsdp_overlap.tools.profiling.intervals import clip, covers, intersect, measure, subtract, union
 from support.traces import GLOO_A, GLOO_B, Step, event, gather, read, trace_of
 
 

@@ -1,4 +1,4 @@
-"""What ``torch_internals`` uses of torch is there and does what the library needs."""
+"""Tests that what ``torch_internals`` names is in torch and does what the library needs."""
 
 from __future__ import annotations
 
@@ -6,12 +6,8 @@ import ast
 import copy
 import inspect
 import operator
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -32,49 +28,30 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import optimizer
-from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (the backend)
 from torch.utils import _foreach_utils, _pytree
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_overlap import torch_internals as internals
 from fsdp_overlap.engine import autograd
+from support.canaries import (
+    FILE,
+    PACKAGE,
+    TOOLS,
+    Asked,
+    Canaries,
+    Operations,
+    calls_within,
+    in_a_hook,
+    internals_in,
+    names_of,
+    one_rank,
+    private_names,
+    unused,
+)
 
-PACKAGE = Path(internals.__file__).parent
-
-Check = Callable[[], None]
-CANARIES: dict[str, Check] = {}
-
-
-def canary(*names: str) -> Callable[[Check], Check]:
-    """Makes a function the test of ``names``. Its docstring says what breaks without them."""
-
-    def add(check: Check) -> Check:
-        CANARIES.update(dict.fromkeys(names, check))
-        return check
-
-    return add
-
-
-@contextmanager
-def one_rank(backend: str = "fake") -> Iterator[None]:
-    """With gloo, what a collective works on must outlive it: a thread of gloo that frees a tensor
-    needs Python, which waits here for the thread to end."""
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def in_a_hook(look: Callable[[torch.Tensor], Any]) -> Any:
-    """What ``look`` sees of a leaf in a hook of the backward that comes to it."""
-    seen = []
-    leaf = torch.ones(1, requires_grad=True)
-    output = leaf * 2
-    output.register_hook(lambda _: seen.append(look(leaf)))
-    (output * 3).sum().backward()
-    return seen[0]
+CANARIES = Canaries()
+canary = CANARIES.of
 
 
 # The autograd engine
@@ -216,26 +193,6 @@ def versions_can_be_set() -> None:
     loss.backward()
 
 
-@canary("ProfilerBase")
-def profilers_are_told_what_to_record() -> None:
-    """The emulated device does not keep profilers from asking for a GPU."""
-    assert issubclass(torch.profiler.profile, internals.ProfilerBase)
-    assert "activities" in inspect.signature(internals.ProfilerBase.__init__).parameters
-
-
-@canary("without_transform")
-def tensors_within_a_transform_have_one_outside() -> None:
-    """Programs that use torch.func do not run on the emulated device."""
-    tensor, found = torch.ones(2, 3), []
-
-    def see(part: torch.Tensor) -> torch.Tensor:
-        found.append(internals.without_transform(part))
-        return part
-
-    torch.func.vmap(see)(tensor)
-    assert found[0].shape == tensor.shape
-
-
 @canary("are_functorch_transforms_active")
 def transforms_are_known() -> None:
     """torch.func around a unit gives wrong gradients instead of an error."""
@@ -258,72 +215,7 @@ def a_running_profiler_is_known() -> None:
         assert internals.profiler_enabled()
 
 
-@canary("running_backwards_by")
-def backwards_are_seen_around() -> None:
-    """The emulated device does not see backwards begin and end."""
-    runs = []
-
-    def run(engine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        runs.append("begins")
-        result = engine(*args, **kwargs)
-        runs.append("ends")
-        return result
-
-    leaf = torch.ones(1, requires_grad=True)
-    with internals.running_backwards_by(run):
-        (leaf * 2).sum().backward()
-        torch.autograd.grad((leaf * 2).sum(), leaf)
-    (leaf * 2).sum().backward()
-    assert runs == ["begins", "ends"] * 2
-
-
-@canary("determinism_checks")
-def checkpointing_looks_its_checks_up() -> None:
-    """The emulated device does not see what checkpointing reads."""
-    seen = []
-    leaf = torch.ones(1, requires_grad=True)
-    checks = internals.determinism_checks()
-    with patch.dict(checks, {"default": lambda tensor: seen.append(tensor)}):
-        checkpoint(torch.sin, leaf, use_reentrant=False).sum().backward()
-    assert seen
-
-
 # Tensor subclasses and modes
-
-
-class Asked(torch.Tensor):
-    """A tensor whose class is asked about calls."""
-
-    calls = 0
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        Asked.calls += 1
-        return super().__torch_function__(func, types, args, kwargs)
-
-
-class Mode(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-        self.is_on_its_own_stack = True
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.calls += 1
-        self.is_on_its_own_stack = self in internals.get_current_function_mode_stack()
-        return func(*args, **(kwargs or {}))
-
-
-def calls_within(context: Any) -> tuple[int, int]:
-    """How often a subclass, and a mode around it, see a call within ``context``."""
-    tensor, before, mode = torch.ones(1).as_subclass(Asked), Asked.calls, Mode()
-    with mode, context:
-        torch.sin(tensor)
-    return Asked.calls - before, mode.calls
 
 
 @canary("keep_version")
@@ -341,184 +233,21 @@ def subclasses_can_be_passed_by() -> None:
     assert calls_within(internals.DisableTorchFunctionSubclass()) == (0, 1)
 
 
-@canary("DisableTorchFunction")
-def modes_can_be_passed_by() -> None:
-    """The emulated device sees itself."""
-    assert calls_within(internals.DisableTorchFunction()) == (0, 0)
-
-
-@canary("is_torch_function_enabled")
-def it_is_known_whether_subclasses_are_asked() -> None:
-    """The emulated device asks classes that torch would not."""
-    assert internals.is_torch_function_enabled()
-    with torch._C.DisableTorchFunctionSubclass():
-        assert not internals.is_torch_function_enabled()
-
-
-@canary("disabled_torch_function")
-def classes_that_are_not_asked_are_known() -> None:
-    """The emulated device asks parameters about calls."""
-    assert nn.Parameter.__torch_function__ is internals.disabled_torch_function
-
-
-@canary("parse_to")
-def the_arguments_of_to_are_understood() -> None:
-    """Tensors cannot be moved to the emulated device."""
-    parsed = internals.parse_to("cpu", torch.float64, non_blocking=True)
-    assert parsed == (torch.device("cpu"), torch.float64, True, None)
-
-
-class Operations(internals.TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[Any, tuple[Any, ...]]] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.seen.append((func, args))
-        return func(*args, **(kwargs or {}))
-
-
-@canary("HigherOrderOperator", "OpOverload", "TorchDispatchMode")
-@canary("OpOverload._schema", "OpOverload._can_decompose")
+@canary("TorchDispatchMode", "OpOverload._schema")
 def operations_are_seen() -> None:
-    """check_parameters() and the emulated device see no operations, or not what they write."""
+    """check_parameters() sees no operations, or not what they write."""
     with Operations() as operations:
         torch.ones(1).add_(1)
     assert [func.overloadpacket.__name__ for func, _ in operations.seen] == ["ones", "add_"]
     func, _ = operations.seen[1]
-    assert isinstance(func, internals.OpOverload)
-    assert isinstance(torch.ops.higher_order.cond, internals.HigherOrderOperator)
     writes = [a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments]
     assert (func._schema.name, writes) == ("aten::add_", [True, False, False])
     assert [a.name for a in func._schema.arguments] == ["self", "other", "alpha"]
-    assert not func._can_decompose()
-    assert torch.ops.aten.reshape.default._can_decompose()
-
-
-@canary("disable_current_modes")
-def no_operation_is_seen_where_modes_are_disabled() -> None:
-    """The emulated device takes copies of storages for operations."""
-    with Operations() as operations, internals.disable_current_modes():
-        torch.ones(1)
-    assert operations.seen == []
-
-
-@canary("get_current_function_mode_stack")
-def modes_know_whether_they_are_active() -> None:
-    """The emulated device misses what runs within a call, or sees it twice."""
-    with Mode() as mode:
-        assert mode in internals.get_current_function_mode_stack()
-        torch.ones(1)
-    assert not mode.is_on_its_own_stack
-
-
-@canary(
-    "get_current_dispatch_mode_stack",
-    "push_dispatch_mode",
-    "pop_dispatch_mode",
-    "push_function_mode",
-    "pop_function_mode",
-)
-def another_thread_takes_modes_over() -> None:
-    """The emulated device misses what backward does on a thread of its own, or ends there."""
-    seen = []
-
-    def work() -> None:
-        internals.push_dispatch_mode(operations)
-        internals.push_function_mode(calls)
-        torch.sin(torch.ones(1))
-        seen.append(internals.get_current_dispatch_mode_stack())
-        internals.pop_function_mode()
-        internals.pop_dispatch_mode()
-        seen.append(internals.get_current_dispatch_mode_stack())
-
-    with Operations() as operations, Mode() as calls:
-        pass
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert [str(func) for func, _ in operations.seen] == ["aten.ones.default", "aten.sin.default"]
-    assert calls.calls == 2
-    assert seen == [[operations], []]
-
-
-@canary("is_torch_function_all_disabled")
-def calls_that_no_mode_sees_are_known() -> None:
-    """A backward on a thread of its own sees calls that its caller has hidden, or hides them."""
-    assert not internals.is_torch_function_all_disabled()
-    with internals.DisableTorchFunctionSubclass():
-        assert not internals.is_torch_function_all_disabled()
-    with internals.DisableTorchFunction():
-        assert internals.is_torch_function_all_disabled()
-
-
-@canary("FakeTensorMode")
-def what_was_learned_without_memory_can_be_forgotten() -> None:
-    """The emulated device of another number makes torch forget it."""
-    mode = internals.FakeTensorMode
-    with mode():
-        torch.ones(1) + 1
-    assert mode.cache_info().size
-    mode.cache_clear()
-    assert not mode.cache_info().size
-
-
-@canary("FakeTensor")
-def tensors_without_memory_are_known() -> None:
-    """The emulated device gives fake tensors memory."""
-    with torch._subclasses.fake_tensor.FakeTensorMode():
-        assert type(torch.ones(1)) is internals.FakeTensor
 
 
 class Node:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-
-
-@canary("flash_attention")
-def attention_of_gpus_has_shapes() -> None:
-    """The emulated device without values cannot run models with attention."""
-    query = torch.empty(1, 4, 8, 16, device="meta", requires_grad=True)
-    key = torch.empty(1, 2, 8, 16, device="meta")
-    output = internals.flash_attention(query, key, key, 0.0, True, scale=None)[0]
-    output.sum().backward()
-    assert output.shape == query.shape
-    assert query.grad is not None
-
-
-@canary("masked_attention")
-def attention_with_a_mask_has_shapes() -> None:
-    """The emulated device without values computes all scores of models with sliding windows."""
-    query = torch.empty(1, 4, 8, 16, device="meta", requires_grad=True)
-    bias = torch.empty(1, 1, 8, 8, device="meta").expand(1, 4, 8, 8)
-    output = internals.masked_attention(query, query, query, bias, True, 0.0, scale=None)[0]
-    output.sum().backward()
-    assert output.shape == query.shape
-    assert query.grad is not None
-
-
-@canary("push_pending_hooks")
-def others_see_hooks_being_pushed() -> None:
-    """Hooks of saved tensors see tensors of the emulated device as the host's."""
-    pushed = []
-    internals.intercept_pushed_hooks(lambda *hooks: pushed.append(hooks))
-    try:
-        internals.push_pending_hooks(bool, float)
-    finally:
-        internals.intercept_pushed_hooks(None)
-    assert pushed == [(bool, float)]
-
-
-@canary("attention_on_host")
-def the_host_has_attention_of_its_own() -> None:
-    """Programs with context or tensor parallelism cannot run on the emulated GPU."""
-    query = torch.rand(1, 4, 8, 16, requires_grad=True)
-    forward, backward = internals.attention_on_host
-    output, logsumexp = forward(query, query, query, 0.0, True)
-    gradients = backward(output, query, query, query, output, logsumexp, 0.0, True)
-    assert [gradient.shape for gradient in gradients] == [query.shape] * 3
 
 
 @canary("SUPPORTED_NODES", "tree_map_only")
@@ -731,22 +460,6 @@ def dtensors_are_made_of_a_spec() -> None:
         assert (tensor.shape, tensor.dtype, tensor.placements) == (*meta[::2], (Shard(0),))
 
 
-@canary("DTensor._op_dispatcher")
-def dtensors_ask_a_propagator_how_results_lie() -> None:
-    """What DTensors try out on the emulated device takes time and memory there."""
-    propagator: Any = DTensor._op_dispatcher.sharding_propagator
-    propagate = propagator.propagate_op_sharding_non_cached
-    with (
-        one_rank(),
-        patch.object(
-            propagator, "propagate_op_sharding_non_cached", side_effect=propagate
-        ) as asked,
-    ):
-        mesh = init_device_mesh("cpu", (1,))
-        distribute_tensor(torch.ones(3, 17, 5), mesh, [Replicate()]).sum(1)
-    assert asked.called
-
-
 @canary("refuse_tracing")
 def functions_of_some_tensors_are_not_compiled() -> None:
     """Compiled steps of optimizers on sharded parameters end in internal errors of dynamo."""
@@ -930,15 +643,6 @@ def the_default_group_is_known() -> None:
         internals.default_group()
 
 
-@canary("name_of_group", "group_named")
-def groups_have_the_names_that_torch_gave_them() -> None:
-    """Ranks in name only are not found by the meshes that hold them."""
-    with one_rank("gloo"):
-        group = dist.new_group()
-        assert internals.name_of_group(group) == group.group_name
-        assert internals.group_named(group.group_name) is group
-
-
 @canary("make_group", "is_registered")
 def groups_are_made_by_their_members() -> None:
     """Contexts have no groups of their own, or destroy_process_group() does not end them."""
@@ -999,20 +703,6 @@ def groups_have_a_backend_that_counts() -> None:
         issued = group._get_sequence_number_for_group()
         dist.all_reduce(tensor, group=group)
         assert group._get_sequence_number_for_group() == issued + 1
-
-
-@canary("ScriptObject._type")
-def groups_are_found_among_arguments() -> None:
-    """The emulated device takes collectives for operations."""
-    with one_rank(), Operations() as operations:
-        dist.all_reduce(torch.ones(1))
-    [found] = [
-        value
-        for _, args in operations.seen
-        for value in args
-        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type())
-    ]
-    assert dist.ProcessGroup.unbox(found).size() == 1
 
 
 # Checkpoints
@@ -1091,238 +781,21 @@ def states_have_what_pipelines_ask() -> None:
 # A device type of Python
 
 
-@canary("default_device", "takes_default_device")
-def makers_of_tensors_have_a_default_device() -> None:
-    """Tensors of the emulated device would lie elsewhere."""
-    assert internals.default_device.CURRENT_DEVICE is None
-    torch.set_default_device("meta")
-    assert torch.device("meta") == internals.default_device.CURRENT_DEVICE
-    torch.set_default_device(None)
-    assert {torch.zeros, torch.tensor} <= internals.takes_default_device()
-    assert torch.zeros_like not in internals.takes_default_device()
-
-
-@canary("group_tensors", "replacing_group_tensors")
-def optimizers_group_tensors() -> None:
-    """Optimizers take tensors on the emulated device for the host's."""
-    parameter = nn.Parameter(torch.zeros(2))
-    parameter.grad = torch.ones(2)
-    seen: list[Any] = []
-
-    def group(lists: list[list[Any]], with_indices: bool = False) -> Any:
-        seen.append(lists)
-        return internals.group_tensors(lists, with_indices)
-
-    with internals.replacing_group_tensors(group):
-        torch.optim.SGD([parameter], foreach=True).step()
-    assert seen
-    [((device, dtype), (lists, indices))] = internals.group_tensors([[parameter]], True).items()
-    assert (device.type, dtype, len(lists), indices) == ("cpu", torch.float32, 1, [0])
-
-
-@canary("wrapping_on")
-def wrappers_lie_where_they_are_made_to() -> None:
-    """Wrappers on the emulated device lie now there, now below, and torch refuses to mix them."""
-
-    class Wrapper(torch.Tensor):
-        __torch_dispatch__ = torch.Tensor.__torch_function__
-
-    make: Any = torch.Tensor
-    with internals.wrapping_on("meta", ("cuda",)):
-        devices = [
-            make._make_wrapper_subclass(Wrapper, (2,), device=device).device.type
-            for device in ("cuda", "cpu")
-        ]
-    assert devices == ["meta", "cpu"]
-
-
-@canary("moving_random_states_by")
-def dtensors_move_random_states() -> None:
-    """Random operations on DTensors fail on the emulated device."""
-    seen: list[str] = []
-
-    def call(method: Callable[..., Any], *args: Any) -> Any:
-        seen.append(method.__name__)
-        return method(*args)
-
-    states = SimpleNamespace(_device=torch.device("cpu"), _device_handle=torch.random)
-    with internals.moving_random_states_by(call):
-        tracker = internals._random.OffsetBasedRNGTracker
-        tracker._set_device_state(states, tracker._get_device_state(states))
-        internals._random._PhiloxState(torch.zeros(16, dtype=torch.uint8))
-    assert seen == ["_get_device_state", "_set_device_state", "__init__"]
-
-
-@canary("telling_raw_stream")
-def libraries_ask_for_raw_streams() -> None:
-    """Programs that import bitsandbytes fail on the emulated GPU."""
-    with internals.telling_raw_stream(lambda index: 7 + index):
-        assert torch._C._cuda_getCurrentRawStream(1) == 8
-
-
-@canary("shaping_dtensors_on_host")
-def dtensors_are_shaped_on_host() -> None:
-    """DTensors on the emulated GPU cannot be initialized in place."""
-    with one_rank():
-        tensor = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)))
-        with internals.shaping_dtensors_on_host(), internals.FakeTensorMode():
-            fake = internals._op_schema._rebuild_tensor_from_dtensor_meta(tensor._spec)
-    assert (fake.device.type, fake.shape) == ("cpu", tensor.shape)
-
-
-@canary("has_kernel", "run_kernel_of_cuda")
-def kernels_for_cuda_can_be_run() -> None:
-    """Operators that a library has for CUDA alone cannot be called on the emulated device."""
-
-    @torch.library.custom_op("fsdp_overlap_canary::twice", mutates_args=(), device_types="cuda")
-    def twice(x: torch.Tensor) -> torch.Tensor:
-        return 2 * x
-
-    operator = torch.ops.fsdp_overlap_canary.twice.default
-    assert internals.has_kernel(operator.name(), "CUDA")
-    assert not internals.has_kernel(operator.name(), "CPU")
-    assert internals.run_kernel_of_cuda(operator, torch.ones(2)).tolist() == [2, 2]
-
-
-@canary("telling_accelerator")
-def the_accelerator_is_asked_for_in_python() -> None:
-    """Programs for GPUs find another device."""
-    with internals.telling_accelerator(torch.device("cuda")):
-        assert torch.accelerator.current_accelerator() == torch.device("cuda")
-        assert torch.get_device_module() is torch.cuda
-
-
-@canary("names_of_groups")
-def groups_have_names() -> None:
-    """Groups that behave as NCCL's have no name."""
-    with one_rank():
-        assert internals.names_of_groups[dist.group.WORLD] == "0"
-
-
-@canary("register_device")
-def a_device_can_be_of_python() -> None:
-    """The emulated device does not exist."""
-    from fsdp_overlap.emulator import torch_module
-
-    torch_module.register()
-    assert torch.device("emulated", 0).type == "emulated"
-    assert getattr(torch, "emulated") is torch_module  # noqa: B009
-
-
-@pytest.mark.parametrize("name", CANARIES)
+@pytest.mark.parametrize("name", CANARIES.checks)
 def test_torch_has(name: str) -> None:
-    try:
-        CANARIES[name]()
-    except Exception as error:
-        what = f"{type(error).__name__}: {error}".split("\n")[0]
-        pytest.fail(
-            f"torch {torch.__version__} changed {name}. {CANARIES[name].__doc__} ({what})",
-            pytrace=False,
-        )
+    CANARIES.run(name)
 
 
 def test_every_name_has_a_canary() -> None:
-    names = set(internals.ATTRIBUTES)
-    for node in ast.parse(Path(internals.__file__).read_text()).body:
-        if isinstance(node, ast.FunctionDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Assign):
-            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-    assert set(CANARIES) == names - {"ATTRIBUTES"}
-
-
-# Nothing else in the package uses what torch does not promise.
-
-# Attributes that neither torch nor a class of ours has.
-OTHERS = {
-    "_fields",  # of named tuples
-    "_asdict",  # of named tuples
-    "_fsdp_owner",  # hung by us on parameters
-    "_no_split_modules",  # of models of transformers
-    "_is_stateful",  # of models of transformers
-    "_apply_gate",  # of experts of transformers
-    "_is_owned",  # of locks, which threading.Condition asks too
-}
-LOOKUPS = ("getattr", "setattr", "hasattr", "delattr", "attrgetter", "methodcaller", "object")
-
-
-def is_private(name: str) -> bool:
-    if name == "distributed_c10d":
-        return True
-    # The family of _foreach_copy_() is documented.
-    is_documented = name.startswith("_foreach_") and name != "_foreach_utils"
-    return name.startswith("_") and not name.endswith("__") and not is_documented
-
-
-def own_names(trees: list[ast.Module]) -> set[str]:
-    """The private names that classes and modules of ours have."""
-    names = set()
-    for node in (node for tree in trees for node in ast.walk(tree)):
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            names.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls"):
-            names |= {node.attr} if isinstance(node.ctx, ast.Store) else set()
-    return names
-
-
-def dotted(node: ast.expr) -> list[str]:
-    """``a.b.c`` as its names; empty if it is anything else."""
-    if isinstance(node, ast.Name):
-        return [node.id]
-    if isinstance(node, ast.Attribute) and (before := dotted(node.value)):
-        return [*before, node.attr]
-    return []
-
-
-def imported(tree: ast.Module) -> dict[str, str]:
-    """Which module each imported name comes from."""
-    found = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found |= {(a.asname or a.name.split(".")[0]): a.name for a in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {(a.asname or a.name): f"{node.module}.{a.name}" for a in node.names}
-    return found
-
-
-def internals_in(tree: ast.Module, own: set[str]) -> Iterator[tuple[int, str]]:
-    """Private names of torch in a file, and the lines that they are in."""
-    known = own | OTHERS | {name.split(".")[1] for name in internals.ATTRIBUTES}
-    sources = imported(tree)
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            base = getattr(node, "module", None)
-            for alias in node.names:
-                path = f"{base}.{alias.name}" if base else alias.name
-                if path.split(".")[0] == "torch" and any(map(is_private, path.split("."))):
-                    yield node.lineno, path
-        elif isinstance(node, ast.Attribute) and is_private(node.attr):
-            path = dotted(node)
-            source = sources.get(path[0], "") if path else ""
-            top = source.split(".")[0]
-            is_listed = ".".join(path[-2:]) in internals.ATTRIBUTES
-            is_an_object = not source or top == "fsdp_overlap"
-            if (top == "torch" and not is_listed) or (is_an_object and node.attr not in known):
-                yield node.lineno, ast.unparse(node)
-        elif isinstance(node, ast.Call) and dotted(node.func)[-1:] in [[name] for name in LOOKUPS]:
-            for argument in node.args:
-                name = argument.value if isinstance(argument, ast.Constant) else None
-                if isinstance(name, str) and is_private(name) and name not in known:
-                    yield node.lineno, name
+    assert set(CANARIES.checks) == names_of(internals)
 
 
 def test_only_one_file_uses_what_torch_does_not_promise() -> None:
-    files = [path for path in PACKAGE.rglob("*.py") if path != Path(internals.__file__)]
-    trees = {path: ast.parse(path.read_text()) for path in files}
-    own = own_names(list(trees.values()))
-    found = [
-        f"{path.relative_to(PACKAGE)}:{line}: {name}"
-        for path, tree in trees.items()
-        for line, name in internals_in(tree, own)
+    files = [
+        path for path in PACKAGE.rglob("*.py") if path.name != FILE and TOOLS not in path.parents
     ]
-    assert found == [], "give it a name in torch_internals.py, or list it in ATTRIBUTES"
+    found = internals_in(files, internals.ATTRIBUTES)
+    assert found == [], f"give it a name in {FILE}, or list it in ATTRIBUTES"
 
 
 def test_what_is_private_is_found() -> None:
@@ -1339,21 +812,12 @@ torch._foreach_copy_([], [])
 tensor._version
 self._mine
 """.strip()
-    found = [line for line, _ in internals_in(ast.parse(lines), {"_mine"})]
+    found = [line for line, _ in private_names(ast.parse(lines), {"_mine"}, internals.ATTRIBUTES)]
     assert sorted(set(found)) == [1, 2, 3, 5, 6, 7, 8]
 
 
-def names_in(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            yield node.attr
-        elif isinstance(node, (ast.alias, ast.FunctionDef)):
-            yield node.name
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.value
-
-
 def test_nothing_is_listed_that_nobody_uses() -> None:
-    files = [path for path in PACKAGE.rglob("*.py") if path != Path(internals.__file__)]
-    used = {name for path in files for name in names_in(ast.parse(path.read_text()))}
-    assert [name for name in CANARIES if name.split(".")[-1] not in used] == []
+    files = [
+        path for path in PACKAGE.rglob("*.py") if path.name != FILE and TOOLS not in path.parents
+    ]
+    assert unused(CANARIES.checks, files) == []

@@ -18,7 +18,6 @@ from fsdp_overlap.comm.extension_gather import ExtensionGather
 from fsdp_overlap.comm.quantized import QuantizedGather, QuantizedReduction
 from fsdp_overlap.comm.row_collectives import PackedRows
 from fsdp_overlap.desync.order_check import OrderCheck
-from fsdp_overlap.emulator import EmulatedDevice, active, fake_ranks, running
 from fsdp_overlap.engine import comm_context, hooks
 from fsdp_overlap.engine.autograd import SavedForward, VersionCounters
 from fsdp_overlap.engine.comm_context import CommContext
@@ -36,6 +35,7 @@ from fsdp_overlap.optim.owner_groups import OwnerGroups
 from fsdp_overlap.schedule.prefetch import Prefetcher
 from fsdp_overlap.schedule.reducer import GradReducer
 from fsdp_overlap.schedule.scheduler import Schedule
+from fsdp_overlap.tools.emulator import EmulatedDevice, active, fake_ranks, running
 from fsdp_overlap.weights import WeightResharder, export, save
 from fsdp_overlap.weights.exchange import WeightExchange
 from support.defects import Defect

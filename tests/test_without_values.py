@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_overlap.emulator import EmulatedDevice, active, fake_ranks, running
 from fsdp_overlap.layout import PerTensor, TensorAtomic
 from fsdp_overlap.optim import AdamW, Muon
+from fsdp_overlap.tools.emulator import EmulatedDevice, active, fake_ranks, running
 from fsdp_overlap.torch_internals import disabled_torch_function
 from support.emulated import Program
 from support.zoo import ZOO

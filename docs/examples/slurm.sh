@@ -35,6 +35,6 @@ srun --ntasks-per-node=1 --kill-on-bad-exit=1 \
     --nnodes "$SLURM_NNODES" --nproc-per-node "${RANKS:-auto}" \
     --rdzv-backend c10d --rdzv-endpoint "$endpoint" --rdzv-id "$SLURM_JOB_ID" \
     --max-restarts 3 \
-    -m fsdp_overlap.cli train --out "runs/$SLURM_JOB_ID" "$@" &
+    -m fsdp_overlap train --out "runs/$SLURM_JOB_ID" "$@" &
 ranks=$!
 wait "$ranks"

@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, find_blocks, fully_shard
-from fsdp_overlap.profiling import Report
-from fsdp_overlap.profiling.plot import write_png
-from fsdp_overlap.simulator import Costs, Device, Fabric, Step, simulate
+from fsdp_overlap.tools.profiling import Report
+from fsdp_overlap.tools.profiling.plot import write_png
+from fsdp_overlap.tools.simulator import Costs, Device, Fabric, Step, simulate
 
 GPUS = 64
 

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from fsdp_overlap.simulator import Costs, Device, Fabric, Training, simulate
+from fsdp_overlap.tools.simulator import Costs, Device, Fabric, Training, simulate
 
 GIB = 2**30
 H100, H200 = "h100_sxm", "h200_sxm"

@@ -22,8 +22,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from fsdp_overlap.cli.output import BadInput
-from fsdp_overlap.cli.run_folder import check_out
+from fsdp_overlap.tools.cli.output import BadInput
+from fsdp_overlap.tools.cli.run_folder import check_out
 from harness.benchmarks import BENCHMARKS, Benchmark
 from harness.measurement import Measurement, read_measurement
 from harness.output import fail

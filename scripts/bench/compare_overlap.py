@@ -15,7 +15,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from fsdp_overlap.cli.report import report
+from fsdp_overlap.tools.cli.report import report
 from harness import link_training, processes, slow_link
 
 OURS, FSDP2 = "fsdp_overlap", "FSDP2"

@@ -30,7 +30,7 @@ QUANTITY = "validation loss"
 
 def validations(args: argparse.Namespace, system: str, seed: int, folder: Path) -> dict[int, float]:
     """The validation losses of a run, by step."""
-    command = [sys.executable, "-m", "fsdp_overlap.cli", "train", "--dtype", "bfloat16"]
+    command = [sys.executable, "-m", "fsdp_overlap", "train", "--dtype", "bfloat16"]
     command += [*SYSTEMS[system], "--seed", str(seed), "--steps", str(args.steps)]
     command += ["--out", str(folder), "--save-every", str(args.steps)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=args.timeout)

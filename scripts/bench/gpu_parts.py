@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
 import llama
-from fsdp_overlap.profiling import Report, assert_overlapped, read_report
-from fsdp_overlap.profiling.report import ROWS
-from fsdp_overlap.profiling.tables import ReportTable, kinds_table, ranks_table
+from fsdp_overlap.tools.profiling import Report, assert_overlapped, read_report
+from fsdp_overlap.tools.profiling.report import ROWS
+from fsdp_overlap.tools.profiling.tables import ReportTable, kinds_table, ranks_table
 from harness import output, simulated_ranks, turns
 from harness.markdown import markdown_table
 from harness.measurement import Measurement, Ratio, Spread, interval, three_decimals

@@ -37,8 +37,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_overlap
-from fsdp_overlap.emulator import EmulatedDevice, fake_ranks, running
-from fsdp_overlap.emulator.threads import DeviceThread
+from fsdp_overlap.tools.emulator import EmulatedDevice, fake_ranks, running
+from fsdp_overlap.tools.emulator.threads import DeviceThread
 from harness import options, output, turns
 from harness.bare_sharding import BareUnit
 from harness.calls import count_calls
@@ -265,7 +265,7 @@ def counted(step: Callable[[], object], warmup: int, blocks: int) -> float:
 
 def is_systems(file: str) -> bool:
     """Whether a file is of a system that shards, and not of the device that it runs on."""
-    is_ours = "/fsdp_overlap/" in file and "/fsdp_overlap/emulator/" not in file
+    is_ours = "/fsdp_overlap/" in file and "/fsdp_overlap/tools/emulator/" not in file
     return is_ours or "/torch/distributed/" in file
 
 

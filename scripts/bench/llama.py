@@ -50,7 +50,7 @@ from torch.profiler import ProfilerActivity, profile
 import fsdp_overlap
 import fsdp_overlap.optim
 from fsdp_overlap.layout import TensorAtomic
-from fsdp_overlap.profiling import read_report
+from fsdp_overlap.tools.profiling import read_report
 from harness import output, simulated_ranks
 from harness.measurement import Measurement, Ratio
 from harness.simulated_link import Link

@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
 import hsdp
-from fsdp_overlap.simulator import CpuPrediction, Fabric, Profile, simulate_on_cpu
+from fsdp_overlap.tools.simulator import CpuPrediction, Fabric, Profile, simulate_on_cpu
 from harness import link_training, options, output, peaks, processes, slow_link, turns
 from harness.measurement import Measurement
 

@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from fsdp_overlap.simulator import Costs, Device, Fabric, Training
-from fsdp_overlap.simulator.costs import expected_maximum
-from fsdp_overlap.simulator.estimate import StepCost, count_equal_blocks, estimate, measure
+from fsdp_overlap.tools.simulator import Costs, Device, Fabric, Training
+from fsdp_overlap.tools.simulator.costs import expected_maximum
+from fsdp_overlap.tools.simulator.estimate import StepCost, count_equal_blocks, estimate, measure
 
 GIB = 2**30
 FLEX_BLOCK = 128

@@ -31,8 +31,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from fsdp_overlap import FsdpContext, fully_shard
-from fsdp_overlap.cli.model import GPT, VOCABULARY
 from fsdp_overlap.optim import AdamW
+from fsdp_overlap.tools.cli.model import GPT, VOCABULARY
 from harness import options, output, peaks, processes
 from harness.measurement import Claim, Figure, Measurement, Spread
 

@@ -25,10 +25,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.cli.checkpoints import Checkpoints
-from fsdp_overlap.cli.config import TrainConfig
-from fsdp_overlap.cli.data import Text
-from fsdp_overlap.cli.trainer import Trainer
+from fsdp_overlap.tools.cli.checkpoints import Checkpoints
+from fsdp_overlap.tools.cli.config import TrainConfig
+from fsdp_overlap.tools.cli.data import Text
+from fsdp_overlap.tools.cli.trainer import Trainer
 from harness import options, output, peaks, processes
 from harness.measurement import Claim, Figure, Measurement, Spread
 

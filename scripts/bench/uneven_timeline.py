@@ -16,8 +16,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from fsdp_overlap import FsdpContext, fully_shard
-from fsdp_overlap.profiling import read_report
-from fsdp_overlap.profiling.plot import write_png
+from fsdp_overlap.tools.profiling import read_report
+from fsdp_overlap.tools.profiling.plot import write_png
 from harness import processes, slow_link
 
 WIDTH, ROWS, BLOCKS = 1024, 512, 3

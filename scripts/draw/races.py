@@ -29,7 +29,7 @@ def main(
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         lines = program.splitlines(keepends=True)
         Path("prefetch.py").write_text("".join(x for x in lines if "wait_stream" not in x))
-        command = [sys.executable, "-m", "fsdp_overlap.cli", "races", "--page", "races.html"]
+        command = [sys.executable, "-m", "fsdp_overlap", "races", "--page", "races.html"]
         subprocess.run([*command, "prefetch.py"], check=False, stdout=subprocess.DEVNULL)
         with sync_playwright() as playwright:
             program = shutil.which(browser)

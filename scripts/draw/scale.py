@@ -22,7 +22,7 @@ from rich.console import Console
 
 from fsdp_overlap import BlockAtomic, Flat, TensorAtomic
 from fsdp_overlap.layout import LayoutRule
-from fsdp_overlap.simulator import Costs, Device, Fabric, Training, simulate
+from fsdp_overlap.tools.simulator import Costs, Device, Fabric, Training, simulate
 
 DEVICE, FABRIC = "h100_sxm", "nvlink4_400g"
 LARGE = "h200_sxm"  # for what does not fit the other

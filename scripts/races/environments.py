@@ -180,10 +180,10 @@ def find_races(
         NotRun: the environment could not be made, or the program did not run to its end.
     """
     made = make(environment, cache)
-    start = ["-m", "fsdp_overlap.races"]  # which needs none of the command line's libraries
+    start = ["-m", "fsdp_overlap.tools.races"]  # which needs none of the command line's libraries
     path = made.python_path
     if change:
-        main = "from fsdp_overlap.races.__main__ import main; raise SystemExit(main())"
+        main = "from fsdp_overlap.tools.races.__main__ import main; raise SystemExit(main())"
         start = ["-c", f"import changes; changes.{change}(); {main}"]
         path += f"{os.pathsep}{HERE}"
     variables = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}

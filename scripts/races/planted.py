@@ -189,8 +189,8 @@ def work(library: Library, left_out: Statement | None, variants: list[str]) -> I
     explain."""
     reached: set[Statement] = set()
     plant(library, left_out, reached.add)
-    from fsdp_overlap.races import describe
-    from fsdp_overlap.races.runner import Program, run
+    from fsdp_overlap.tools.races import describe
+    from fsdp_overlap.tools.races.runner import Program, run
 
     def give_up(*_: object) -> None:
         raise TimeoutError("it does not end")

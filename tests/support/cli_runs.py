@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_overlap.cli import main
-from fsdp_overlap.cli.checkpoints import Checkpoints
+from fsdp_overlap.tools.cli import main
+from fsdp_overlap.tools.cli.checkpoints import Checkpoints
 from support.program import Program
 
 TIMELESS = ("step", "loss", "grad_norm", "lr", "val_loss")

@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_overlap import FsdpContext
-from fsdp_overlap.emulator import EmulatedDevice, Operation, running
-from fsdp_overlap.emulator.queues import Queue
 from fsdp_overlap.optim import AdamW
 from fsdp_overlap.tensor.pending_steps import finish_pending_steps
+from fsdp_overlap.tools.emulator import EmulatedDevice, Operation, running
+from fsdp_overlap.tools.emulator.queues import Queue
 from support.twins import loss_of
 from support.zoo import VOCABULARY, ZOO
 

@@ -23,10 +23,10 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_overlap import FsdpContext, QuantizedCommPolicy, fully_shard
 from fsdp_overlap.checkpoint import ShardStager
-from fsdp_overlap.emulator import Stream, current_stream, fake_ranks, stream
 from fsdp_overlap.engine import grads
 from fsdp_overlap.layout import BlockAtomic, Flat, LayoutRule, PerTensor, TensorAtomic, pieces
 from fsdp_overlap.optim import AdamW, LayerWise, Muon, OverlapPolicy, clip_grad_norm_, exchange
+from fsdp_overlap.tools.emulator import Stream, current_stream, fake_ranks, stream
 from fsdp_overlap.weights import WeightResharder, export_weights, save_weights
 from fsdp_overlap.weights import exchange as weights_exchange
 from support.emulated import Program, trained

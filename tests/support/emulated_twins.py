@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fsdp_overlap.emulator.nccl_like import unseen
+from fsdp_overlap.tools.emulator.nccl_like import unseen
 from support.held import held_of
 from support.twins import Twins, same
 

@@ -20,14 +20,14 @@ from hypothesis.internal.conjecture.engine import ConjectureRunner
 
 from fsdp_overlap import BlockAtomic, Flat, PerTensor
 from fsdp_overlap import TensorAtomic as WholeMatrices
-from fsdp_overlap.emulator import (
+from fsdp_overlap.layout import LayoutRule
+from fsdp_overlap.tools.emulator import (
     EmulatedDevice,
     IssuedCollective,
     compare_issued,
     nccl_like,
     running,
 )
-from fsdp_overlap.layout import LayoutRule
 from support.fuzz_errors import PLACES, EditTooSoon, Fail, FailAlone, Reset, Stray
 from support.fuzz_run import Run
 from support.fuzz_setup import EXPERT_PARALLELISM, OPTIMIZERS, PLAIN, TENSOR_PARALLELISM, Setup

@@ -17,15 +17,15 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.emulator import torch_module as streams
-from fsdp_overlap.emulator.nccl_like import (
+from fsdp_overlap.tools.emulator import torch_module as streams
+from fsdp_overlap.tools.emulator.nccl_like import (
     Arrival,
     CollectiveCall,
     Delivery,
     NcclLikeGroup,
     unseen,
 )
-from fsdp_overlap.emulator.queues import Queue
+from fsdp_overlap.tools.emulator.queues import Queue
 
 
 class _Launched(Delivery):

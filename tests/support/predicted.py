@@ -8,7 +8,7 @@ from typing import Any
 
 import transformers
 
-from fsdp_overlap.simulator import Costs, Device, Fabric, Prediction, Training, simulate
+from fsdp_overlap.tools.simulator import Costs, Device, Fabric, Prediction, Training, simulate
 
 GPUS = 16
 

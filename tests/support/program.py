@@ -119,13 +119,14 @@ def _main(
     if torchrun is not None:
         from support.torchrun import main
 
-        program = [] if is_script else ["-m", "fsdp_overlap.cli"]
+        program = [] if is_script else ["-m", "fsdp_overlap"]
         main([*torchrun, *program, *arguments])
         return
 
     import torch
 
-    from fsdp_overlap.cli import __main__, launch
+    from fsdp_overlap import __main__
+    from fsdp_overlap.tools.cli import launch
     from support.beginning import begin_together
 
     begin_together()

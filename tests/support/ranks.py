@@ -44,7 +44,8 @@ T = TypeVar("T")
 # What nearly every test imports, and what takes a worker seconds to import by itself; then what
 # runs of the program import (support/program.py).
 PRELOAD = "torch.distributed.fsdp torch.distributed.tensor.debug pytest".split()
-PRELOAD += "fsdp_overlap.cli.main fsdp_overlap.cli.train plotly.graph_objs._figure".split()
+PRELOAD += "fsdp_overlap.tools.cli.main fsdp_overlap.tools.cli.train".split()
+PRELOAD += "plotly.graph_objs._figure".split()
 PRELOAD += "matplotlib.figure matplotlib.backends.backend_agg".split()
 SANITIZE = "FSDP_OVERLAP_CUDA_SANITIZER"
 """Set: workers look at all that CUDA streams do. torch's own variable would make the import of

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from fsdp_overlap.comm import symmetric_memory as library
-from fsdp_overlap.emulator import active
-from fsdp_overlap.emulator.allocator import MemPool
-from fsdp_overlap.emulator.nccl_like import CollectiveCall, NcclLikeGroup
+from fsdp_overlap.tools.emulator import active
+from fsdp_overlap.tools.emulator.allocator import MemPool
+from fsdp_overlap.tools.emulator.nccl_like import CollectiveCall, NcclLikeGroup
 from fsdp_overlap.torch_internals import default_store
 from fsdp_overlap.torch_internals import symmetric_memory as torchs
 

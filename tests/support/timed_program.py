@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_overlap import FsdpContext, fully_shard
-from fsdp_overlap.emulator import Operation
 from fsdp_overlap.optim import AdamW
-from fsdp_overlap.simulator.costs import full_of
-from fsdp_overlap.simulator.simulate import Prediction, Step, simulate
+from fsdp_overlap.tools.emulator import Operation
+from fsdp_overlap.tools.simulator.costs import full_of
+from fsdp_overlap.tools.simulator.simulate import Prediction, Step, simulate
 
 UNITS, WIDTH = 6, 64
 LAYER_BYTES = 4 * WIDTH * WIDTH

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp_overlap.profiling import RankReport, Report, read_report
+from fsdp_overlap.tools.profiling import RankReport, Report, read_report
 
 MAIN, GLOO_A, GLOO_B = 1, 2, 3
 Event = dict[str, Any]

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console, JustifyMethod
 from rich.table import Table
 
-from fsdp_overlap.cli.process_group import cores
+from fsdp_overlap.tools.cli.process_group import cores
 from harness.markdown import markdown_table
 from harness.measurement import (
     Figure,

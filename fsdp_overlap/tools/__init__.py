@@ -1,0 +1,1 @@
+"""Programs about training runs. Nothing else in the package imports them."""
