@@ -26,7 +26,7 @@ OUTSIDE_CORE = {
     *("emulator", "modelled", "simulator", "simulating", "tools"),
 }
 LONGEST_FUNCTION = 80
-"""In lines, without its signature and its docstring, as ``tests/test_house.py`` counts."""
+"""In lines, without its signature and its docstring, as ``tests/docs/test_house.py`` counts."""
 
 Files = Mapping[PurePosixPath, str]
 """The text of each measured file, by its path in the repository."""

@@ -18,6 +18,8 @@ pytest.register_assert_rewrite("support")  # which must come before what is impo
 
 from support.ranks import close_pool  # noqa: E402
 
+pytest_plugins = ["support.short", "support.summary", "pytester"]
+
 torch.set_num_threads(1)  # should torch have been imported before
 
 # On a busy machine an example takes many times as long. That is no fault of what is tested.

@@ -81,16 +81,17 @@ print(json.dumps(names))
 DRIVER = "driver_version,memory.total,clocks.max.sm,clocks.max.mem,power.limit,persistence_mode"
 
 # Those that keep the comm streams and compute busy with torch's own kernels, which alone it knows.
-SANITIZED = "tests/test_cuda.py -m gpu -k".split() + ["unsharded or stages or wait_for_each_other"]
+ON_GPUS = "tests/comm/test_cuda.py -m gpu -k".split()
+SANITIZED = [*ON_GPUS, "unsharded or stages or wait_for_each_other"]
 SANITIZE = {"FSDP_OVERLAP_CUDA_SANITIZER": "1"}  # see tests/support/ranks.py
 
 # Few: each allocation waits for the GPU, and memcheck looks at each access.
-MEMCHECKED = "tests/test_cuda.py -m gpu -k".split() + ["training_on_gpus and (layers or nested)"]
+MEMCHECKED = [*ON_GPUS, "training_on_gpus and (layers or nested)"]
 UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 MEMCHECK = "compute-sanitizer --tool memcheck --target-processes all --error-exitcode 1".split()
 
 # The first that hangs ends the part: others would, too.
-BY_TWO_RANKS = "tests/test_cuda.py -m gpu -x -k".split()
+BY_TWO_RANKS = "tests/comm/test_cuda.py -m gpu -x -k".split()
 BY_TWO_RANKS += ["collectives_of_nccl or (training_on_gpus and layers) or raised or clipped"]
 TWO_RANKS = {
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
@@ -99,7 +100,7 @@ TWO_RANKS = {
 }
 
 # What the suite is tried out with where there is no GPU: workers start, and simulated ranks train.
-TRIED_OUT = "tests/test_simulated_ranks.py -k train_as_the_unsharded_model".split()
+TRIED_OUT = "tests/docs/test_simulated_ranks.py -k train_as_the_unsharded_model".split()
 
 ON_A_CPU = (
     "**These are figures of a CPU**, on which ranks are simulated by sleeping and nothing "

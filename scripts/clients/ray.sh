@@ -13,4 +13,4 @@ if [[ "$(cat $env/.inputs 2>/dev/null)" != "$inputs" ]]; then
     "$env/bin/python" -m pip install --quiet --disable-pip-version-check "${packages[@]}"
     echo "$inputs" >$env/.inputs
 fi
-exec .venv/bin/pytest tests/test_ray.py "$@"
+exec .venv/bin/pytest tests/integration/clients/test_ray.py "$@"

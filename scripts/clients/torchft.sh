@@ -12,4 +12,4 @@ if [[ "$(cat $env/.inputs 2>/dev/null)" != "$inputs" ]]; then
     "$env/bin/python" -m pip install --quiet --disable-pip-version-check "${packages[@]}"
     echo "$inputs" >$env/.inputs
 fi
-exec .venv/bin/pytest tests/test_torchft.py "$@"
+exec .venv/bin/pytest tests/integration/clients/test_torchft.py "$@"

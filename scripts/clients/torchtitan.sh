@@ -18,4 +18,4 @@ if [[ "$(cat $env/.inputs 2>/dev/null)" != "$inputs" ]]; then
     "${pip[@]}" --no-deps torchtitan==0.3.0 # it starts without the others that it names
     echo "$inputs" >$env/.inputs
 fi
-exec .venv/bin/pytest tests/test_torchtitan.py "$@"
+exec .venv/bin/pytest tests/integration/clients/test_torchtitan.py "$@"

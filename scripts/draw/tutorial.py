@@ -1,6 +1,6 @@
 """Draws docs/tutorial.svg: what each of two ranks holds of four blocks, unsharded and sharded.
 
-``HELD`` is the picture in words. tests/test_tutorial.py compares it with what ranks hold."""
+``HELD`` is the picture in words. tests/docs/test_tutorial.py compares it with what ranks hold."""
 
 from __future__ import annotations
 

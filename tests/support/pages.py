@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
+ROOT = TESTS.parent
 
 
 def rows_of(page: str) -> list[list[str]]:
@@ -26,6 +27,7 @@ def named_tests_in(cell: str) -> list[tuple[str, str]]:
     """
     named = re.findall(r"`(test_\w+)`(?:: `(test_\w+)`)?", cell)
     for file, test in named:
-        source = (TESTS / f"{file}.py").read_text()
+        [path] = TESTS.rglob(f"{file}.py")
+        source = path.read_text()
         assert f"def {test}(" in source if test else source
     return named

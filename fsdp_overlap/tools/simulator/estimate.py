@@ -14,7 +14,7 @@ from fsdp_overlap.tools.simulator.simulate import simulate
 from fsdp_overlap.tools.simulator.training import Training
 
 # So many blocks, in units and in all, are enough for a step to grow by the same with each further
-# unit. tests/test_search.py holds it.
+# unit. tests/tools/simulator/test_search.py holds it.
 ENOUGH_UNITS, ENOUGH_BLOCKS = 4, 4
 ENOUGH_MICROBATCHES = 2
 
