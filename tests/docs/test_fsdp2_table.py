@@ -1,5 +1,5 @@
-"""``docs/fsdp2.md`` has a row for every public feature of the FSDP2 that is installed, and its
-example runs."""
+"""``fsdp2_features.toml`` has a row for every public feature of the FSDP2 that is installed,
+``docs/fsdp2_features.md`` is made from it, and the ten lines of ``docs/fsdp2.md`` run."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ import torch.distributed.fsdp as fsdp2
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import _fully_shard as module_of_fsdp2
 
+import fsdp2_features
 import fsdp_overlap
-from support.pages import TESTS, named_tests_in, rows_of
+from fsdp2_features import Feature
+from support.pages import named_tests_in
 from support.ranks import run_ranks
 from support.zoo import Model
 
-PAGE = (TESTS.parent / "docs" / "fsdp2.md").read_text()
-ROWS = rows_of(PAGE)
-FEATURES = " ".join(row[0] for row in ROWS)
+FEATURES = fsdp2_features.read()
+NAMED = " ".join(feature.feature for rows in FEATURES.values() for feature in rows)
+
+MOVING = fsdp2_features.PAGE.with_name("fsdp2.md")
 
 VERBS = [name for name in vars(fsdp2.FSDPModule) if not name.startswith("_")]
 ARGUMENTS = [name for name in inspect.signature(fsdp2.fully_shard).parameters if name != "module"]
@@ -31,7 +34,7 @@ POLICY = list(inspect.signature(fsdp2.MixedPrecisionPolicy).parameters)
 
 @pytest.mark.parametrize("name", [*VERBS, *ARGUMENTS, *POLICY])
 def test_every_verb_and_argument_has_a_row(name: str) -> None:
-    assert re.search(rf"\b{name}\b", FEATURES), name
+    assert re.search(rf"\b{name}\b", NAMED), name
 
 
 @pytest.mark.parametrize("name", EXPORTED)
@@ -39,16 +42,27 @@ def test_every_exported_name_has_a_row(name: str) -> None:
     wanted = {"MixedPrecisionPolicy": "mp_policy", "OffloadPolicy": "offload_policy"}.get(
         name, name
     )
-    assert re.search(rf"\b{wanted}\b", FEATURES), name
+    assert re.search(rf"\b{wanted}\b", NAMED), name
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
-def test_rows_say_one_of_four_things_and_name_tests_that_exist(row: list[str]) -> None:
-    assert row[1] in ("same", "better", "different", "refused")
-    named_tests_in(row[-1])
+@pytest.mark.parametrize(
+    "feature",
+    [feature for rows in FEATURES.values() for feature in rows],
+    ids=lambda feature: feature.feature,
+)
+def test_every_feature_names_tests_that_exist(feature: Feature) -> None:
+    tests = feature.tests + feature.gpu_tests
+    assert len(named_tests_in(feature.row)) == len(tests) > 0
 
 
-REFUSED = {name for row in ROWS if row[1] == "refused" for name in re.findall(r"`(\w+)`", row[0])}
+def test_the_page_is_made_from_these_features() -> None:
+    is_current = fsdp2_features.PAGE.read_text() == fsdp2_features.page_of(FEATURES)
+    assert is_current, f"{fsdp2_features.PAGE.name} is stale: run {fsdp2_features.COMMAND}"
+
+
+REFUSED = {
+    name for feature in FEATURES["refused"] for name in re.findall(r"`(\w+)`", feature.feature)
+}
 
 
 @pytest.mark.parametrize("name", VERBS)
@@ -66,7 +80,7 @@ def test_names_that_are_imported_are_there(name: str) -> None:
 
 def migrate() -> None:
     """Both sides of the page's ten lines run, and train alike."""
-    example = re.search(r"```diff\n(.*?)```", PAGE, re.DOTALL)
+    example = re.search(r"```diff\n(.*?)```", MOVING.read_text(), re.DOTALL)
     assert example is not None
     lines = example[1].splitlines()
     mesh = init_device_mesh("cpu", (2,))

@@ -579,7 +579,7 @@ def test_the_program_of_gpus_is_right_here_too(device: EmulatedDevice) -> None:
 
 
 def test_the_example_in_the_documents_runs(device: EmulatedDevice) -> None:
-    page = (TESTS.parent / "docs" / "fsdp2.md").read_text()
+    page = (TESTS.parent / "docs" / "cuda_graphs.md").read_text()
     [example] = re.findall(r"```python\n(batch = .*?graph\.replay.*?)```", page, re.DOTALL)
     program = Program(dims=(1,))
     names = {

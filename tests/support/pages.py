@@ -23,9 +23,9 @@ def rows_of(page: str) -> list[list[str]]:
 def named_tests_in(cell: str) -> list[tuple[str, str]]:
     """Return the tests that a cell names, each as its file and its name, or "" for all of a file.
 
-    Asserts that they exist.
+    Cells have `file::name`, or `file`. Asserts that they exist.
     """
-    named = re.findall(r"`(test_\w+)`(?:: `(test_\w+)`)?", cell)
+    named = re.findall(r"`(test_\w+)(?:::(test_\w+))?`", cell)
     for file, test in named:
         [path] = TESTS.rglob(f"{file}.py")
         source = path.read_text()
