@@ -26,8 +26,10 @@ INTRODUCTION = """\
 What FSDP2 of torch 2.13 and 2.15 does, and what programs do with it, in {total} rows:
 {counts}.
 
-Each row names the tests that show it, in `tests/`. Tests after "GPU" need [one](gpu.md#what-has-run).
-[From FSDP2](fsdp2.md) says how to move. Made by `{command}` from `{data}`.
+Each row names the tests that show it, in `tests/`. Tests after "GPU" need
+[one](gpu.md#what-has-run). [From FSDP2](fsdp2.md) says how to move.
+
+Made by `{command}` from `{data}`.
 """
 
 

@@ -189,7 +189,8 @@ def _held(unit: Any, kind: str) -> str:
 
 def test_the_picture_shows_what_ranks_hold(tmp_path: Path) -> None:
     """The picture's halves of gradients are left out: a rank has one from when it has arrived, but
-    it is given to the parameters at the end of backward. Block 3's may have arrived already."""
+    it is given to the parameters at the end of backward. Block 3's may have arrived already, and
+    block 4's may be under way still where the other rank is late."""
     for language, text in blocks():
         if language == "python":
             write(tmp_path, text)
@@ -200,4 +201,4 @@ def test_the_picture_shows_what_ranks_hold(tmp_path: Path) -> None:
     for seen in run_ranks(held_by_this_rank, 2, str(tmp_path)):
         assert seen["parameters"] == list(drawn["parameters"])
         assert seen["gradients"][:-1] == before
-        assert seen["gradients"][-1] in (in_backward, "-W--")
+        assert seen["gradients"][-1] in (in_backward, "-W--", "-WWW")
