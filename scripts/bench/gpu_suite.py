@@ -302,7 +302,7 @@ def tests_of(device: str) -> list[str]:
 
 def tests_marked_gpu() -> list[str]:
     """The files that have such; others import what a machine without network may lack."""
-    tests = sorted((ROOT / "tests").glob("test_*.py"))
+    tests = sorted((ROOT / "tests").rglob("test_*.py"))
     return [str(path.relative_to(ROOT)) for path in tests if "pytest.mark.gpu" in path.read_text()]
 
 

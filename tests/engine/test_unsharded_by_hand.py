@@ -292,4 +292,4 @@ def all_ways() -> None:
 
 @pytest.mark.slow
 def test_parameters_are_sharded_after_a_backward_that_passed_the_forward_by() -> None:
-    run_ranks(all_ways, 2)
+    run_ranks(all_ways, 2, timeout=150)

@@ -791,7 +791,7 @@ def run_program(generator: random.Random) -> None:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("world_size", "programs"), [(2, 60), (3, 25), (4, 15)])
 def test_random_programs_train_as_unsharded(world_size: int, programs: int) -> None:
-    run_ranks(random_programs, world_size, programs, "suite", timeout=100)
+    run_ranks(random_programs, world_size, programs, "suite", timeout=150)
 
 
 # On the emulated device, where the host runs ahead.
@@ -842,7 +842,7 @@ DEFECTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
 
 @pytest.mark.slow
 def test_nothing_is_left_unordered_on_a_device() -> None:
-    seen = run_ranks(on_the_device, 2, "", backend=BACKEND, timeout=100)
+    seen = run_ranks(on_the_device, 2, "", backend=BACKEND, timeout=150)
     assert [findings for findings, _ in seen] == [[], []]
     assert compare_issued([issued for _, issued in seen]) is None
 
@@ -850,5 +850,5 @@ def test_nothing_is_left_unordered_on_a_device() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("defect", [name for name in DEFECTS if name])
 def test_a_planted_defect_is_found(defect: str) -> None:
-    seen = run_ranks(on_the_device, 2, defect, backend=BACKEND, timeout=100)
+    seen = run_ranks(on_the_device, 2, defect, backend=BACKEND, timeout=150)
     assert any(findings for findings, _ in seen)

@@ -16,7 +16,7 @@ from support.ranks import run_ranks
 @pytest.mark.sampled(20)
 @pytest.mark.parametrize("column", COLUMNS)
 def test_habits(column: str) -> None:
-    for of_rank in run_ranks(outcomes, 2, column):
+    for of_rank in run_ranks(outcomes, 2, column, timeout=200):
         wrong = {k: v for k, v in of_rank.items() if v not in ("right", "refused", "freed")}
         assert not wrong, f"wrong in {column}: {wrong}"
         assert len(of_rank) == len(HABITS)

@@ -250,7 +250,7 @@ def test_optimizers_of_others_work_as_they_are(layout: str, name: str) -> None:
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"{library} is not installed")  # one of them needs Python 3.12
     dtype = torch.float32 if "heavyball" in name else torch.float64
-    run_ranks(equals_twin, 4, layout, (), name, dtype)
+    run_ranks(equals_twin, 4, layout, (), name, dtype, timeout=200)
 
 
 def compiled(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -287,7 +287,7 @@ def trains_compiled() -> None:
 
 @pytest.mark.slow
 def test_steps_may_be_compiled() -> None:
-    run_ranks(trains_compiled, 2)
+    run_ranks(trains_compiled, 2, timeout=200)
 
 
 # Meshes

@@ -402,7 +402,7 @@ def walk(part: int, parts: int) -> tuple[set[str], set[str], list[str]]:
     ("world_size", "part", "parts"), [(2, 0, 3), (2, 1, 3), (2, 2, 3), (3, 0, 12)]
 )
 def test_every_op_is_right_or_refused(world_size: int, part: int, parts: int) -> None:
-    right, refused, wrong = run_ranks(walk, world_size, part, parts, timeout=150)[0]
+    right, refused, wrong = run_ranks(walk, world_size, part, parts, timeout=250)[0]
     assert not wrong, "\n".join(wrong)
     # So that the walk cannot become an empty one.
     assert len(right) > 120 / parts

@@ -92,4 +92,4 @@ def merged(layout: Any, dtype: torch.dtype) -> None:
     [(Flat(), torch.float32), (BlockAtomic(rows=1), torch.bfloat16), (PerTensor(), torch.float32)],
 )
 def test_merging_gives_the_bits_of_whole_weights(layout: Any, dtype: torch.dtype) -> None:
-    run_ranks(merged, 2, layout, dtype)
+    run_ranks(merged, 2, layout, dtype, timeout=150)

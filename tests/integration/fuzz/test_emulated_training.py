@@ -287,7 +287,7 @@ def run_all(only: str = "") -> dict[str, tuple[list[str], list[IssuedCollective]
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", PROGRAMS)
 def test_training_equals_unsharded_training_and_all_of_it_is_ordered(world_size: int) -> None:
-    ranks = run_ranks(run_all, world_size, backend=BACKEND, timeout=100)
+    ranks = run_ranks(run_all, world_size, backend=BACKEND, timeout=300)
     for name in PROGRAMS[world_size]:
         seen = [rank[name] for rank in ranks]
         assert [found for found, _ in seen] == [[]] * world_size, name

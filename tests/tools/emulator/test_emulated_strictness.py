@@ -460,7 +460,8 @@ def test_what_runs_in_a_thread_names_its_line(device: EmulatedDevice) -> None:
     with stream(Stream()):
         in_a_new_pool(lambda: tensor.add_(1))
         tensor.add_(1)
-    assert "add_ on the default stream, which writes it (tests/test_emu" in str(device.findings[0])
+    file = "tests/tools/emulator/test_emulated_strictness.py"
+    assert f"add_ on the default stream, which writes it ({file}" in str(device.findings[0])
 
 
 def test_threads_that_are_started_out_of_sight_are_not_seen(device: EmulatedDevice) -> None:
