@@ -172,6 +172,7 @@ DEVICES = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.sampled(3)
 @DEVICES
 @pytest.mark.parametrize("name", FEATURES)
 def test_the_host_waits_nowhere_in_a_steady_step(device: str, name: str) -> None:
@@ -233,6 +234,7 @@ def poison(device: str, name: str) -> None:
                 torch.testing.assert_close(one, wanted)
 
 
+@pytest.mark.sampled(3)
 @DEVICES
 @pytest.mark.parametrize("name", FEATURES)
 def test_nothing_reads_memory_before_it_is_filled_or_after_it_is_freed(

@@ -88,6 +88,7 @@ def beside_fsdp2(kept: str, dims: tuple[int, ...], is_set_after: bool) -> None:
             check(found, results[0], (reduced, syncs))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.skipif(TORCH < (2, 15), reason="FSDP2 follows grad_dtype from torch 2.15 on")
 @every_dtype
 @pytest.mark.parametrize("dims", [(2,), (2, 2)])

@@ -30,6 +30,10 @@ def test_sampled(n): ...
 def test_pairs(a, b, c): ...
 
 @pytest.mark.sampled(3)
+@pytest.mark.parametrize("n", [1, *(pytest.param(n, marks=pytest.mark.gpu) for n in (2, 3))])
+def test_gpu(n): ...
+
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_sampled_of_those_that_are_not_slow(n): ...
 """
@@ -60,7 +64,7 @@ def test_the_short_run_leaves_out_what_marks_say(
         ran = pytester.runpytest_subprocess("--collect-only", "-q", *options)
         return [line.partition("::")[2] for line in ran.outlines if "::" in line]
 
-    assert len(names()) == 1 + 1 + 9 + 18 + 2
+    assert len(names()) == 1 + 1 + 9 + 18 + 3 + 2
     short = names("--short")
     assert short == names("--short")
     counts = {name: sum(each.startswith(name) for each in short) for name in COUNTS}
@@ -68,5 +72,6 @@ def test_the_short_run_leaves_out_what_marks_say(
 
 
 COUNTS = {"test_ordinary": 1, "test_slow": 0, "test_sampled[": 3, "test_pairs[": 9} | {
-    "test_sampled_of_those_that_are_not_slow[": 1
+    "test_gpu[": 3,
+    "test_sampled_of_those_that_are_not_slow[": 1,
 }

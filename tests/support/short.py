@@ -41,7 +41,13 @@ def of_short_run(items: Iterable[pytest.Item]) -> Iterable[pytest.Item]:
     for item in items:
         cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for of_one in cases.values():
-        ordinary = [item for item in of_one if item.get_closest_marker("slow") is None]
+        # Those for a GPU are skipped without one, and would be chosen in place of others.
+        yield from (item for item in of_one if item.get_closest_marker("gpu") is not None)
+        ordinary = [
+            item
+            for item in of_one
+            if all(item.get_closest_marker(mark) is None for mark in ("gpu", "slow"))
+        ]
         if not ordinary:
             continue
         sampled = ordinary[0].get_closest_marker("sampled")

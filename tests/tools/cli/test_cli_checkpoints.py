@@ -163,6 +163,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_refused_before_anything_starts(
     copy: Path, damage: str, capsys: pytest.CaptureFixture[str]

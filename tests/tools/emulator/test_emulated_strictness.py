@@ -831,6 +831,7 @@ def memory_before_a_collective() -> None:
         group.register_mem_pool(pool)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("claim", [on_real_ranks, lists_differ, memory_before_a_collective])
 def test_a_group_of_real_ranks_is_as_nccls(claim: Callable[[], None]) -> None:
     run_ranks(claim, 2, backend=BACKEND)
