@@ -143,12 +143,12 @@ def test_a_slurm_job_saves_before_its_time_is_over_and_goes_on_when_queued_again
     assert_is_the_run_left_alone(run, folder)
 
 
-SCRIPTS = ROOT / "scripts"
+SCRIPTS = [*(ROOT / "scripts").rglob("*.sh"), *TESTS.rglob("*.sh")]
 
 
 @pytest.mark.parametrize(
     "script",
-    sorted([*EXAMPLES.glob("*.sh"), *SCRIPTS.rglob("*.sh")]),
+    sorted([*EXAMPLES.glob("*.sh"), *SCRIPTS]),
     ids=lambda path: path.name,
 )
 def test_the_scripts_are_free_of_what_shellcheck_knows(script: Path) -> None:

@@ -27,6 +27,7 @@ from support.zoo import Model
 DOCS = ROOT / "docs"
 ROOT = DOCS.parent
 README = ROOT / "README.md"
+PROGRAMS = r"(?:scripts|tests/support)/"
 PAGES = [README, *sorted(DOCS.glob("*.md"))]
 
 
@@ -220,11 +221,11 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
 
 
 def commands_of(page: Path) -> Iterator[list[str]]:
-    """The words of each command on a page that runs a script of the repository."""
+    """The words of each command on a page that runs a script or a test's program."""
     text = page.read_text().replace("\\\n", " ")
-    for command in re.findall(r"(?:^|`)([^`\n]*\bscripts/\w[^`\n]*)", text, re.MULTILINE):
+    for command in re.findall(rf"(?:^|`)([^`\n]*\b{PROGRAMS}\w[^`\n]*)", text, re.MULTILINE):
         words = command.split()
-        while words and not words[0].startswith("scripts/"):
+        while not re.match(PROGRAMS, words[0]):
             del words[0]
         yield words
 

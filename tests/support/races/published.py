@@ -1,7 +1,7 @@
 """Runs plain programs with releases of libraries that have published faults, and shows whether the
 emulated device finds them.
 
-    python scripts/races/published.py [ISSUE ...]
+    python tests/support/races/published.py [ISSUE ...]
 """
 
 from __future__ import annotations

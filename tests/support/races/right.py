@@ -3,8 +3,8 @@ nothing in them but the faults of libraries that are known.
 
 Prints a table. Exit status 1 if something else was found, or a program was not run.
 
-    python scripts/races/right.py --list
-    python scripts/races/right.py --only fsdp2
+    python tests/support/races/right.py --list
+    python tests/support/races/right.py --only fsdp2
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Right:
 
 
 def _ours(name: str, program: str, args: str = "", **options: Any) -> Right:
-    return Right(name, "scripts/races", f"{{programs}}/{program}.py", args, **options)
+    return Right(name, "tests/support/races", f"{{programs}}/{program}.py", args, **options)
 
 
 def _users(name: str, program: str, args: str = "", **options: Any) -> Right:

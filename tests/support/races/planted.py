@@ -1,5 +1,5 @@
 """Leaves out each statement of a library that orders something, one at a time, and shows which of
-them `fsdp-overlap races` finds: `python scripts/races/planted.py fsdp2`.
+them `fsdp-overlap races` finds: `python tests/support/races/planted.py fsdp2`.
 
 The statements are found in the library's source: calls of methods that wait, and those that
 `planted.toml` names because they only keep memory from being used again. A statement is left out

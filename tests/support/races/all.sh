@@ -5,7 +5,7 @@
 # checkout. Everything takes about half an hour, and longer the first time.
 set -uo pipefail
 here=$(dirname "$0")
-python=$here/../../.venv/bin/python
+python=$here/../../../.venv/bin/python
 cache=()
 examples=()
 while (($#)); do

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
+ROOT = HERE.parents[2]
 BESIDE_TORCH = [
     *("cuda-bindings==13.5.0", "cuda-pathfinder==1.9.1", "filelock==4.2.11", "fsspec==2026.9.0"),
     *("jinja2==3.1.6", "markupsafe==3.0.4", "mpmath==1.3.0", "networkx==3.6.1", "numpy==2.4.6"),
