@@ -18,7 +18,7 @@ pytest.register_assert_rewrite("support")  # which must come before what is impo
 
 from support.ranks import close_pool  # noqa: E402
 
-pytest_plugins = ["support.short", "support.summary", "pytester"]
+pytest_plugins = ["support.short", "support.summary", "support.tries", "pytester"]
 
 torch.set_num_threads(1)  # should torch have been imported before
 

@@ -27,7 +27,7 @@ from support.zoo import Model
 DOCS = ROOT / "docs"
 ROOT = DOCS.parent
 README = ROOT / "README.md"
-PROGRAMS = r"(?:scripts|tests/support)/"
+PROGRAMS = r"(?<![^\s`])(?:scripts|tests)/"
 PAGES = [README, *sorted(DOCS.glob("*.md"))]
 
 
@@ -221,9 +221,9 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
 
 
 def commands_of(page: Path) -> Iterator[list[str]]:
-    """The words of each command on a page that runs a script or a test's program."""
+    """The words of each command on a page that runs a script, a test or a test's program."""
     text = page.read_text().replace("\\\n", " ")
-    for command in re.findall(rf"(?:^|`)([^`\n]*\b{PROGRAMS}\w[^`\n]*)", text, re.MULTILINE):
+    for command in re.findall(rf"(?:^|`)([^`\n]*{PROGRAMS}\w[^`\n]*)", text, re.MULTILINE):
         words = command.split()
         while not re.match(PROGRAMS, words[0]):
             del words[0]

@@ -286,6 +286,6 @@ def try_programs(
         decorated()
 
 
-KINDS = (*OPERATIONS, Program, Setup, Node, Flat, BlockAtomic, PerTensor)
-NAMES = {kind.__name__: kind for kind in KINDS} | {"Whole": WholeMatrices}
+KINDS = (*OPERATIONS, Program, Setup, Node, Flat, WholeMatrices, BlockAtomic, PerTensor)
+NAMES = {kind.__name__: kind for kind in KINDS}
 """For a program as it is printed."""

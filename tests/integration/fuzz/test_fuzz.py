@@ -1,42 +1,76 @@
-"""A small, fixed number of the random programs that ``scripts/fuzz.py`` tries."""
+"""Random programs, a few and always the same ones.
+
+``--tries 200 --seed 1`` tries more, and makes one that fails smaller. Its last lines have the
+program for ``--program``, which tries this one alone.
+"""
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import Phase
 
 from fsdp_overlap import Flat
-from support.fuzz import OPERATIONS, Program, run_on_ranks, try_programs
+from support.fuzz import NAMES, OPERATIONS, Program, run_on_ranks, try_programs
 from support.fuzz_errors import SEEN, Stray
 from support.fuzz_setup import EXPERT_PARALLELISM, OPTIMIZERS, TENSOR_PARALLELISM, Setup
 from support.fuzz_states import Edit
 from support.fuzz_training import AllReduce, ParamSync, Step, Train
 from support.random_models import Node
+from support.tries import Tries
 
 
 @pytest.mark.slow
-def test_random_programs_do_what_they_do_without_sharding() -> None:
+def test_random_programs_do_what_they_do_without_sharding(tries: Tries) -> None:
     """And every kind of operation was among them, and did something; so was every optimizer, and
     tensor parallelism and expert parallelism."""
-    done: Counter[str] = Counter()
-    try_programs(30, 3, lambda program: done.update(run_on_ranks(program)), [Phase.generate])
+    done = try_random(tries, 30, "cpu")
     wanted = {kind.__name__ for kind in OPERATIONS} | SEEN
     wanted |= {TENSOR_PARALLELISM, EXPERT_PARALLELISM, *OPTIMIZERS}
-    assert not wanted - {name for name, count in done.items() if count}
+    assert tries.are_given or not wanted - {name for name, count in done.items() if count}
 
 
 @pytest.mark.slow
-def test_random_programs_on_a_device_with_streams_are_right_and_ordered() -> None:
+def test_random_programs_on_a_device_with_streams_are_right_and_ordered(tries: Tries) -> None:
+    done = try_random(tries, 5, "emulated")
+    assert tries.are_given or done.total() > 30
+
+
+def try_random(tries: Tries, default: int, device: str) -> Counter[str]:
+    """Return what was done, by kind."""
     done: Counter[str] = Counter()
+    count, number = tries.or_else(default, 3)
 
     def look(program: Program) -> None:
-        done.update(run_on_ranks(program))
+        try:
+            done.update(run_on_ranks(program))
+        except AssertionError as error:
+            error.add_note(f"this program alone: --program {shlex.quote(repr(program))}")
+            raise
 
-    try_programs(5, 3, look, [Phase.generate], device="emulated")
-    assert done.total() > 30
+    if tries.program is not None:
+        look(eval(tries.program, NAMES))
+        return done
+    # To make a program smaller takes many more.
+    phases = [Phase.generate, Phase.shrink] if tries.are_given else [Phase.generate]
+    try_programs(count, number, look, phases, device)
+    operations = sum(done[kind.__name__] for kind in OPERATIONS)
+    tries.note(
+        f"seed {number}, torch {torch.__version__}: {count} programs, {operations} operations\n"
+        + ", ".join(f"{name} {times}" for name, times in sorted(done.items()))
+    )
+    return done
+
+
+def test_a_program_can_be_given_as_it_is_printed() -> None:
+    def look(program: Program) -> None:
+        assert eval(repr(program), NAMES) == program
+
+    try_programs(50, 0, look, [Phase.generate])
 
 
 def test_a_rank_that_strays_is_found_by_its_copies_too() -> None:
