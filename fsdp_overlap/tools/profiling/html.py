@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader
 
 from fsdp_overlap.tools.profiling.diagnosis import diagnose
-from fsdp_overlap.tools.profiling.plot import COLORS, LEGEND, draw
+from fsdp_overlap.tools.profiling.drawing import draw
 from fsdp_overlap.tools.profiling.report import Report
 from fsdp_overlap.tools.profiling.tables import collectives_table, kinds_table, ranks_table
 
@@ -46,23 +46,19 @@ def _figure(reports: Mapping[str, Report]) -> Any:
 
     drawing = draw(reports)
     figure = go.Figure()
-    for what, color in COLORS.items():
-        bars = [bar for bar in drawing.bars if bar.what == what]
-        if not bars:
-            continue
+    for label, color, bars in drawing.kinds:
         figure.add_bar(
             orientation="h",
             base=[bar.start for bar in bars],
             x=[bar.end - bar.start for bar in bars],
             y=[bar.row for bar in bars],
             width=0.8,
-            name=LEGEND.get(what, what),
+            name=label,
             hovertext=[bar.text for bar in bars],
             hoverinfo="text",
             marker={
                 "color": color,
-                # A line around them, so that the shortest can be seen.
-                "line": {"color": color, "width": 1 if what == "exposed" else 0},
+                "line": {"color": color, "width": [int(bar.has_line) for bar in bars]},
             },
         )
     rows = len(drawing.rows)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from fsdp_overlap.tools.profiling import Diagnosis, Report, assert_overlapped, diagnose, read_report
+from fsdp_overlap.tools.profiling.drawing import draw
 from fsdp_overlap.tools.profiling.json_report import write_json
-from fsdp_overlap.tools.profiling.plot import draw
 from support.traces import GLOO_A, Step, event, read, report_of, trace_of
 
 

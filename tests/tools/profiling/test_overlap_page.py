@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from playwright.sync_api import Page, sync_playwright
 
+from fsdp_overlap.tools.profiling.drawing import COLORS
 from fsdp_overlap.tools.profiling.html import write_html
 from fsdp_overlap.tools.profiling.json_report import write_json
-from fsdp_overlap.tools.profiling.plot import COLORS, write_png
+from fsdp_overlap.tools.profiling.plot import write_png
 from support.browser import find_browser
 from support.traces import Step, report_of
 

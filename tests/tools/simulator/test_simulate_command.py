@@ -17,7 +17,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from fsdp_overlap.tools.profiling import read_report
-from fsdp_overlap.tools.profiling.plot import COLORS, write_png
+from fsdp_overlap.tools.profiling.drawing import COLORS
+from fsdp_overlap.tools.profiling.plot import write_png
 from fsdp_overlap.tools.simulator import Costs, Device, Fabric, Prediction, Training, simulate
 from fsdp_overlap.tools.simulator.models import model_of
 from fsdp_overlap.tools.simulator.training import CHECKPOINTING
