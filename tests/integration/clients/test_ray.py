@@ -1,6 +1,6 @@
 """Ray Train's workers train on our units as on FSDP2's, and go on after a failure.
 
-Ray has an environment of its own, which ``scripts/clients/ray.sh`` makes.
+Ray has an environment of its own, which ``scripts/clients/run.sh ray`` makes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PYTHON = ROOT / ".venv-ray" / "bin" / "python"
 RUN = ROOT / "tests" / "support" / "ray_run.py"
 
 pytestmark = [
-    pytest.mark.skipif(not PYTHON.exists(), reason="needs scripts/clients/ray.sh"),
+    pytest.mark.skipif(not PYTHON.exists(), reason="needs scripts/clients/run.sh ray"),
     pytest.mark.slow,
     pytest.mark.timeout(450),
 ]

@@ -1,6 +1,6 @@
 """Groups of sharded ranks under torchft: one is killed in mid-step, comes back and heals.
 
-torchft has an environment of its own, which ``scripts/clients/torchft.sh`` makes.
+torchft has an environment of its own, which ``scripts/clients/run.sh torchft`` makes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STEPS, PAUSE = 120, 0.25
 RANKS = 2  # of a group
 
 pytestmark = [
-    pytest.mark.skipif(not BIN.exists(), reason="needs scripts/clients/torchft.sh"),
+    pytest.mark.skipif(not BIN.exists(), reason="needs scripts/clients/run.sh torchft"),
     pytest.mark.slow,
     pytest.mark.timeout(300),
 ]

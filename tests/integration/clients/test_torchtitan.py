@@ -1,6 +1,6 @@
 """torchtitan's trainer and models train on our units as on FSDP2's, each in a process per rank.
 
-torchtitan has an environment of its own, which ``scripts/clients/torchtitan.sh`` makes.
+torchtitan has an environment of its own, which ``scripts/clients/run.sh torchtitan`` makes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PYTHON = ROOT / ".venv-torchtitan" / "bin" / "python"
 STEPS = 3
 
 pytestmark = [
-    pytest.mark.skipif(not PYTHON.exists(), reason="needs scripts/clients/torchtitan.sh"),
+    pytest.mark.skipif(not PYTHON.exists(), reason="needs scripts/clients/run.sh torchtitan"),
     pytest.mark.slow,
     pytest.mark.timeout(900),
 ]
