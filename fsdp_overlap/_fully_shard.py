@@ -1,4 +1,4 @@
-"""The entry point, :func:`fully_shard`: what it takes, and what it returns."""
+"""The entry point, :func:`fully_shard`."""
 
 from __future__ import annotations
 

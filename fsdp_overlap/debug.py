@@ -1,4 +1,4 @@
-"""Checks of every operation, which are slow, and spans for profilers that torch does not know."""
+"""Slow checks of every operation, and spans for profilers that torch does not know."""
 
 from __future__ import annotations
 

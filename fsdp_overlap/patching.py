@@ -1,4 +1,4 @@
-"""Puts our names in the place of FSDP2's, for code that looks them up in torch."""
+"""Patch FSDP2's names with ours, for code that looks them up in torch."""
 
 from __future__ import annotations
 

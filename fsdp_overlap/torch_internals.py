@@ -1,4 +1,4 @@
-"""What the library uses of torch that torch does not promise to keep.
+"""Private names of torch that the library uses.
 
 No other file names a private module, function or class of torch. If a new release of torch breaks
 the library, read here. ``tests/test_torch_internals.py`` has a test for each name, which says what

@@ -1,4 +1,4 @@
-"""Reads an entry of a ``.distcp`` file: what ``torch.save`` wrote for one tensor or value."""
+"""Read an entry of a ``.distcp`` file: what ``torch.save`` wrote for one tensor or value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds the folder of a checkpoint, and opens its files. Refuses those that are not regular or have
+"""Find the folder of a checkpoint, and open its files. Refuse those that are not regular or have
 large holes."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Unpickles a checkpoint as data: nothing that its pickles name is imported or called.
+"""Unpickle a checkpoint as data: nothing that its pickles name is imported or called.
 
 torch's weights-only unpickler cannot stand in for this. It reads pickle protocol 2 alone, and DCP
 writes its metadata in protocol 4. It also calls what it allows with whatever arguments a pickle

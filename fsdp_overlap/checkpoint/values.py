@@ -1,5 +1,5 @@
-"""The values that an entry may contain beside tensors and containers, with a function for each name
-in a pickle that makes its value of the pickled object's state and arguments."""
+"""Values in a checkpoint beside tensors and containers, and a function for each name in a pickle
+that makes its value of the pickled object's state and arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds, verifies and reads the records of zips within a file."""
+"""Find, verify and read the records of zips within a file."""
 
 from __future__ import annotations
 

@@ -1,2 +1,1 @@
-"""What moves bytes: process groups, collectives chosen per backend, and comm streams they run
-on."""
+"""Process groups, collectives chosen per backend, and the comm streams they run on."""

@@ -1,7 +1,7 @@
-"""How a param group is gathered and reduced, chosen once per param group from its backend.
+"""Collectives that gather and reduce a param group, chosen once per param group for its backend.
 
-Here are the collectives of param groups of which each rank has one range, and what those of rows
-(:mod:`~fsdp_overlap.comm.row_collectives`), of the user and in few bits are built on.
+These are for param groups of which each rank has one range. Collectives of rows
+(:mod:`~fsdp_overlap.comm.row_collectives`), custom and quantized ones are built on them.
 ``docs/performance.md`` holds the measurements behind the choices.
 """
 

@@ -1,4 +1,4 @@
-"""Collectives of the user's own, with FSDP2's interfaces."""
+"""Custom collectives, with FSDP2's interfaces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gathers parameters that say themselves how, as FSDP2's tensor extensions do.
+"""All-gather of parameters with FSDP2's tensor extensions.
 
 What each gives may have any dtypes and sizes. All of a param group travels in one collective, as
 bytes, and is copied in before it and out after it."""

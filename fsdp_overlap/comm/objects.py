@@ -1,4 +1,4 @@
-"""Objects that ranks send each other, and numbers that they compare."""
+"""Object collectives, and comparisons of numbers across ranks."""
 
 from __future__ import annotations
 

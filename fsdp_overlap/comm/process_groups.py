@@ -1,4 +1,4 @@
-"""Process groups: what to know of them, how the library makes its own, and which a context uses."""
+"""Process groups: their properties, how the library makes its own, and which a context uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gathers and reductions that travel in few bits: codes, and their scales.
+"""Quantized all-gathers and reductions, which send codes and their scales.
 
 What ranks send travels in a buffer of its own. A gather takes a pass over the shard before the
 collective, and two over the full buffer after it. A reduction of ranges takes two passes over the

@@ -1,5 +1,4 @@
-"""Messages that ranks leave for each other in the store of the rendezvous. They can be read while
-collectives wait."""
+"""Messages between ranks in the rendezvous store, which can be read while collectives wait."""
 
 from __future__ import annotations
 

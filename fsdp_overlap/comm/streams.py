@@ -1,4 +1,4 @@
-"""Which devices have streams, and the module of torch that makes them."""
+"""Device streams: which devices have them, and torch's module that makes them."""
 
 from __future__ import annotations
 

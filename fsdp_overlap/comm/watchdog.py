@@ -1,4 +1,4 @@
-"""What a host polls while it waits for a collective, because other ranks may know why it lasts."""
+"""Watchdogs, which the host polls for errors of other ranks while it waits for a collective."""
 
 from __future__ import annotations
 

@@ -1,2 +1,2 @@
-"""What ranks compare beside their collectives: whether they issue the same ones, and
-their errors. Units and param groups are known here only by their labels and signatures."""
+"""Checks that ranks issue the same collectives, and exchange of their errors. Units and param
+groups are known here only by their labels and signatures."""

@@ -1,4 +1,4 @@
-"""Reports within seconds where every rank stands when ranks on devices with streams hang.
+"""Hang reports on devices with streams: where every rank stands, within seconds.
 
 There the host waits nowhere, so nobody notices until the backend's timeout, ten minutes with NCCL.
 A CPU's host waits for each collective, and polls meanwhile: see :mod:`~fsdp_overlap.comm.watchdog`.

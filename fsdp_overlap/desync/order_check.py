@@ -1,4 +1,5 @@
-"""Finds ranks that issue different collectives. Collectives pair up by order, not by name."""
+"""Order check: find ranks that issue different collectives. Collectives pair up by order, not by
+name."""
 
 from __future__ import annotations
 

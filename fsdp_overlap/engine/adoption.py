@@ -1,4 +1,4 @@
-"""Adopts parameters that a loader assigns in place of sharded ones, before their unit has run."""
+"""Adopt parameters that a loader assigns in place of sharded ones, before their unit has run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What the engine asks of autograd: the backward under way, version counters, and what is saved in
-forward and read in backward.
+"""Queries of the autograd engine, version counters, and tracking of saved tensors.
 
 This module is the :class:`~fsdp_overlap.schedule.interface.AutogradEngine` that ``schedule/`` asks,
 which says what those of its functions do that have no docstring here.

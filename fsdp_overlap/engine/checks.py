@@ -1,5 +1,4 @@
-"""What ranks compare before they communicate, their plans and the values that parameters had, and
-what they take from the first one instead."""
+"""Compare plans and initial values of parameters across ranks, and broadcast the first rank's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Carries out on comm streams what the schedule decides."""
+"""Launch all-gathers, reduce-scatters and frees on comm streams, as the schedule decides."""
 
 from __future__ import annotations
 

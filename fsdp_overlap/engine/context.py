@@ -1,4 +1,4 @@
-"""What the units of one model share: comm streams, groups, order and counters."""
+"""The context that the units of one model share: comm streams, groups, order and counters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Param groups of parameters that say themselves how they are gathered: FSDP2's tensor extensions.
+"""Param groups of parameters with FSDP2's tensor extensions.
 
 Each sharded parameter has a local tensor of its own, of the class that the user gave. There is no
 shard buffer and no full buffer: a gather copies in and out. Gradients are plain, and are reduced as

@@ -1,4 +1,4 @@
-"""One param group's gradients: from autograd's hooks through the reduce input into the sharded
+"""Gradients of one param group: from autograd's hooks through the reduce input into the sharded
 ``.grad``."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Module and autograd hooks: what a forward and a backward tell the schedule.
+"""Module and autograd hooks, which report forward and backward to the schedule.
 
 They own the units, and nothing that they own refers back: Note [lifetime].
 """

@@ -1,5 +1,5 @@
-"""Ranks that hold replicas: the all-reduce of gradients over them, a shard that they divide, and a
-part of the unsharded parameters that neighbors keep until backward."""
+"""HSDP and post-forward meshes: the all-reduce of gradients over replicas, optimizer shards among
+replicas, and parts of unsharded parameters that neighbors keep until backward."""
 
 from __future__ import annotations
 

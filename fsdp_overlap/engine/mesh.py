@@ -1,4 +1,4 @@
-"""The ranks that parameters are sharded over, and what they share."""
+"""Mesh infos: the process groups, layouts and order check of one mesh."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What the user asked of a unit: dtypes, how gradients are reduced, quantized communication, and
-what the methods of a module set."""
+"""Settings of a unit: dtypes, reduction, quantized communication, and those that methods set."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The parameters of a unit, one by one: which it owns, where modules register them, and those of
-tensor parallelism and of quantized classes."""
+"""Parameters of a unit: ownership, the modules that register them, tensor parallelism and quantized
+classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parameters of a unit that lie together: their memory, states and collectives."""
+"""Param groups: memory, states and collectives of parameters that are gathered together."""
 
 from __future__ import annotations
 

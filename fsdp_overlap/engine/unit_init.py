@@ -1,4 +1,4 @@
-"""How modules become a unit: what :func:`fully_shard` checks, plans and builds."""
+"""Make a unit of modules: the checks, the plan and the objects behind :func:`fully_shard`."""
 
 from __future__ import annotations
 

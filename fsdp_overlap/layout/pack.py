@@ -1,4 +1,4 @@
-"""Packs the parameters of a param group into the ranks' segments of its flat buffer.
+"""Pack the parameters of a param group into the ranks' segments of its flat buffer.
 
 Segments are contiguous, and so are parameters. So a parameter that is cut lies at the end of one
 segment and at the beginning of a later one, and fills all segments between them.

@@ -1,4 +1,4 @@
-"""Divides the parameters of a unit into pieces that are reduced one by one, as DDP's buckets."""
+"""Divide the parameters of a unit into pieces that are reduced one by one, as DDP's buckets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans the param groups of a model so that all ranks have equal loads.
+"""Plan the param groups of a model so that all ranks have equal loads.
 
 A parameter that may not be cut, or is not worth it, is *atomic*: its owner holds all of it. All
 others are divided among ranks, where their layout allows cuts. Owners are assigned first, then

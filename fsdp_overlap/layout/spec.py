@@ -1,4 +1,4 @@
-"""What planning needs to know about a parameter."""
+"""Parameter specs, the input of planning."""
 
 from __future__ import annotations
 

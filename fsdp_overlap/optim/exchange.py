@@ -1,4 +1,4 @@
-"""Gathers each matrix that ranks share on an owner rank, and scatters the result.
+"""Gather each matrix that ranks share on an owner rank, and scatter the result.
 
 Owners are balanced by work. Matrices may be exchanged in rounds, so that one round is communicated
 while the products of another run. Replicated chunks are sent once; results go to all replicas.

@@ -1,4 +1,4 @@
-"""Runs an ordinary optimizer of matrices on sharded parameters: each rank steps whole matrices."""
+"""Run an ordinary optimizer of matrices on sharded parameters: each rank steps whole matrices."""
 
 from __future__ import annotations
 

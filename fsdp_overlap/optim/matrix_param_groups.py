@@ -1,4 +1,4 @@
-"""Divides the parameters of a model into those that are stepped as matrices, and all others."""
+"""Divide the parameters of a model into those that are stepped as matrices, and all others."""
 
 from __future__ import annotations
 

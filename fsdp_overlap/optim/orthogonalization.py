@@ -1,4 +1,4 @@
-"""Orthogonalizes matrices in batches, while the exchange of others runs."""
+"""Orthogonalize matrices in batches, while the exchange of others runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tells the hidden matrices of a model from its embeddings, outputs, routers and vectors."""
+"""Tell the hidden matrices of a model from its embeddings, outputs, routers and vectors."""
 
 from __future__ import annotations
 

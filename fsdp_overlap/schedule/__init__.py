@@ -1,2 +1,2 @@
-"""When units are gathered, released and reduced. It runs without torch: it decides, and
-:class:`~fsdp_overlap.schedule.interface.CommOps` does."""
+"""The schedule, which decides when units are gathered, released and reduced. It runs without torch;
+:class:`~fsdp_overlap.schedule.interface.CommOps` carries its decisions out."""

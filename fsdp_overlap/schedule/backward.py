@@ -1,4 +1,4 @@
-"""One backward: it walks back along the calls of forward."""
+"""Backward of one context: walk back along the calls of forward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a backward ends: it waits for its reductions, or leaves that to the caller."""
+"""The end of a backward: wait for its reductions, or leave that to the caller."""
 
 from __future__ import annotations
 

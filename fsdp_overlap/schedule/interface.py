@@ -1,4 +1,5 @@
-"""What the schedule knows, and what it can command. Everything else is hidden from it.
+"""The schedule's interface: the facts that it reads and the commands that it gives. Everything else
+is hidden from it.
 
 The facts come from units and from the autograd engine, and are read-only. Commands that need a comm
 stream go to the comm, others to the unit or its gradients."""

@@ -1,4 +1,4 @@
-"""What ranks that may run different units gather, agreed by messages between hosts.
+"""Agreement on all-gathers, by messages between hosts, among ranks that may run different units.
 
 Each rank reports which unit it is about to run. All ranks then append the same units to one list of
 all-gathers, and issue these in its order, each at its own pace. A rank that does not run a unit of

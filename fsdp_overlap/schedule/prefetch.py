@@ -1,4 +1,4 @@
-"""Which full buffers exist: all-gathers, prefetch and delayed release."""
+"""Prefetch and delayed release: which full buffers exist."""
 
 from __future__ import annotations
 

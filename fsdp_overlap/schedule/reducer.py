@@ -1,4 +1,4 @@
-"""Which reduce-scatter is issued when: in the reverse of forward, few reduce inputs at a time."""
+"""Order of reduce-scatters: the reverse of forward, with few reduce inputs at a time."""
 
 from __future__ import annotations
 

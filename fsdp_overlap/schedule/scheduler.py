@@ -1,4 +1,4 @@
-"""When a unit is gathered, released and reduced: the events of forward and backward.
+"""Events of forward and backward, and the gathers, releases and reductions that follow from each.
 
 In the forward of unit *i*, its all-gather is enqueued first, unless that was done ahead. Then
 delayed releases are carried out. Then the next all-gather in the predicted order is enqueued. Then

@@ -1,4 +1,4 @@
-"""Cuts a contiguous range of a flattened tensor into N-dimensional boxes, as checkpoints do."""
+"""Cut a contiguous range of a flattened tensor into N-dimensional boxes, as checkpoints do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which dtypes the backends of ``torch.distributed`` carry, and how the others travel."""
+"""Dtypes that the backends of ``torch.distributed`` carry, and views of the others as bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes sharded tensors from whole ones, and DTensors from sharded ones."""
+"""Make sharded tensors from whole ones, and DTensors from sharded ones."""
 
 from __future__ import annotations
 

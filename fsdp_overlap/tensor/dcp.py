@@ -1,4 +1,4 @@
-"""What ``torch.distributed.checkpoint`` (DCP) is taught of sharded tensors.
+"""Support for sharded tensors in ``torch.distributed.checkpoint`` (DCP).
 
 DCP assumes that a rank holds exactly one chunk of a DTensor. Of a sharded tensor it may hold
 several, or none. Importing this module wraps five methods of DCP: what would be written or read

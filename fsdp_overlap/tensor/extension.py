@@ -1,4 +1,4 @@
-"""Tensors that say themselves how they are gathered, by the methods of FSDP2's tensor extensions.
+"""FSDP2's tensor extensions: tensors whose class defines their all-gather.
 
 ``fsdp_pre_all_gather`` gives what a rank sends of a sharded parameter, and ``fsdp_post_all_gather``
 makes the unsharded parameter of what all ranks have sent.

@@ -1,4 +1,4 @@
-"""What can be done with sharded tensors: the table behind ``RaggedDTensor.__torch_function__``.
+"""Ops on sharded tensors: the table behind ``RaggedDTensor.__torch_function__``.
 
 ``RaggedDTensor`` cannot import this module, which builds on it, so the last line here gives it
 :func:`call`. The package imports this module, so there is no sharded tensor without its ops.

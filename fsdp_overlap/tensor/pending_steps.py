@@ -1,4 +1,4 @@
-"""Steps of sharded parameters that a thread is yet to do. Whoever reads or edits what they step
+"""Pending optimizer steps of sharded parameters on a thread. Whoever reads or edits what they step
 waits for them."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a sharded parameter is laid out over the ranks of a mesh."""
+"""Placements of sharded parameters: ranges and tiles over the ranks of a mesh."""
 
 from __future__ import annotations
 

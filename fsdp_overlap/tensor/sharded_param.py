@@ -1,4 +1,5 @@
-"""What all sharded parameters have: ``.grad``, aliases of their memory, and ``.data = value``."""
+"""The mixin of all sharded parameters: ``.grad``, aliases of their memory, and ``.data =
+value``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tools use of torch that torch does not promise to keep, beside what the library uses.
+"""Private names of torch that only the tools use.
 
 ``fsdp_overlap/torch_internals.py`` says what names are here and how they are tested.
 """

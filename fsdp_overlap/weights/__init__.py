@@ -1,4 +1,4 @@
-"""Weights on their way out of a sharded model, into one, and to other ranks."""
+"""Export, exchange and resharding of a sharded model's weights."""
 
 from fsdp_overlap.weights.export import export_weights
 from fsdp_overlap.weights.resharding import WeightResharder

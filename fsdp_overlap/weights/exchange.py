@@ -1,4 +1,4 @@
-"""Runs an exchange of weights: ranks gather each other's layouts, and send packed messages in
+"""Run an exchange of weights: ranks gather each other's layouts, and send packed messages in
 rounds."""
 
 from __future__ import annotations

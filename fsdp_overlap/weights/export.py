@@ -1,4 +1,4 @@
-"""Exports the full weights of a sharded model, one after the other."""
+"""Export the full weights of a sharded model, one after the other."""
 
 from __future__ import annotations
 

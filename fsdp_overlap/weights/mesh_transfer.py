@@ -1,4 +1,4 @@
-"""Which ranks of a mesh send which chunks of a tensor to which ranks.
+"""Transfers of a tensor's chunks between the ranks of a mesh.
 
 Chunks are found by binary search, so that a rank visits only those that overlap its own.
 """

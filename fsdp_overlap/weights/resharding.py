@@ -1,4 +1,4 @@
-"""Copies weights from one sharding to another, without full tensors."""
+"""Copy weights from one sharding to another, without full tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saves full weights in safetensors files, of which each rank writes some."""
+"""Save full weights in safetensors files, of which each rank writes some."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Plans in which rounds of bounded size tensors travel, and what each rank sends to which.
+"""Transfer plans: the rounds of bounded size in which tensors travel, and what each rank sends to
+which.
 
 All ranks plan the same rounds, from the layouts of all ranks. The messages of one rank in a round
 are computed when the round begins.

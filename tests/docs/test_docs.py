@@ -254,11 +254,15 @@ def test_every_printed_command_has_its_script_and_options(page: Path) -> None:
 
 
 def test_docstrings_say_what_they_are_about_first() -> None:
-    """Subject first: none begins with "Of"."""
-    wrong = [
-        f"{path.name}: {line.strip()}"
-        for path in (DOCS.parent / "fsdp_overlap").rglob("*.py")
-        for line in path.read_text(encoding="utf-8").splitlines()
-        if re.match(r'\s*"""Of ', line)
-    ]
+    """None begins with "Of". That of a module names what it holds or does, so it does not begin
+    with "What", "How" and the like."""
+    of_any = re.compile(r'\s*"""Of ')
+    of_module = re.compile(r'"""(What|How|Whether|Which|When|Where|Why|Who|Whose)\b')
+    wrong = []
+    for path in (DOCS.parent / "fsdp_overlap").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        lines = [line.strip() for line in text.splitlines() if of_any.match(line)]
+        if of_module.match(text):
+            lines.append(text.partition("\n")[0])
+        wrong += [f"{path.relative_to(ROOT)}: {line}" for line in lines]
     assert not wrong

@@ -1,4 +1,4 @@
-"""What a training run was asked to do."""
+"""Options of a training run."""
 
 import inspect
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Whether this machine is ready: what is there, what is missing, and what to do."""
+"""Check this machine: what is there, what is missing, and what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes the tensors of a checkpoint to one ordinary file."""
+"""Write the tensors of a checkpoint to one ordinary file."""
 
 import warnings
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Finds the run that the ranks of a job go on with when they start again: after one of them died,
-with another machine, or because a queue runs the job once more."""
+"""Find the run to resume when the ranks of a job start again: after one of them died, with another
+machine, or because a queue runs the job once more."""
 
 import json
 import os

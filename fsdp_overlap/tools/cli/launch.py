@@ -1,4 +1,4 @@
-"""Joins the ranks that torchrun started, or starts ranks on this machine."""
+"""Join the ranks that torchrun started, or start ranks on this machine."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Which network interfaces this machine has, and which of them gloo uses."""
+"""Network interfaces of this machine, and the one that gloo uses."""
 
 from __future__ import annotations
 

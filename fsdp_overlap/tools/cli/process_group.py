@@ -1,5 +1,5 @@
-"""Makes the default process group, also where a launcher has started the ranks again; and counts
-the cores that ranks share."""
+"""Make the default process group, also where a launcher has started the ranks again; and count the
+cores that ranks share."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""What rank 0 shows and writes about a run."""
+"""The log of a run, printed and written by rank 0."""
 
 from pathlib import Path
 from types import TracebackType

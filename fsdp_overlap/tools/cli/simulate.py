@@ -1,4 +1,4 @@
-"""What a step of training would take, in a terminal and in files."""
+"""Print and write predictions of training steps."""
 
 from __future__ import annotations
 

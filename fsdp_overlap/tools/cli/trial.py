@@ -1,4 +1,4 @@
-"""Two ranks on this machine gather and reduce one sharded layer."""
+"""A trial of this machine: two ranks gather and reduce one sharded layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs nodes of autograd's graph where the engine runs them on accelerators: on the stream of their
+"""Run nodes of autograd's graph where the engine runs them on accelerators: on the stream of their
 forward, and on a thread of the device."""
 
 from __future__ import annotations

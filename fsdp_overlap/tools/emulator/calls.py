@@ -1,4 +1,4 @@
-"""Sees in calls of Python what no operation tells: where tensors lie, what the host reads, and
+"""Intercept Python calls that dispatch does not show: where tensors lie, what the host reads, and
 which stream a node of autograd's graph belongs to."""
 
 from __future__ import annotations

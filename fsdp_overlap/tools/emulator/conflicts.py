@@ -1,4 +1,4 @@
-"""Says of two operations that nothing orders what would have."""
+"""Explanations of races: the wait that would have ordered two operations."""
 
 from __future__ import annotations
 

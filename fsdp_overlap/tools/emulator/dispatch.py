@@ -1,4 +1,4 @@
-"""Shows the emulated device every operation that torch's dispatcher runs."""
+"""Dispatch modes that show the emulated device every operation that torch runs."""
 
 from __future__ import annotations
 

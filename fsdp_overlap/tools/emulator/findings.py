@@ -1,4 +1,4 @@
-"""What the emulated device has found, with the lines of the program to look at."""
+"""Findings of the emulated device, with the lines of the program to look at."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was enqueued of late, and which queues waited for which, for the timeline of a finding."""
+"""Recent operations and waits of each queue, for the timeline of a finding."""
 
 from __future__ import annotations
 

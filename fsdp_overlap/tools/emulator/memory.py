@@ -1,4 +1,5 @@
-"""Which operations read and write a piece of memory, and whether they are ordered."""
+"""Race detection: the operations that read and write a piece of memory, and whether they are
+ordered."""
 
 from __future__ import annotations
 

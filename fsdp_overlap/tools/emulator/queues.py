@@ -1,4 +1,4 @@
-"""Queues, which do one thing after the other, and what is known to come before what."""
+"""Streams and happens-before (vector clocks)."""
 
 from __future__ import annotations
 

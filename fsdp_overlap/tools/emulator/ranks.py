@@ -1,4 +1,4 @@
-"""Ranks in name only: a process group of any size in one process."""
+"""A process group of any size in one process, whose other ranks do not exist."""
 
 from __future__ import annotations
 

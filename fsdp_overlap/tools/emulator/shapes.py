@@ -1,4 +1,4 @@
-"""Remembers what operations return for tensors without values.
+"""A cache of what operations return for tensors without values.
 
 torch finds that out by kernels in Python, which take much of the time of a simulated step. A step
 has the same operations on the same shapes many times, so each is asked of torch once.

@@ -1,4 +1,4 @@
-"""Kernels of Triton, of which nothing is seen within.
+"""Triton kernels, as opaque operations.
 
 Triton's own interpreter runs them on the host. A kernel counts as reading all tensors that it is
 given, and writing those that it changes; where Triton was imported before, nothing runs, and it

@@ -1,4 +1,4 @@
-"""What a torch.profiler trace says about overlap."""
+"""Overlap reports from ``torch.profiler`` traces."""
 
 from fsdp_overlap.tools.profiling.diagnosis import Diagnosis, diagnose
 from fsdp_overlap.tools.profiling.overlap import Collective, RankReport, Total

@@ -1,4 +1,4 @@
-"""What a backend records: collectives in flight, and compute."""
+"""Collectives in flight and compute, as each backend records them in a trace."""
 
 import heapq
 import math

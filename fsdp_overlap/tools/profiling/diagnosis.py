@@ -1,4 +1,4 @@
-"""Why communication is exposed, in plain words."""
+"""Diagnoses of exposed communication, in plain words."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator

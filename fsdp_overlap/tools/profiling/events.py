@@ -1,4 +1,4 @@
-"""Reads the events of a Chrome trace."""
+"""Read the events of a Chrome trace."""
 
 import gzip
 import json

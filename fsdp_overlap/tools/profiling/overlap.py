@@ -1,4 +1,4 @@
-"""How much of one rank's communication ran under its compute."""
+"""Overlap of one rank's communication with its compute."""
 
 import bisect
 from collections import defaultdict

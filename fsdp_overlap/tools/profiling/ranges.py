@@ -1,4 +1,5 @@
-"""What an engine's marks say about a moment: what is issued or waited for, and which pass runs."""
+"""Ranges that engines mark in a trace: what is issued or waited for at a moment, and which pass
+runs."""
 
 import bisect
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""What one rank did, from its torch.profiler trace: collectives in flight, and compute.
+"""The timeline of one rank, from its torch.profiler trace: collectives in flight, and compute.
 
 Engines mark in a trace what they issue, what they wait for, and where a unit's forward and backward
 begin and end (see `names.py`). What was in flight is recorded elsewhere, and is traced back to the

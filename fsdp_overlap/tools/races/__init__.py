@@ -1,4 +1,4 @@
-"""Finds what a program written for GPUs leaves unordered, on a machine without one."""
+"""Race detection for programs written for GPUs, on a machine without one."""
 
 from fsdp_overlap.tools.races.report import RaceReport, describe, summary, to_json, write_page
 from fsdp_overlap.tools.races.rules import RULES, Rule

@@ -1,4 +1,4 @@
-"""Runs a program, without the libraries of the command line: ``fsdp-overlap races`` starts each of
+"""Run a program, without the libraries of the command line: ``fsdp-overlap races`` starts each of
 several processes so."""
 
 from __future__ import annotations

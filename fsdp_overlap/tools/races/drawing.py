@@ -1,4 +1,4 @@
-"""Where the boxes and arrows of a finding's timeline are drawn, in pixels."""
+"""Layout of a finding's timeline, in pixels."""
 
 from __future__ import annotations
 

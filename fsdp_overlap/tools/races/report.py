@@ -1,4 +1,4 @@
-"""What was found in a program: as text for a terminal, as JSON, and as a page."""
+"""Race reports: as text for a terminal, as JSON, and as a page."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Runs a program that is written for GPUs, as it is, on the emulated device, and shows what it
-leaves unordered."""
+"""Run a program that is written for GPUs, as it is, on the emulated device, and show what it leaves
+unordered."""
 
 from __future__ import annotations
 

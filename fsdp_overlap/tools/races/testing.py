@@ -1,4 +1,4 @@
-"""Finds races of a function, for tests."""
+"""Find races of a function, for tests."""
 
 from __future__ import annotations
 

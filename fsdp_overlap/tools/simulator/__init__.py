@@ -1,4 +1,4 @@
-"""Predicts what training steps take at any scale, by running the real schedule on emulated time."""
+"""Predict training steps at any scale, by running the real schedule on emulated time."""
 
 from fsdp_overlap.tools.simulator.clock import Clock
 from fsdp_overlap.tools.simulator.costs import Costs

@@ -1,4 +1,4 @@
-"""What a search may change of a plan, and what that does to memory."""
+"""Choices of the search for a plan, and their effect on memory."""
 
 from __future__ import annotations
 

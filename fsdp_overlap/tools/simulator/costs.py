@@ -1,4 +1,4 @@
-"""What operations cost on a device, and collectives over a fabric."""
+"""Costs of operations on a device, and of collectives over a fabric."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan takes: measured on all of the model, or estimated from short models."""
+"""The cost of a plan: measured on all of the model, or estimated from short models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which kernels ``torch.compile`` fuses, and what memory they then read and write.
+"""A model of kernel fusion by ``torch.compile``, and of the memory that kernels read and write.
 
 Operations become one kernel until a matrix product (or attention, a sort, a collective, one of the
 library's own copies) reads what it has computed; others run beside it. It reads what was there

@@ -1,4 +1,4 @@
-"""Devices and fabrics, as TOML files say what they are.
+"""Devices and fabrics, described by TOML files.
 
 The files that come with the library are in ``hardware/``. Their keys carry the unit
 (``bandwidth_gb_per_s``); here everything is in seconds, bytes, bytes/s and FLOP/s. GB is 10^9 bytes

@@ -1,4 +1,4 @@
-"""How long NCCL itself expects its algorithms to take.
+"""NCCL's own cost model of its algorithms.
 
 NCCL chooses an algorithm and a protocol by a model of latency and bandwidth. Its constants are
 public, in ``src/graph/tuning.cc`` of NVIDIA/nccl; those here are of NCCL 2.30. This file states

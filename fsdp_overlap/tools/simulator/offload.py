@@ -1,4 +1,4 @@
-"""What a step takes whose shards, gradients and optimizer states rest on the host."""
+"""Predict steps whose shards, gradients and optimizer states rest on the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predicts steps on CPUs of one machine: the host computes, and gloo's threads share one link.
+"""Predict steps on CPUs of one machine: the host computes, and gloo's threads share one link.
 
 The program runs as it would on real ranks, with values, on this process's CPU; the library's lanes,
 schedule and collectives are those of a CPU with gloo. Only time is made up: what operations take

@@ -1,4 +1,4 @@
-"""What compiled programs keep for backward.
+"""A model of AOTAutograd's partitioner: what compiled programs keep for backward.
 
 As AOTAutograd's min-cut partitioner, this keeps what products, attention, lookups and communication
 return, and what they read in backward; what lies between is computed again there if that needs less

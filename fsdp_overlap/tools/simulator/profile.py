@@ -1,4 +1,4 @@
-"""How long operations took where they were measured: a trace of torch's profiler.
+"""Measured times of operations, from a trace of torch's profiler.
 
 The trace needs shapes: ``torch.profiler.profile(record_shapes=True)``. Of a GPU, what an operation
 took are its kernels; of a CPU, the operation itself.

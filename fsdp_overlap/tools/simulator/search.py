@@ -1,4 +1,4 @@
-"""Looks for the plan of a training step that takes the least time in the memory there is."""
+"""Search for the plan of a training step that takes the least time in the memory there is."""
 
 from __future__ import annotations
 

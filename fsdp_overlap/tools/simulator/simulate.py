@@ -1,4 +1,4 @@
-"""Runs a training program as one rank of many, and predicts what its steps take."""
+"""Run a training program as one rank of many, and predict what its steps take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes what ran on emulated time as torch's profiler writes what ran on a GPU."""
+"""Write what ran on emulated time as torch's profiler writes what ran on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a prediction is worth: how far those of published runs were off."""
+"""Prediction error, from published runs."""
 
 from __future__ import annotations
 
