@@ -1,0 +1,1 @@
+"""Units, param groups, hooks and comm streams, which execute the schedule."""

@@ -1,4 +1,4 @@
-"""Dispatch modes that show the emulated device every operation that torch runs."""
+"""A dispatch mode that shows the emulated device every operation that torch runs."""
 
 from __future__ import annotations
 
