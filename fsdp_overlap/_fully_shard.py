@@ -15,7 +15,11 @@ from fsdp_overlap.engine.unit import unit_of
 from fsdp_overlap.engine.unit_init import make_unit
 from fsdp_overlap.fsdp_module import FSDPModule, state_of
 from fsdp_overlap.tensor.spmd_mesh import DataParallelMeshDims, spmd_mesh
-from fsdp_overlap.torch_internals import is_replicated, record_fully_sharded, teach_fully_shard
+from fsdp_overlap.torch_internals import (
+    is_replicated,
+    patch_fully_shard_state,
+    record_fully_sharded,
+)
 
 # ---- fully_shard() ----
 
@@ -293,7 +297,7 @@ def _methods_first(metaclass: Any) -> Any:
     return MethodsFirst
 
 
-teach_fully_shard(state_of)
+patch_fully_shard_state(state_of)
 
 
 # ---- Blocks ----

@@ -217,8 +217,8 @@ older_fsdp2 = (fsdp, sys.modules[f"{fsdp.__name__}.fully_shard"])
 hides the second behind a function of the same name. ``patching.py`` replaces all three."""
 
 
-def teach_fully_shard(state_of: Callable[[Any], Any]) -> None:
-    """Make FSDP2's ``fully_shard.state(module)`` give what ``state_of`` gives, unless ``None``."""
+def patch_fully_shard_state(state_of: Callable[[Any], Any]) -> None:
+    """Patch FSDP2's ``fully_shard.state(module)`` to ask ``state_of`` first."""
     torchs_fully_shard: Any = fully_shard
     torchs_state_of = torchs_fully_shard.state
 
@@ -364,7 +364,7 @@ DistWrapper = checkpoint_utils._DistWrapper
 """What a save or load of checkpoints makes first, on every rank: it sends objects between them."""
 
 
-def teach_state_dicts(
+def patch_state_dicts(
     distribute_tensor: Callable[[Callable[..., Any]], Callable[..., Any]],
     distribute_tensors: Callable[[Callable[..., Any]], Callable[..., Any]],
 ) -> None:

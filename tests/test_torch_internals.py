@@ -724,7 +724,7 @@ def a_save_makes_what_sends_objects_first() -> None:
         assert source.index("_DistWrapper(") < source.index("distW.")
 
 
-@canary("teach_state_dicts")
+@canary("patch_state_dicts")
 def whole_tensors_are_cut_by_two_functions() -> None:
     """set_model_state_dict() with full_state_dict does not know sharded parameters."""
     calls = []
@@ -742,7 +742,7 @@ def whole_tensors_are_cut_by_two_functions() -> None:
     names = ("distribute_tensor", "_distribute_tensors")
     as_it_was = {name: getattr(state_dict_utils, name) for name in names}
     with one_rank(), patch.multiple(state_dict_utils, **as_it_was):
-        internals.teach_state_dicts(*map(seeing, names))
+        internals.patch_state_dicts(*map(seeing, names))
         model, whole = nn.Linear(2, 2, bias=False), torch.ones(2, 2)
         mesh = init_device_mesh("cpu", (1,))
         model.weight = nn.Parameter(distribute_tensor(torch.zeros(2, 2), mesh, [Replicate()]))
@@ -755,12 +755,12 @@ def whole_tensors_are_cut_by_two_functions() -> None:
 # FSDP2
 
 
-@canary("teach_fully_shard", "FSDPModule._get_fsdp_state")
+@canary("patch_fully_shard_state", "FSDPModule._get_fsdp_state")
 def fsdp2_is_asked_for_states_in_two_ways() -> None:
     """torch.distributed.pipelining reads FSDP2's state of our modules and finds none."""
     module, other, found = nn.Linear(2, 2), nn.Linear(2, 2), object()
     with patch.object(fsdp.fully_shard, "state", fsdp.fully_shard.state):
-        internals.teach_fully_shard({module: found}.get)
+        internals.patch_fully_shard_state({module: found}.get)
         assert fsdp.fully_shard.state(module) is found
         assert fsdp.fully_shard.state(other) is None
     verbs = [getattr(fsdp.FSDPModule, name) for name in ("unshard", "set_requires_gradient_sync")]

@@ -18,7 +18,7 @@ from fsdp_overlap.tensor.comm_dtypes import as_comm_dtype
 from fsdp_overlap.tensor.operands import own_elements
 from fsdp_overlap.tensor.placement import RaggedShard, contiguous_spec, range_dim, tile_of
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
-from fsdp_overlap.torch_internals import DTensorSpec, teach_state_dicts
+from fsdp_overlap.torch_internals import DTensorSpec, patch_state_dicts
 
 
 def distribute_tensor(
@@ -128,7 +128,7 @@ def redistribute(
 
 # torch's set_state_dict() and its relatives cut whole tensors themselves if full_state_dict or
 # broadcast_from_rank0 is set, and they know DTensor's own placements alone. Two of their helpers
-# are taught ours. They treat all other tensors as before.
+# are patched to know ours. They treat all other tensors as before.
 
 
 def with_range_shards(torchs: Callable[..., DTensor]) -> Callable[..., DTensor]:
@@ -164,4 +164,4 @@ def _with_sharded_tensors(torchs: Callable[..., None]) -> Callable[..., None]:
     return distribute
 
 
-teach_state_dicts(with_range_shards, _with_sharded_tensors)
+patch_state_dicts(with_range_shards, _with_sharded_tensors)

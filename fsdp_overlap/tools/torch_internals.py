@@ -193,16 +193,16 @@ def shaping_dtensors_on_host() -> Iterator[None]:
 
 
 @contextmanager
-def telling_raw_stream(current: Callable[[int], int]) -> Iterator[None]:
-    """Have libraries with kernels of their own, such as bitsandbytes, ask ``current`` for CUDA's
-    handle of the current stream."""
+def patch_raw_stream(current: Callable[[int], int]) -> Iterator[None]:
+    """Give libraries with kernels of their own, such as bitsandbytes, what ``current`` returns as
+    CUDA's handle of the current stream."""
     with patch.object(torch._C, "_cuda_getCurrentRawStream", current, create=True):
         yield
 
 
 @contextmanager
-def telling_accelerator(device: torch.device) -> Iterator[None]:
-    """Have torch's Python tell that its accelerator is ``device``."""
+def patch_accelerator(device: torch.device) -> Iterator[None]:
+    """Make ``device`` the accelerator that torch's Python functions return."""
     with (
         patch.object(torch._C, "_get_accelerator", lambda *_: device),
         patch.object(torch._C, "_accelerator_getAccelerator", lambda: device),

@@ -333,10 +333,10 @@ def dtensors_move_random_states() -> None:
     assert seen == ["_get_device_state", "_set_device_state", "__init__"]
 
 
-@canary("telling_raw_stream")
+@canary("patch_raw_stream")
 def libraries_ask_for_raw_streams() -> None:
     """Programs that import bitsandbytes fail on the emulated GPU."""
-    with internals.telling_raw_stream(lambda index: 7 + index):
+    with internals.patch_raw_stream(lambda index: 7 + index):
         assert torch._C._cuda_getCurrentRawStream(1) == 8
 
 
@@ -364,10 +364,10 @@ def kernels_for_cuda_can_be_run() -> None:
     assert internals.run_kernel_of_cuda(operator, torch.ones(2)).tolist() == [2, 2]
 
 
-@canary("telling_accelerator")
+@canary("patch_accelerator")
 def the_accelerator_is_asked_for_in_python() -> None:
     """Programs for GPUs find another device."""
-    with internals.telling_accelerator(torch.device("cuda")):
+    with internals.patch_accelerator(torch.device("cuda")):
         assert torch.accelerator.current_accelerator() == torch.device("cuda")
         assert torch.get_device_module() is torch.cuda
 

@@ -40,9 +40,9 @@ from fsdp_overlap.tools.torch_internals import (
     ProfilerBase,
     attention_on_host,
     c10d,
+    patch_accelerator,
+    patch_raw_stream,
     shaping_dtensors_on_host,
-    telling_accelerator,
-    telling_raw_stream,
 )
 
 DEVICE_TYPE = "cuda"
@@ -75,8 +75,8 @@ def as_cuda(device: EmulatedDevice, devices: int = 1) -> Iterator[EmulatedDevice
         for owner, names in _patches(devices):
             for name, value in names.items():
                 stack.enter_context(patch.object(owner, name, value, create=True))
-        stack.enter_context(telling_accelerator(torch.device(DEVICE_TYPE)))
-        stack.enter_context(telling_raw_stream(_raw_stream))
+        stack.enter_context(patch_accelerator(torch.device(DEVICE_TYPE)))
+        stack.enter_context(patch_raw_stream(_raw_stream))
         stack.enter_context(shaping_dtensors_on_host())
         stack.callback(torch.set_default_device, None)
         yield device
