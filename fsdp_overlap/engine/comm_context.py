@@ -26,7 +26,7 @@ from fsdp_overlap.schedule import interface
 from fsdp_overlap.schedule.stats import Stats
 from fsdp_overlap.torch_internals import profiler_enabled
 
-SERVED = " (served)"
+SHADOW = " (shadow)"
 """Follows a unit's name in the trace of a rank that does not run it."""
 
 # ---- All-gathers of a unit ----
@@ -161,7 +161,7 @@ class CommContext:
         return exchange_bytes(message, alive(self.group_of_hosts), "negotiation")
 
     def gather(
-        self, unit: interface.ScheduledUnit, again: bool = False, served: bool = False
+        self, unit: interface.ScheduledUnit, again: bool = False, shadow: bool = False
     ) -> None:
         assert isinstance(unit, Unit)
         stats = self._stats
@@ -178,7 +178,7 @@ class CommContext:
                 if param_group.outer_shard is not None:
                     param_group.outer_shard.gather(self.all_reduce_stream)
             stats.all_gathers += 1
-            gather(param_groups, self.all_gather_stream, label + SERVED if served else label)
+            gather(param_groups, self.all_gather_stream, label + SHADOW if shadow else label)
 
     def gather_outer_shards(self, unit: interface.ScheduledUnit) -> None:
         assert isinstance(unit, Unit)

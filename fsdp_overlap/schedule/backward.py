@@ -337,7 +337,7 @@ class Backward:
         elif call.needs_parameters and call.is_own:
             self._prefetcher.use_agreed(unit, call)
         elif call.needs_parameters:
-            self._prefetcher.serve(unit, call)
+            self._prefetcher.shadow(unit, call)
         room = self._prefetcher.prefetch
         for other in reversed(self.remaining[call.forward_pass]):  # no generator: asked often
             if not room:

@@ -217,9 +217,9 @@ class CommOps(Protocol):
     def exchange(self, message: bytes) -> Sequence[bytes]:
         """Return the message of each rank. All have the same size. The host waits."""
 
-    def gather(self, unit: ScheduledUnit, again: bool = False, served: bool = False) -> None:
+    def gather(self, unit: ScheduledUnit, again: bool = False, shadow: bool = False) -> None:
         """Enqueue the all-gathers of the param groups that are not unsharded, or of all of them
-        ``again``. ``served``: only other ranks need them."""
+        ``again``. ``shadow``: only other ranks need them."""
 
     def gather_outer_shards(self, unit: ScheduledUnit) -> None:
         """Enqueue the all-gathers of outer shards over replicas."""

@@ -61,7 +61,7 @@ class AgreedPass:
     forward_pass: ForwardPass
     gathers: list[AgreedGather] = field(default_factory=list)
     position: int = 0
-    """How many of them this rank has used or served."""
+    """How many of them this rank has used or shadowed."""
     reported: int = 0
     """How many of them messages have told about."""
     ran: list[list[UnitIndex]] = field(default_factory=list)
@@ -132,7 +132,7 @@ class Negotiation:
             RuntimeError: ranks run different units that are not conditional; names them.
         """
         while (gather := self._find(unit.index)) is None:
-            self._serve_rest()
+            self._shadow_rest()
             if is_fresh:
                 self._prepare(unit)
             self._agree(unit.index, is_fresh, HAS_GRAD * has_grad)
@@ -143,9 +143,9 @@ class Negotiation:
         return gather
 
     def begin_backward(self, tick: int, accumulates: bool | None) -> AgreedBackward:
-        """Serve what other ranks run before their backward begins too, unless all know already that
-        it begins: then this rank shadows, and ``accumulates`` is ``None``. Then give each pass the
-        calls of all ranks, with ticks after ``tick``.
+        """Shadow what other ranks run before their backward begins too, unless all know already
+        that it begins: then this rank shadows, and ``accumulates`` is ``None``. Then give each pass
+        the calls of all ranks, with ticks after ``tick``.
 
         Raises:
             RuntimeError: a rank runs a unit that is not conditional; names it.
@@ -154,7 +154,7 @@ class Negotiation:
         if accumulates is not None:
             # What a checkpoint runs again has gradients enabled, whatever the backward makes.
             makes_graph = self._engine.is_grad_enabled() and self._engine.keeps_graph()
-            self._serve_until(BACKWARD, ACCUMULATES * accumulates + HAS_GRAD * makes_graph)
+            self._shadow_until(BACKWARD, ACCUMULATES * accumulates + HAS_GRAD * makes_graph)
         if self._passes:
             self._completed, tick = self._complete_passes(tick)
         flags = self._flags
@@ -163,13 +163,13 @@ class Negotiation:
         )
 
     def end_pass(self) -> None:
-        """Serve what other ranks run before their pass ends too. No backward may tell of that."""
+        """Shadow what other ranks run before their pass ends too. No backward may tell of that."""
         self._checkpoint = None
         if self._passes:
-            self._serve_until(END)
+            self._shadow_until(END)
 
-    def serve(self, need: int) -> int:
-        """Serve what other ranks run, as one that runs nothing. ``need``: ``SHADOW`` or ``REST``.
+    def shadow(self, need: int) -> int:
+        """Shadow what other ranks run, as one that runs nothing. ``need``: ``SHADOW`` or ``REST``.
         Return what all ranks do next: ``BACKWARD``, ``END``, or if none runs anything, ``SHADOW``
         where a rank shadows, else ``REST``.
 
@@ -182,14 +182,14 @@ class Negotiation:
                 gather.may_recompute = False
         chosen = 0
         while chosen >= 0:
-            self._serve_rest()
+            self._shadow_rest()
             self._prepare(None)
             chosen = self._agree(need, False)
         return chosen
 
     @property
     def position(self) -> int:
-        """How many all-gathers of the pass under way this rank has used or served."""
+        """How many all-gathers of the pass under way this rank has used or shadowed."""
         return self._passes[-1].position if self._passes else 0
 
     def _number(self, gather: AgreedGather) -> None:
@@ -209,38 +209,38 @@ class Negotiation:
     # One list
 
     def _find(self, index: UnitIndex) -> AgreedGather | None:
-        """Return the next all-gather of unit ``index``, after serving those before it. ``None`` if
-        none was agreed on."""
+        """Return the next all-gather of unit ``index``, after shadowing those before it. ``None``
+        if none was agreed on."""
         current = self._passes[-1] if self._passes else None
         if current is None:
             return None
         for at in range(current.position, len(current.gathers)):
             if current.gathers[at].unit == index:
                 if at > current.position:
-                    self._serve(current, at)
+                    self._shadow(current, at)
                 current.position = at + 1
                 return current.gathers[at]
         return None
 
-    def _serve_until(self, need: int, flags: int = 0) -> None:
+    def _shadow_until(self, need: int, flags: int = 0) -> None:
         chosen: int | None = None
         while chosen != need:
-            self._serve_rest()
+            self._shadow_rest()
             chosen = self._agree(need, False, flags)
 
-    def _serve_rest(self) -> None:
+    def _shadow_rest(self) -> None:
         current = self._passes[-1] if self._passes else None
         if current is not None and current.position < len(current.gathers):
-            self._serve(current, len(current.gathers))
+            self._shadow(current, len(current.gathers))
 
-    def _serve(self, current: AgreedPass, end: int) -> None:
+    def _shadow(self, current: AgreedPass, end: int) -> None:
         """Take part in all-gathers up to ``end``, which this rank does not need."""
         for gather in current.gathers[current.position : end]:
             unit = self._refs[gather.unit]()
             if unit is not None and gather.is_issued:
                 self._prefetcher.drop_ahead(gather.unit)
             elif unit is not None:
-                self._prefetcher.serve(unit, gather)
+                self._prefetcher.shadow(unit, gather)
         current.position = max(current.position, end)
 
     def _gather_ahead(self, current: AgreedPass) -> None:
@@ -307,7 +307,7 @@ class Negotiation:
 
     def _choose(self, needs: Sequence[int], current: AgreedPass | None) -> UnitIndex:
         """Return what comes first of what ranks need: conditional units, in their order. Then what
-        a rank served while it asked for a conditional one, so that it comes as far as others."""
+        a rank shadowed while it asked for a conditional one, so that it comes as far as others."""
         is_alike = current is None or all(ran == current.ran[0] for ran in current.ran)
         if is_alike and len(set(needs)) == 1:
             return needs[0]

@@ -145,7 +145,7 @@ class Prefetcher:
         else:
             self._comm.free(unit, None)
 
-    def serve(self, unit: ScheduledUnit, gather: AgreedGather | ForwardRecord) -> None:
+    def shadow(self, unit: ScheduledUnit, gather: AgreedGather | ForwardRecord) -> None:
         """Take part in an all-gather that this rank does not need."""
         if gather.gathers and not gather.is_issued:
             self.gather_ahead(unit, gather, is_needed=False)
@@ -165,16 +165,16 @@ class Prefetcher:
             self.flush()
 
     def _gather_agreed(
-        self, unit: ScheduledUnit, gather: AgreedGather | ForwardRecord, served: bool = False
+        self, unit: ScheduledUnit, gather: AgreedGather | ForwardRecord, shadow: bool = False
     ) -> None:
         gather.is_issued = True
         if unit.is_unsharded:  # others need it, and compute may read it here
             self._comm.after_compute()
             self._issued += 1
-            self._comm.gather(unit, again=True, served=served)
+            self._comm.gather(unit, again=True, shadow=shadow)
             unit.wait()
         else:
-            self._gather(unit, served)
+            self._gather(unit, shadow)
 
     def refresh(self, units: Iterable[ScheduledUnit]) -> None:
         """Enqueue the all-gathers of full buffers whose shards were edited since the last one."""
@@ -310,7 +310,7 @@ class Prefetcher:
         for unit in units:
             self._states[unit.index].synced_version = unit.version
 
-    def _gather(self, unit: ScheduledUnit, served: bool = False) -> None:
+    def _gather(self, unit: ScheduledUnit, shadow: bool = False) -> None:
         # Compute may have edited the shard, or may still read a buffer that is gathered again.
         version, state = unit.version, self._states[unit.index]
         if state.synced_version != version or unit.is_gathered:
@@ -318,7 +318,7 @@ class Prefetcher:
             state.synced_version = version
             self.take_out_of_graphs(unit)
         self._issued += 1
-        self._comm.gather(unit, served=served)
+        self._comm.gather(unit, shadow=shadow)
 
     def _is_for_all_ranks(self, unit: ScheduledUnit, upcoming: Sequence[UnitIndex]) -> bool:
         """Return whether the pass that now comes to ``unit`` runs on every rank, as far as that is

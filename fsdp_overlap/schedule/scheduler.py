@@ -137,16 +137,16 @@ class Schedule:
     def shadow(self) -> None:
         """Take part in what other ranks run, until they have run a backward or an evaluation.
         Return at once if no rank runs anything."""
-        self._serve(SHADOW)
+        self._shadow(SHADOW)
 
     def wait_for_all(self) -> None:
         """Take part in what other ranks run, until all wait for each other."""
-        while self._serve(REST) != REST:
+        while self._shadow(REST) != REST:
             pass
 
-    def _serve(self, need: int) -> int:
+    def _shadow(self, need: int) -> int:
         assert self._negotiation is not None
-        chosen = self._negotiation.serve(need)
+        chosen = self._negotiation.shadow(need)
         self._comm.wait_for_outer_shards(False)
         if chosen == BACKWARD:
             self._engine.run_backward(partial(self._begin_backward, is_agreed=True))

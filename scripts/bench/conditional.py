@@ -3,7 +3,7 @@
 The tower is the first half of the blocks, or with `--before` it follows some of the others. Each
 block is a unit, and so is the tower. Systems are ours and take turns round by round in the same
 processes: the tower is not conditional; it is, and all ranks run it; it is, and every second rank
-runs it, while the others serve it. With no conditional unit, ranks must exchange no message at all.
+runs it, while the others shadow it. With no conditional unit, ranks must exchange no message.
 
 What they cost the host is the sum of two measurements, since gloo's threads on shared cores make
 single steps vary by more than it is. In one process with a fake process group, which answers with

@@ -826,12 +826,12 @@ def written_while_it_is_read() -> AbstractContextManager[object]:
     return patch.object(Prefetcher, "_gather_agreed", gather_without_waits)
 
 
-def gather_without_waits(self: Prefetcher, unit: Any, gather: Any, served: bool = False) -> None:
+def gather_without_waits(self: Prefetcher, unit: Any, gather: Any, shadow: bool = False) -> None:
     gather.is_issued = True
     if unit.is_unsharded:
         self._comm.gather(unit, again=True)
     else:
-        self._gather(unit, served)
+        self._gather(unit, shadow)
 
 
 DEFECTS: dict[str, Callable[[], AbstractContextManager[object]]] = {

@@ -160,7 +160,7 @@ def test_what_ranks_expect_is_gathered_ahead() -> None:
     ranks.run([each_its_own(*runs)])
     first, second = (rank.stats.prefetch_misses for rank in ranks.ranks)
     assert first == 2  # the root and the tower
-    assert second == 2  # the root, and what follows that it served
+    assert second == 2  # the root, and what follows that it shadowed
 
 
 def test_a_unit_that_no_rank_runs_is_neither_gathered_nor_reduced() -> None:
@@ -180,7 +180,7 @@ def nothing(*_: object, **__: object) -> None:
     pass
 
 
-def not_served(self: Prefetcher, unit: Any, gather: Any) -> None:
+def not_shadowed(self: Prefetcher, unit: Any, gather: Any) -> None:
     gather.is_issued = True
 
 
@@ -192,12 +192,12 @@ def to_the_call_alone(self: Backward, call: Any) -> None:
 @pytest.mark.parametrize(
     ("owner", "method", "instead", "message"),
     [
-        (Prefetcher, "serve", not_served, "ranks issue"),
+        (Prefetcher, "shadow", not_shadowed, "ranks issue"),
         (Prefetcher, "keep", nothing, "not there|not whole|ranks issue"),
         (Prefetcher, "_flush_for_room", nothing, "gathered beside"),
         (Backward, "advance_to", to_the_call_alone, "ranks issue|gathered beside|while it is used"),
         (Negotiation, "end_pass", nothing, "waits for a message"),
-        (Negotiation, "_serve_rest", nothing, "."),
+        (Negotiation, "_shadow_rest", nothing, "."),
         (
             AutogradEngine,
             "run_backward",

@@ -28,7 +28,7 @@ class NegotiatingRank(Rank):
         super().__init__(units, options)
         self._ranks = ranks
         self.messages = 0
-        self.served = 2  # for others, and until a forward ended on all ranks
+        self.shadowed = 2  # for others, and until a forward ended on all ranks
         for index in conditional:
             self.units[index].is_conditional = True
         self.schedule.negotiate()
@@ -37,9 +37,9 @@ class NegotiatingRank(Rank):
         self.messages += 1
         return self._ranks.exchange(message)
 
-    def gather(self, unit: Unit, again: bool = False, served: bool = False) -> None:
+    def gather(self, unit: Unit, again: bool = False, shadow: bool = False) -> None:
         was_ready = unit.is_ready
-        super().gather(unit, again, served)
+        super().gather(unit, again, shadow)
         if again and unit.in_use:  # compute waits at once
             unit.is_ready = was_ready
 

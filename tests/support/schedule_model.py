@@ -255,7 +255,7 @@ class Rank:
         """Whether reentrant checkpoints are among what runs."""
         self.last_around: list[Forward] = []
         """What ran in the last checkpoint."""
-        self.served = 0
+        self.shadowed = 0
         """How many units may be gathered for other ranks."""
         self.clock = 0
         self.current: Unit | None = None
@@ -300,7 +300,7 @@ class Rank:
     def exchange(self, message: bytes) -> Sequence[bytes]:
         raise NotImplementedError
 
-    def gather(self, unit: Unit, again: bool = False, served: bool = False) -> None:
+    def gather(self, unit: Unit, again: bool = False, shadow: bool = False) -> None:
         if unit.is_unsharded and not again:
             raise Wrong(f"{unit.name} is gathered twice")
         if unit.is_gathered and unit.in_use and not again:
@@ -536,7 +536,7 @@ class Rank:
         ]
         if self.options.reshard_after_forward is None:
             beside = [unit for unit in beside if not unit.is_root]
-        more = self.served
+        more = self.shadowed
         if self.engine.is_in_backward():
             more += self.skipped + self.is_ending + self.runs_again
         if len(beside) > self.options.prefetch + more:

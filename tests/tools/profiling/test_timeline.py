@@ -139,7 +139,7 @@ def test_a_gather_issued_under_autograd_is_of_the_backward_pass() -> None:
         event("fsdp_overlap::reduce_scatter(b)", 210, 220),
         event("c10d::alltoall_base_", 212, 214),
         event("gloo:all_to_all", 215, 240, GLOO_A),
-        *gather("c (served)", 250),
+        *gather("c (shadow)", 250),
         event("gloo:broadcast", 254, 264, GLOO_A),
         event("gloo:broadcast", 258, 264, GLOO_B),
     )
@@ -147,7 +147,7 @@ def test_a_gather_issued_under_autograd_is_of_the_backward_pass() -> None:
         ("all_gather", "a", "forward"),
         ("all_gather", "b", "backward"),
         ("reduce_scatter", "b", "backward"),
-        ("all_gather", "c (served)", "backward"),
+        ("all_gather", "c (shadow)", "backward"),
     ]
 
 
