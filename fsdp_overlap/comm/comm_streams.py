@@ -49,7 +49,7 @@ _NO_SPAN: AbstractContextManager[Any] = nullcontext()
 
 def span(kind: str, label: str, nbytes: int = 0) -> AbstractContextManager[Any]:
     """Mark what runs inside as ``fsdp_overlap::<kind>(<label>)`` in a running profiler's trace. See
-    Note [marks].
+    Note [profiler ranges].
 
     ``profiling/names.py`` reads the names. ``nbytes`` is how many bytes the collective issued
     inside brings to this rank or takes from it. If it is not zero, the name ends in it, as in

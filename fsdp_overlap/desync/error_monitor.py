@@ -1,5 +1,5 @@
 """Errors of this rank and of others. Ranks post their status in the store, because a collective
-would only wait. See Note [asking around]."""
+would only wait. See Note [polling peers]."""
 
 from __future__ import annotations
 

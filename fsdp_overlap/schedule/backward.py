@@ -309,7 +309,7 @@ class Backward:
         if not self.accumulates and not unit.syncs_gradients:
             state = self._states[call.unit]
             if state.shows_unsharded:
-                state.has_unreduced = True  # see Note [weights apart]
+                state.has_unreduced = True  # see Note [delayed weight gradients]
         if call.gathers is not None:
             self._step_agreed(call, unit)
             self._reducer.passed(passed)

@@ -342,7 +342,7 @@ class Prefetcher:
 
     def _ask(self, asked: UnitRefs) -> None:
         """Gather the units that the user ``asked`` for and that are not unsharded.
-        See Note [asked for]."""
+        See Note [explicit prefetch]."""
         others = [
             other
             for find in asked
