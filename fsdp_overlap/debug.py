@@ -1,4 +1,4 @@
-"""Slow checks of every operation, and spans for profilers that torch does not know."""
+"""Slow checks of every operation, and ranges for profilers that torch does not know."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def check_parameters(model: nn.Module) -> TorchDispatchMode:
 
 
 @contextmanager
-def record_spans() -> Iterator[None]:
-    """Enter the ``record_function`` spans of units and collectives although no profiler of torch
+def record_ranges() -> Iterator[None]:
+    """Enter the ``record_function`` ranges of units and collectives although no profiler of torch
     runs. Without one they are left out, which costs nothing."""
 
     def is_profiled() -> bool:
         return True
 
-    # Each asks by itself, which is faster than an empty span.
+    # Each asks by itself, which is faster than an empty range.
     with (
         patch.object(comm_streams, "profiler_enabled", is_profiled),
         patch.object(hooks, "profiler_enabled", is_profiled),

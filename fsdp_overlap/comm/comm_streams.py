@@ -44,10 +44,10 @@ MAX_LAUNCHED = 1024
 MAX_KEPT_BACK = 4
 
 
-_NO_SPAN: AbstractContextManager[Any] = nullcontext()
+_NO_RANGE: AbstractContextManager[Any] = nullcontext()
 
 
-def span(kind: str, label: str, nbytes: int = 0) -> AbstractContextManager[Any]:
+def profiler_range(kind: str, label: str, nbytes: int = 0) -> AbstractContextManager[Any]:
     """Mark what runs inside as ``fsdp_overlap::<kind>(<label>)`` in a running profiler's trace. See
     Note [profiler ranges].
 
@@ -56,7 +56,7 @@ def span(kind: str, label: str, nbytes: int = 0) -> AbstractContextManager[Any]:
     `` 4096 B``.
     """
     if not profiler_enabled():
-        return _NO_SPAN
+        return _NO_RANGE
     size = f" {nbytes} B" if nbytes else ""
     return record_function(f"fsdp_overlap::{kind}({label}){size}")
 
@@ -168,7 +168,7 @@ class HostWorkHandle:
             self._accept(result)
 
     def _wait_for(self, pending: PendingCollective) -> None:
-        with span("wait_" + self.kind, self.label):
+        with profiler_range("wait_" + self.kind, self.label):
             watchdog = watchdog_of(pending.group)
             failure: RuntimeError | None = None
             # All are waited for, also after one has failed: the others may still read or write
@@ -220,7 +220,7 @@ class HostCommStream(CommStream):
     ) -> WorkHandle:
         if not profiler_enabled():
             return HostWorkHandle(kind, label, issue(), accept)
-        with span(kind, label, nbytes):
+        with profiler_range(kind, label, nbytes):
             return HostWorkHandle(kind, label, issue(), accept)
 
     def free(self, label: str, buffer: Buffer, after: ComputeEvent, waits: bool = True) -> None:
@@ -335,7 +335,7 @@ class DeviceCommStream(CommStream):
     def enqueue(
         self, kind: str, label: str, issue: Issue, accept: Accept | None = None, nbytes: int = 0
     ) -> WorkHandle:
-        with span(kind, label, nbytes), self._streams.stream(self.stream):
+        with profiler_range(kind, label, nbytes), self._streams.stream(self.stream):
             result = issue().finish()
             if accept is not None:
                 accept(result)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_overlap.comm.collectives import PendingCollective, all_gather_coalesced
-from fsdp_overlap.comm.comm_streams import CommStream, ComputeEvent, WorkHandle, span
+from fsdp_overlap.comm.comm_streams import CommStream, ComputeEvent, WorkHandle, profiler_range
 from fsdp_overlap.comm.objects import exchange_bytes
 from fsdp_overlap.comm.process_groups import alive
 from fsdp_overlap.desync.order_check import N_KINDS
@@ -152,7 +152,7 @@ class CommContext:
         self.record_compute_event = gather.record_compute_event
 
     is_profiled = staticmethod(profiler_enabled)
-    span = staticmethod(span)
+    profiler_range = staticmethod(profiler_range)
 
     # Full buffers
 

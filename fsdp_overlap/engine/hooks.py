@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from fsdp_overlap.comm.comm_streams import span
+from fsdp_overlap.comm.comm_streams import profiler_range
 from fsdp_overlap.comm.streams import is_capturing
 from fsdp_overlap.engine.autograd import dynamo_disable, is_in_backward
 from fsdp_overlap.engine.context import FsdpContext, context_of
@@ -81,7 +81,7 @@ def before_forward(
     if context.has_streams and is_capturing(context.device):
         context.captured_steps.join(unit)
     if profiler_enabled():
-        with span("pre_forward", unit.name):
+        with profiler_range("pre_forward", unit.name):
             _begin_forward(unit, module, context)
     else:
         _begin_forward(unit, module, context)
@@ -160,7 +160,7 @@ def after_forward(
             for edits in unit.edits:
                 edits.end_comparison(context.uncompared)
     if profiler_enabled():
-        with span("post_forward", unit.name):
+        with profiler_range("post_forward", unit.name):
             call = schedule.after_forward(unit, id(module), raised)
     else:
         call = schedule.after_forward(unit, id(module), raised)

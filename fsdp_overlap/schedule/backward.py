@@ -381,7 +381,7 @@ class Backward:
         if unit is None:
             return
         if self._comm.is_profiled():
-            with self._comm.span("post_backward", unit.name):
+            with self._comm.profiler_range("post_backward", unit.name):
                 self._release(unit)
         else:
             self._release(unit)

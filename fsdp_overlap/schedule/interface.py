@@ -257,9 +257,9 @@ class CommOps(Protocol):
         """Compare what the ranks issued, and find out which parameters have a gradient."""
 
     def is_profiled(self) -> bool:
-        """Return whether a profiler runs. Without one, :meth:`span` marks nothing."""
+        """Return whether a profiler runs. Without one, :meth:`profiler_range` marks nothing."""
 
-    def span(self, kind: str, name: str) -> AbstractContextManager[object]:
+    def profiler_range(self, kind: str, name: str) -> AbstractContextManager[object]:
         """Mark what runs inside in a profiler's trace."""
 
 

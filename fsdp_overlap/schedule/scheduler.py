@@ -409,7 +409,7 @@ class Schedule:
                 "backward; run backward before optimizer.step() and before editing weights"
             )
         if self._comm.is_profiled():
-            with self._comm.span("pre_backward", unit.name):
+            with self._comm.profiler_range("pre_backward", unit.name):
                 self._come_back_to(call, unit, backward)
         else:
             self._come_back_to(call, unit, backward)
@@ -476,7 +476,7 @@ class Schedule:
         if backward is None:
             return
         if self._comm.is_profiled():
-            with self._comm.span("root_post_backward_callback", ""):
+            with self._comm.profiler_range("root_post_backward_callback", ""):
                 self._finish(backward)
         else:
             self._finish(backward)

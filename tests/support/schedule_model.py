@@ -354,7 +354,7 @@ class Rank:
     def is_profiled(self) -> bool:
         return False
 
-    def span(self, kind: str, name: str) -> AbstractContextManager[Any]:
+    def profiler_range(self, kind: str, name: str) -> AbstractContextManager[Any]:
         return nullcontext()
 
     # What programs do

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from torch.profiler import record_function
 
-from fsdp_overlap.debug import record_spans
+from fsdp_overlap.debug import record_ranges
 from fsdp_overlap.tools.emulator import EmulatedDevice
 from fsdp_overlap.tools.simulator.clock import TimedOperation
 
@@ -42,7 +42,7 @@ def marking(device: EmulatedDevice) -> Iterator[list[TracedRange]]:
         marks.append(TracedRange(mark.name, begun.pop(), device.host.ends))
 
     with (
-        record_spans(),
+        record_ranges(),
         patch.object(record_function, "__enter__", enter),
         patch.object(record_function, "__exit__", leave),
     ):
