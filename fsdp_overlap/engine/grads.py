@@ -105,17 +105,17 @@ class ParamGroupGradients:
         return sizes, pieces
 
     @property
-    def spans(self) -> list[tuple[int, int]]:
+    def runs(self) -> list[tuple[int, int]]:
         """``(start, elements)`` of what lies end to end in a shard of the gradient, without
         gaps."""
         plan, rank = self.param_group.plan, self.param_group.mesh_info.plan_rank
-        spans: list[tuple[int, int]] = []
+        runs: list[tuple[int, int]] = []
         for start, numel in places_in_shard(plan, rank):
-            if numel and spans and sum(spans[-1]) == start:
-                spans[-1] = (spans[-1][0], spans[-1][1] + numel)
+            if numel and runs and sum(runs[-1]) == start:
+                runs[-1] = (runs[-1][0], runs[-1][1] + numel)
             elif numel:
-                spans.append((start, numel))
-        return spans
+                runs.append((start, numel))
+        return runs
 
     @property
     def has_input(self) -> bool:

@@ -1,4 +1,4 @@
-"""torch's AdamW, with one tensor for each contiguous span of sharded parameters."""
+"""torch's AdamW, with one tensor for each contiguous run of sharded parameters."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdp_overlap.comm.streams import has_streams
-from fsdp_overlap.optim.overlapped_steps import Groups, OverlappedSteps, OverlapPolicy
-from fsdp_overlap.optim.post_optim_prefetch import PostOptimPrefetch
-from fsdp_overlap.optim.spans import (
+from fsdp_overlap.optim.contiguous import (
     edits_of,
-    find_spans,
+    find_runs,
     flatten,
     gradients_of,
     local_of,
     locals_of,
-    span_key,
+    run_key,
     with_gradient,
 )
+from fsdp_overlap.optim.overlapped_steps import Groups, OverlappedSteps, OverlapPolicy
+from fsdp_overlap.optim.post_optim_prefetch import PostOptimPrefetch
 from fsdp_overlap.optim.states import check_not_captured, keeping_dtypes, pack
 from fsdp_overlap.tensor.extension import is_subclass
 from fsdp_overlap.tensor.pending_steps import finish_pending_steps
@@ -116,13 +116,13 @@ class ForeachGroup:
         self.is_flat = set(map(type, parameters)) <= {RaggedDTensor}
         self.steps: StepCounts | None = None
 
-    def span_keys(self) -> list[object] | None:
+    def run_keys(self) -> list[object] | None:
         """Return a key for each parameter of :attr:`held`: those with equal keys may be stepped as
         one. ``None``: all may."""
         assert self.steps is not None
         if self.is_flat and self.steps.all_equal:
             return None
-        return list(map(span_key, self.held, compress(self.steps.keys, self.is_held)))
+        return list(map(run_key, self.held, compress(self.steps.keys, self.is_held)))
 
 
 def _foreach_groups(
@@ -145,7 +145,7 @@ def _foreach_groups(
 
 class KernelCall(NamedTuple):
     """A call of the kernel whose arguments nobody else changes: ``columns`` of parameters,
-    gradients and moments, with a tensor for each span, and the ``counts`` of each. ``steps`` has
+    gradients and moments, with a tensor for each run, and the ``counts`` of each. ``steps`` has
     these counts."""
 
     columns: list[list[torch.Tensor]]
@@ -244,7 +244,7 @@ class FusedAdamW:
         held_states = list(compress(states, is_held))
         columns = [foreach_group.locals, locals_of(gradients_of(foreach_group.held))]
         columns += [locals_of(map(itemgetter(name), held_states)) for name in moments]
-        spans = find_spans(columns, foreach_group.span_keys())
+        runs = find_runs(columns, foreach_group.run_keys())
         views = list(compress(steps.views, is_held))
         steps.add(1)
         lr = group["lr"]
@@ -261,8 +261,8 @@ class FusedAdamW:
             "grad_scale": grad_scale,
             "found_inf": found_inf,
         }
-        flat = [flatten(column, spans) for column in columns]
-        return KernelCall(flat, [views[row] for row, _ in spans], options, steps)
+        flat = [flatten(column, runs) for column in columns]
+        return KernelCall(flat, [views[row] for row, _ in runs], options, steps)
 
     def plan_apart(
         self,
@@ -301,7 +301,7 @@ def _run_kernel(
     columns: list[list[torch.Tensor]], counts: list[torch.Tensor], options: dict[str, Any]
 ) -> None:
     """Run the kernel on the parameters, gradients and moments in ``columns``, each with a tensor
-    for each span."""
+    for each run."""
     dtypes = {column[0].dtype for column in columns} | {gradient.dtype for gradient in columns[1]}
     if len(dtypes) == 1:
         empty: list[list[torch.Tensor]] = [] if options["amsgrad"] else [[]]

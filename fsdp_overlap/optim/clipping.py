@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp_overlap.optim.spans import find_spans, flatten, gradients_of, local_of, locals_of
+from fsdp_overlap.optim.contiguous import find_runs, flatten, gradients_of, local_of, locals_of
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
 from fsdp_overlap.tensor.sums_and_norms import combine_norms, group_by_mesh_dims, local_norms, norms
 from fsdp_overlap.torch_internals import DTensorSpec
@@ -29,7 +29,7 @@ def clip_grad_norm_(
     """Scale the gradients down so that their norm, taken as one vector, is at most ``max_norm``.
 
     It does what ``torch.nn.utils.clip_grad_norm_`` does, with one all-reduce of one number for each
-    dimension of each mesh along which gradients are sharded, and one kernel for each span that is
+    dimension of each mesh along which gradients are sharded, and one kernel for each run that is
     contiguous in memory. Must be called on every rank. Gradients that are not sharded must be the
     same on every rank.
 
@@ -87,7 +87,7 @@ def local_norm(flats: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def flat_gradients(gradients: list[Any]) -> list[torch.Tensor]:
-    """Return what this rank holds of gradients, one flat tensor for each span."""
+    """Return what this rank holds of gradients, one flat tensor for each run."""
     return _flat(gradients, locals_of(gradients))
 
 
@@ -98,7 +98,7 @@ def scale_gradients(gradients: list[Any], scale: torch.Tensor) -> None:
 
 class GradGroup(NamedTuple):
     """Gradients that are sharded over the same ranks, as in ``spec`` (``None``: plain gradients).
-    ``flats`` is what this rank holds of all ``members``, one tensor for each span. ``dtype`` is the
+    ``flats`` is what this rank holds of all ``members``, one tensor for each run. ``dtype`` is the
     widest of all members, held here or not, because ranks must agree on it. ``norms`` are those of
     members that are parameters, whose gradients were used."""
 
@@ -162,7 +162,7 @@ def _norm(group: GradGroup, order: float) -> torch.Tensor:
 
 
 def _flat(gradients: list[torch.Tensor], locals_: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return what this rank holds of the gradients, one flat tensor for each span."""
+    """Return what this rank holds of the gradients, one flat tensor for each run."""
     held = list(filter(torch.Tensor.numel, locals_))
     keys: list[object] | None = None
     if not set(map(type, gradients)) <= {RaggedDTensor}:  # whose ranges are flat
@@ -170,4 +170,4 @@ def _flat(gradients: list[torch.Tensor], locals_: list[torch.Tensor]) -> list[to
         keys = [local.dtype if is_sharded and local.is_contiguous() else object() for local in held]
     elif len(set(map(_dtype, held))) > 1:
         keys = list(map(_dtype, held))
-    return flatten(held, find_spans([held], keys))
+    return flatten(held, find_runs([held], keys))

@@ -17,6 +17,7 @@ from fsdp_overlap.comm.objects import gather_objects
 from fsdp_overlap.comm.streams import has_streams, streams_of
 from fsdp_overlap.optim import exchange
 from fsdp_overlap.optim.adamw import AdamW
+from fsdp_overlap.optim.contiguous import compute_device, local_of
 from fsdp_overlap.optim.exchange import (
     Exchange,
     OwnerAssignment,
@@ -41,7 +42,6 @@ from fsdp_overlap.optim.matrix_param_groups import (
 )
 from fsdp_overlap.optim.orthogonalization import chunk_views, copy_all
 from fsdp_overlap.optim.owner_groups import OwnerGroup, OwnerGroups
-from fsdp_overlap.optim.spans import compute_device, local_of
 from fsdp_overlap.optim.states import between_load_hooks, same_option
 from fsdp_overlap.tensor.operands import record_edits
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_overlap.optim.contiguous import local_of
 from fsdp_overlap.optim.matrices import Split, part_rows
 from fsdp_overlap.optim.parameter_kinds import HIDDEN, parameter_kinds
-from fsdp_overlap.optim.spans import local_of
 from fsdp_overlap.tensor.extension import is_subclass
 from fsdp_overlap.tensor.row_tensor import Sharded
 

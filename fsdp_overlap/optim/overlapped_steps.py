@@ -23,8 +23,8 @@ from fsdp_overlap.optim.clipping import (
     scale_gradients,
     total_norm,
 )
+from fsdp_overlap.optim.contiguous import edits_of, gradients_of, local_of, locals_of
 from fsdp_overlap.optim.host_thread import HostThread, Job
-from fsdp_overlap.optim.spans import edits_of, gradients_of, local_of, locals_of
 from fsdp_overlap.optim.states import different_option
 from fsdp_overlap.tensor.pending_steps import before_steps
 
@@ -253,7 +253,7 @@ class OverlappedSteps:
                 call()
         copy, give_back = self._buffers.copy(param_group, mean)
         if scale is not None:
-            flats = [mean[start : start + numel] for start, numel in gradients.spans]
+            flats = [mean[start : start + numel] for start, numel in gradients.runs]
             self._used_norms[id(parameters[0])] = local_norm(flats or [mean[:0]])
         for parameter in parameters:
             parameter.grad = None

@@ -10,7 +10,7 @@ import torch
 from fsdp_overlap.comm.streams import is_capturing
 from fsdp_overlap.engine.context import context_of
 from fsdp_overlap.engine.unit import unit_of_edits
-from fsdp_overlap.optim.spans import edits_of
+from fsdp_overlap.optim.contiguous import edits_of
 from fsdp_overlap.tensor.row_tensor import Sharded
 
 

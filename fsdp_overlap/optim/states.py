@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fsdp_overlap.comm.streams import is_capturing
-from fsdp_overlap.optim.spans import find_spans, local_of, locals_of, span_key
+from fsdp_overlap.optim.contiguous import find_runs, local_of, locals_of, run_key
 from fsdp_overlap.tensor.operands import local_operand
 from fsdp_overlap.tensor.row_tensor import RowTensor, Sharded
 
@@ -38,8 +38,8 @@ def pack(
         check_not_captured(local_of(parameter).device)
     held = [parameter for parameter in parameters if local_of(parameter).numel()]
     locals_ = locals_of(held)
-    keys = list(map(span_key, held, [local.dtype for local in locals_]))
-    spans = {id(held[first]): numel for first, numel in find_spans([locals_], keys)}
+    keys = list(map(run_key, held, [local.dtype for local in locals_]))
+    runs = {id(held[first]): numel for first, numel in find_runs([locals_], keys)}
     flats: list[torch.Tensor] = []
     start = 0
     for parameter in parameters:
@@ -52,8 +52,8 @@ def pack(
                     zeros.copy_(param_state[name])
                 param_state[name] = zeros
             continue
-        if id(parameter) in spans:
-            flats = [local.new_zeros(spans[id(parameter)], dtype=dtype) for _ in names]
+        if id(parameter) in runs:
+            flats = [local.new_zeros(runs[id(parameter)], dtype=dtype) for _ in names]
             start = 0
         for index, name in enumerate(names):
             part = local.new_zeros(0, dtype=dtype)

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from fsdp_overlap.optim.contiguous import compute_device, local_of
 from fsdp_overlap.optim.matrices import MatrixBatch, MatrixChunk, SharedMatrices
 from fsdp_overlap.optim.newton_schulz import Polynomial, polynomials
 from fsdp_overlap.optim.owner_groups import Ownership
-from fsdp_overlap.optim.spans import compute_device, local_of
 
 T = TypeVar("T")
 

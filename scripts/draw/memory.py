@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from fsdp_overlap import Flat, FsdpContext, MixedPrecisionPolicy, TensorAtomic, fully_shard
 from fsdp_overlap.layout import Layout, ParamGroupPlan, ParamSpec, plan_units
 from fsdp_overlap.optim import AdamW, Muon
-from fsdp_overlap.optim.spans import local_of
+from fsdp_overlap.optim.contiguous import local_of
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 from fsdp_overlap.tools.cli.model import GPT
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from fsdp_overlap import CPUOffloadPolicy, FsdpContext, RaggedDTensor
 from fsdp_overlap.engine import unit_init
-from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_, spans
+from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_, contiguous
 from fsdp_overlap.tensor import ragged_dtensor, sums_and_norms
 from support.ranks import run_ranks
 from support.recorded import Entry, RecordingCommStream
@@ -29,7 +29,7 @@ def pretending() -> Iterator[None]:
     policy = CPUOffloadPolicy(pin_memory=False)
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(unit_init, "_offload_on", return_value=policy))
-        for module in (ragged_dtensor, sums_and_norms, spans):
+        for module in (ragged_dtensor, sums_and_norms, contiguous):
             stack.enter_context(mock.patch.object(module, "is_on_mesh", return_value=False))
         yield
 

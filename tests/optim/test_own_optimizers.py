@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_overlap import FsdpContext, RaggedDTensor, fully_shard, optim
 from fsdp_overlap.optim import adamw
-from fsdp_overlap.optim.spans import find_spans, flatten
+from fsdp_overlap.optim.contiguous import find_runs, flatten
 from support.ranks import run_ranks
 from support.twins import Twins, same
 from support.zoo import Model, shard_layers
@@ -144,7 +144,7 @@ def exchange(fused: bool | None) -> None:
 def spans_of(optimizer: torch.optim.Optimizer) -> list[tuple[int, int]]:
     states = [s["exp_avg"].to_local() for s in optimizer.state.values()]
     states = [state for state in states if state.numel()]
-    return find_spans([states], [0] * len(states))
+    return find_runs([states], [0] * len(states))
 
 
 @pytest.mark.parametrize("fused", [True, None])
@@ -545,16 +545,16 @@ def test_a_bad_norm_raises_on_every_rank_and_scales_nothing() -> None:
 def test_spans_lie_end_to_end_in_one_storage() -> None:
     whole, other = torch.arange(10.0), torch.arange(10.0)
     parts = [whole[0:3], whole[3:4], whole[5:7], whole[7:10], other[0:2]]
-    assert find_spans([parts], [0] * 5) == [(0, 4), (2, 5), (4, 2)]
-    assert find_spans([parts], [0, 1, 1, 1, 1]) == [(0, 3), (1, 1), (2, 5), (4, 2)]
+    assert find_runs([parts], [0] * 5) == [(0, 4), (2, 5), (4, 2)]
+    assert find_runs([parts], [0, 1, 1, 1, 1]) == [(0, 3), (1, 1), (2, 5), (4, 2)]
     apart = [torch.empty(3), torch.empty(1), other[5:7], other[7:10], torch.empty(2)]
-    assert find_spans([parts, apart], [0] * 5)[-2:] == [(2, 5), (4, 2)]
+    assert find_runs([parts, apart], [0] * 5)[-2:] == [(2, 5), (4, 2)]
     assert torch.equal(flatten(parts, [(2, 5)])[0], whole[5:])
-    assert find_spans([[]], []) == []
+    assert find_runs([[]], []) == []
 
 
 def test_a_model_of_many_parameters_is_stepped_in_few_spans() -> None:
-    """450 parameters cost tens of kernels: one span a unit."""
+    """450 parameters cost tens of kernels: one run a unit."""
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
     try:
         model = nn.Sequential(
@@ -577,7 +577,7 @@ def test_a_model_of_many_parameters_is_stepped_in_few_spans() -> None:
 
 
 def moments_of_another_dtype(dtype: torch.dtype, moment_dtype: torch.dtype) -> None:
-    """Widened, stepped by torch and rounded again, whatever spans and chunks are stepped."""
+    """Widened, stepped by torch and rounded again, whatever runs and chunks are stepped."""
     chunk, adamw._CPU_CHUNK = adamw._CPU_CHUNK, 10
     (model,) = models(1, dtype)
     values = torch.linspace(0, 1, 12).view(3, 4).t().to(dtype)
@@ -617,7 +617,7 @@ def moments_of_another_dtype(dtype: torch.dtype, moment_dtype: torch.dtype) -> N
             stepped = (parameter.detach(), state["exp_avg"], state["exp_avg_sq"])
             for mine, theirs in zip(stepped, (kept[0], *kept[2:]), strict=True):
                 local = mine.to_local() if isinstance(mine, RaggedDTensor) else mine
-                # Where a span begins decides which elements the kernel steps in vectors.
+                # Where a run begins decides which elements the kernel steps in vectors.
                 torch.testing.assert_close(local, theirs, rtol=1e-2, atol=5e-4)
     adamw._CPU_CHUNK = chunk
 

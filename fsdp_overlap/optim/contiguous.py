@@ -1,4 +1,4 @@
-"""Contiguous spans: tensors that lie end to end in memory, so an op can treat them as one."""
+"""Contiguous runs: tensors that lie end to end in memory, so an op can treat them as one."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def with_gradient(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
     return list(compress(parameters, map(is_not, gradients, repeat(None))))
 
 
-def find_spans(
+def find_runs(
     columns: Sequence[Sequence[torch.Tensor]], keys: Sequence[object] | None = None
 ) -> list[tuple[int, int]]:
-    """Return ``(first row, elements)`` of each span of rows that can be treated as one.
+    """Return ``(first row, elements)`` of each run of rows that can be treated as one.
 
     A row has one tensor of each column: a parameter's shard, its gradient's and its states'. The
-    tensors of a row have one size and are not empty. Rows form a span if they lie end to end in
+    tensors of a row have one size and are not empty. Rows form a run if they lie end to end in
     every column, in the same storages, and have equal ``keys``. A row with a tensor that is not
     contiguous must have a key of its own.
     """
@@ -83,19 +83,19 @@ def find_spans(
         if mark != before:
             first_rows.append(row)
             before = mark
-    spans = []
+    runs = []
     for first, end in zip(first_rows, [*first_rows[1:], len(numels)], strict=True):
         numel = starts[end] - starts[first]
         if end == first + 1 or all(_has_room(column[first], numel) for column in columns):
-            spans.append((first, numel))
+            runs.append((first, numel))
         else:
-            spans += [(row, numels[row]) for row in range(first, end)]
-    return spans
+            runs += [(row, numels[row]) for row in range(first, end)]
+    return runs
 
 
 def _origins(column: Sequence[torch.Tensor], starts: Sequence[int]) -> list[int]:
     """Return each row's address minus the bytes of the rows before it: the same for all rows of a
-    span."""
+    run."""
     addresses = [tensor.data_ptr() for tensor in column]
     return list(map(sub, addresses, map(mul, starts, repeat(column[0].itemsize))))
 
@@ -107,16 +107,16 @@ def _has_room(first: torch.Tensor, numel: int) -> bool:
     return end <= first.untyped_storage().nbytes()
 
 
-def flatten(column: Sequence[torch.Tensor], spans: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-    """Return a view of each span of ``column``, as one tensor."""
+def flatten(column: Sequence[torch.Tensor], runs: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+    """Return a view of each run of ``column``, as one tensor."""
     flat = []
-    for row, numel in spans:
+    for row, numel in runs:
         first = column[row]
         flat.append(first if first.numel() == numel else first.as_strided((numel,), (1,)))
     return flat
 
 
-def span_key(parameter: torch.Tensor, key: object) -> object:
+def run_key(parameter: torch.Tensor, key: object) -> object:
     """Return ``key`` for a sharded parameter, and a key of its own for another, which need not be
     contiguous."""
     if isinstance(parameter, RowTensor):  # the gradient may be the user's
