@@ -60,7 +60,7 @@ class Backward:
     """Whether the last calls stepped to were of one activation checkpoint."""
     unfinished: set[UnitIndex] = field(default_factory=set)
     """Units of several modules that stay gathered, because some of their calls remain."""
-    shown: set[UnitIndex] = field(default_factory=set)
+    registered: set[UnitIndex] = field(default_factory=set)
     """Units whose unsharded parameters are registered until this backward ends, because the code of
     others that read them may run again: see Note [recomputing]."""
     lost_edit: str | None = None
@@ -101,8 +101,8 @@ class Backward:
                 self._walk_to_end(forward_pass)
         self._walk_newer(None)
         self.remaining.clear()
-        shown, self.shown = self.shown, set()
-        for index in {*(call.unit for call in self.open_calls), *self.unfinished, *shown}:
+        registered, self.registered = self.registered, set()
+        for index in {*(call.unit for call in self.open_calls), *self.unfinished, *registered}:
             self._release_passed(index)
 
     def is_open(self, index: UnitIndex) -> bool:
@@ -143,8 +143,8 @@ class Backward:
             recompute = self.recompute = ForwardPass(is_recompute=True, outer_task=task)
         # The ticks that the unit had in the forward: it keeps its place among the other units.
         for forward_pass in self._open_passes:
-            if unit.index in forward_pass.spans:
-                start, end = forward_pass.spans[unit.index]
+            if unit.index in forward_pass.ticks:
+                start, end = forward_pass.ticks[unit.index]
                 if all(call.unit != unit.index for call in forward_pass.calls):
                     self._recompute_order.end_recompute()
         recompute.record(unit.index, start, end)
@@ -245,7 +245,7 @@ class Backward:
                     and forward_pass in passes
                 ):
                     unit.to_unsharded()
-                    self.shown.add(index)
+                    self.registered.add(index)
 
     def _take_up(self, forward_pass: ForwardPass) -> None:
         if forward_pass.is_taken_up:  # by an earlier backward, which freed what was held then
@@ -308,7 +308,7 @@ class Backward:
             self.open_calls.append(call)
         if not self.accumulates and not unit.syncs_gradients:
             state = self._states[call.unit]
-            if state.shows_unsharded:
+            if state.registers_unsharded:
                 state.has_unreduced = True  # see Note [delayed weight gradients]
         if call.gathers is not None:
             self._step_agreed(call, unit)
@@ -395,9 +395,9 @@ class Backward:
         elif unit.settings.reshard_after_backward:
             self._prefetcher.release(unit)
         state = self._states[unit.index]
-        is_asked_for = state.shows_unsharded and not unit.syncs_gradients
-        if unit.index not in self.shown and not is_asked_for:
-            state.shows_unsharded = False
+        is_asked_for = state.registers_unsharded and not unit.syncs_gradients
+        if unit.index not in self.registered and not is_asked_for:
+            state.registers_unsharded = False
             unit.to_sharded()
 
     def _comes_back_to(self, unit: UnitIndex) -> bool:
@@ -407,8 +407,8 @@ class Backward:
     def _first_use(self, call: ForwardRecord) -> int:
         """Return the tick at which the call's unit first ran in the forwards that this backward may
         reach."""
-        first, _ = call.forward_pass.spans[call.unit]
+        first, _ = call.forward_pass.ticks[call.unit]
         for other in self._open_passes:
-            if other is not call.forward_pass and call.unit in other.spans:
-                first = min(first, other.spans[call.unit][0])
+            if other is not call.forward_pass and call.unit in other.ticks:
+                first = min(first, other.ticks[call.unit][0])
         return first

@@ -177,7 +177,7 @@ class UnitState:
     synced_version: int = -1
     """The version of the shards that all-gathers see: their comm stream runs after the edits up to
     it."""
-    shows_unsharded: bool = False
+    registers_unsharded: bool = False
     """Whether its unsharded parameters stay registered until the full buffers are freed, because
     the user asked for them by ``unshard()``."""
     has_unreduced: bool = False
@@ -187,7 +187,7 @@ class UnitState:
     def drop(self) -> None:
         """Forget what is under way."""
         self.pending_modules.clear()
-        self.shows_unsharded = False
+        self.registers_unsharded = False
         self.has_unreduced = False
 
 

@@ -423,7 +423,7 @@ def _complete(
     come back to it is not gathered, unless all ranks are to keep it for a graph that backward
     makes."""
     forward_pass = current.forward_pass
-    forward_pass.spans.clear()
+    forward_pass.ticks.clear()
     forward_pass.without_call.clear()
     calls: list[ForwardRecord] = []
     joined: list[tuple[ForwardRecord, ForwardRecord]] = []

@@ -87,7 +87,7 @@ class ForwardPass:
 
     calls: list[ForwardRecord] = field(default_factory=list)
     """Calls that backward will come back to, in the order of their ``end``."""
-    spans: dict[UnitIndex, tuple[int, int]] = field(default_factory=dict)
+    ticks: dict[UnitIndex, tuple[int, int]] = field(default_factory=dict)
     """The first start and the last end of each unit that ran, with or without gradients."""
     without_call: dict[UnitIndex, list[NoGradForward]] = field(default_factory=dict)
     """For each unit, its forwards without gradients: a reentrant checkpoint may run these
@@ -112,10 +112,10 @@ class ForwardPass:
         return self.is_recompute and (not other.is_recompute or self.outer_task == other.graph_task)
 
     def record(self, unit: UnitIndex, start: int, end: int) -> None:
-        if unit in self.spans:
-            first, last = self.spans[unit]
+        if unit in self.ticks:
+            first, last = self.ticks[unit]
             start, end = min(first, start), max(last, end)
-        self.spans[unit] = start, end
+        self.ticks[unit] = start, end
 
 
 class NoGradForward(NamedTuple):

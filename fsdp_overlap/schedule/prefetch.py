@@ -207,7 +207,7 @@ class Prefetcher:
     def release(self, unit: ScheduledUnit) -> None:
         """Free the full buffer of ``unit`` once the compute enqueued so far has read it. That is
         put off until the next all-gather has been enqueued, so that this one does not wait."""
-        if self._states[unit.index].shows_unsharded:
+        if self._states[unit.index].registers_unsharded:
             self.to_sharded(unit)
         if unit.index in self.in_graphs:
             return
@@ -226,7 +226,7 @@ class Prefetcher:
     def to_sharded(self, unit: ScheduledUnit) -> None:
         """Register the sharded parameters of ``unit``, also if the user asked for the unsharded
         ones."""
-        self._states[unit.index].shows_unsharded = False
+        self._states[unit.index].registers_unsharded = False
         unit.to_sharded()
 
     def take_out_of_graphs(self, unit: ScheduledUnit) -> None:
@@ -375,6 +375,6 @@ class Prefetcher:
     def _free(self, index: UnitIndex, mark: ComputeEvent, waits: bool = True) -> None:
         unit = self._refs[index]()
         if unit is not None:
-            if self._states[index].shows_unsharded:  # gathered anew after an edit, ahead of use
+            if self._states[index].registers_unsharded:  # gathered anew after an edit, ahead of use
                 self.to_sharded(unit)
             self._comm.free(unit, mark, waits)

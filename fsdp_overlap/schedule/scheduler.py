@@ -222,7 +222,7 @@ class Schedule:
         end = self._tick()
         if backward is not None:
             is_in_use = self.is_in_use(unit)
-            if not is_in_use and not self._states[unit.index].shows_unsharded:
+            if not is_in_use and not self._states[unit.index].registers_unsharded:
                 unit.to_sharded()
             return backward.after_recompute(unit, start, end, is_in_use)
         self._pass.record(unit.index, start, end)
@@ -242,7 +242,7 @@ class Schedule:
             else:
                 if state.pending_modules:
                     state.pending_modules.clear()
-                if not state.shows_unsharded:
+                if not state.registers_unsharded:
                     unit.to_sharded()
                 if raised or unit.reshards_after_forward():
                     self.prefetcher.release(unit)
@@ -280,7 +280,7 @@ class Schedule:
         backward = self._backward
         return backward is not None and (
             backward.is_open(unit.index)
-            or unit.index in backward.shown
+            or unit.index in backward.registered
             or any(other is unit for other, _ in backward.recomputing)
         )
 
@@ -347,12 +347,12 @@ class Schedule:
         for unit in self._unfinished:
             state = self._states[unit.index]
             skipped, state.pending_modules = state.pending_modules, set()
-            if not state.shows_unsharded:
+            if not state.registers_unsharded:
                 unit.to_sharded()
             if has_graph and not raised:
                 index = unit.index
                 if index not in self.prefetcher.in_graphs:
-                    self.prefetcher.in_graphs[index] = self._pass.spans[index][0]
+                    self.prefetcher.in_graphs[index] = self._pass.ticks[index][0]
                     self._read_by_others.pop(index, None)
                     state.skipped_modules = skipped
                 elif state.skipped_modules:  # else a graph may read all
@@ -521,7 +521,8 @@ class Schedule:
             if not unit.syncs_gradients:
                 continue
             if any(other is unit for other, _ in self._running):
-                self._states[index].shows_unsharded = False  # its forward registers them at its end
+                # Its forward registers the sharded ones at its end.
+                self._states[index].registers_unsharded = False
                 continue
             self.prefetcher.to_sharded(unit)
             backward.lost_edit = backward.lost_edit or unit.edited()
@@ -589,7 +590,7 @@ class Schedule:
         buffers are freed."""
         unit.wait()
         unit.to_unsharded()
-        self._states[unit.index].shows_unsharded = True
+        self._states[unit.index].registers_unsharded = True
         self._by_hand.add(unit.index)
 
     def reshard(self, unit: ScheduledUnit) -> None:
