@@ -18,7 +18,7 @@ from fsdp_overlap.tools.emulator.allocator import Allocator, MemoryBlock, MemPoo
 from fsdp_overlap.tools.emulator.conflicts import Conflict
 from fsdp_overlap.tools.emulator.findings import Finding, Findings, FoundAccess, Sync, steady
 from fsdp_overlap.tools.emulator.history import History
-from fsdp_overlap.tools.emulator.memory import Access, Span, TrackedMemory
+from fsdp_overlap.tools.emulator.memory import Access, ByteRange, TrackedMemory
 from fsdp_overlap.tools.emulator.queues import Moment, Queue
 from fsdp_overlap.tools.emulator.sites import Site, call_site
 from fsdp_overlap.tools.torch_internals import without_transform
@@ -363,8 +363,8 @@ class EmulatedDevice:
         stamp = queue.add()
         for tensor in tensors:
             memory = self.memory_of(tensor)
-            access = Access(stamp, name, site, is_write, Span.of(tensor))
-            if access.span.width:
+            access = Access(stamp, name, site, is_write, ByteRange.of(tensor))
+            if access.byte_range.width:
                 self.compare(access, queue, memory)
                 memory.note(access)
 

@@ -26,7 +26,7 @@ from fsdp_overlap.tools.emulator.allocator import MemoryBlock, MemPool
 from fsdp_overlap.tools.emulator.device import EmulatedDevice, IssuedCollective, Operation
 from fsdp_overlap.tools.emulator.dispatch import tensors_in, unseen
 from fsdp_overlap.tools.emulator.findings import Finding, FoundAccess
-from fsdp_overlap.tools.emulator.memory import Access, Span, TrackedMemory
+from fsdp_overlap.tools.emulator.memory import Access, ByteRange, TrackedMemory
 from fsdp_overlap.tools.emulator.queues import Clock, Moment, Queue, Stamp
 from fsdp_overlap.tools.emulator.sites import Site, call_site
 from fsdp_overlap.tools.emulator.torch_module import Stream, active, synchronize
@@ -113,7 +113,7 @@ class Node:
     clock: dict[Queue, int]
     name: str
     site: Site
-    accesses: Sequence[tuple[Slot, Span, bool]]
+    accesses: Sequence[tuple[Slot, ByteRange, bool]]
     """The bytes, and whether they are written."""
     call: tuple[Callable[..., Any], Any, Any, Sequence[View | None]] | None
     """What to call with which arguments, in which views stand for tensors, and for each tensor that
@@ -175,7 +175,7 @@ class Capture:
             if (tick := queue.clock.get(other.index, 0)) > start
         }
         accesses = [
-            (self.slot_of(tensor), Span.of(tensor), is_write)
+            (self.slot_of(tensor), ByteRange.of(tensor), is_write)
             for tensors, is_write in ((operation.reads, False), (operation.writes, True))
             for tensor in tensors
             if tensor.numel() and not self._is_number(tensor)
@@ -461,9 +461,9 @@ class CUDAGraph:
         device.history.enqueue(branch, node.name, node.site)
         if node.issued is not None:
             device.issued.append(node.issued)
-        for slot, span, is_write in node.accesses:
+        for slot, byte_range, is_write in node.accesses:
             memory = resolved[slot][1]
-            access = Access(stamp, node.name, node.site, is_write, span)
+            access = Access(stamp, node.name, node.site, is_write, byte_range)
             device.compare(access, branch, memory)
             memory.note(access)
 

@@ -14,7 +14,7 @@ from fsdp_overlap.tools.emulator.queues import Queue, Stamp
 from fsdp_overlap.tools.emulator.sites import Site
 
 
-class Span(NamedTuple):
+class ByteRange(NamedTuple):
     """The bytes ``[start, stop)`` of a piece of memory. With a ``pitch`` only those that lie less
     than ``width`` bytes after a multiple of it, from ``start`` on, and perhaps not all of them."""
 
@@ -24,7 +24,7 @@ class Span(NamedTuple):
     pitch: int = 0
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Span:
+    def of(cls, tensor: torch.Tensor) -> ByteRange:
         """Return the bytes of its storage that ``tensor`` lies in."""
         size, count = tensor.element_size(), tensor.numel()
         start = int(tensor.storage_offset()) * size
@@ -44,7 +44,7 @@ class Span(NamedTuple):
                 width = last
         return cls(start, start + last, width, pitch)
 
-    def overlaps(self, other: Span) -> bool:
+    def overlaps(self, other: ByteRange) -> bool:
         """Return whether the two may share bytes."""
         if self.start >= other.stop or other.start >= self.stop:
             return False
@@ -54,7 +54,7 @@ class Span(NamedTuple):
         offset = (other.start - self.start) % pitch
         return offset < self.width or offset + other.width > pitch
 
-    def covers(self, other: Span) -> bool:
+    def covers(self, other: ByteRange) -> bool:
         """Return whether this has all bytes of ``other``, as far as is known."""
         if self.pitch:
             return self == other
@@ -62,13 +62,13 @@ class Span(NamedTuple):
 
 
 class Access(NamedTuple):
-    """An operation reads or writes a ``span`` of a piece of memory."""
+    """An operation reads or writes a ``byte_range`` of a piece of memory."""
 
     stamp: Stamp
     operation: str
     site: Site
     writes: bool
-    span: Span
+    byte_range: ByteRange
     freed_at: Site | None = None
     """Where the memory was freed since. It has another owner now."""
 
@@ -98,7 +98,7 @@ class TrackedMemory:
             if (
                 (access.writes or earlier.writes)
                 and not queue.knows(earlier.stamp)
-                and access.span.overlaps(earlier.span)
+                and access.byte_range.overlaps(earlier.byte_range)
             ):
                 yield earlier
 
@@ -110,7 +110,7 @@ class TrackedMemory:
             earlier
             for earlier in self.accesses
             if not (access.writes or (earlier.stamp.queue == mine and not earlier.writes))
-            or not access.span.covers(earlier.span)
+            or not access.byte_range.covers(earlier.byte_range)
         ]
         self.accesses.append(access)
 
@@ -131,4 +131,6 @@ class TrackedMemory:
         """Add the last accesses of the memory's former owners. They count for all of its bytes:
         which ones they touched is not known."""
         whole = max(self.nbytes, 1)
-        self.accesses.extend(access._replace(span=Span(0, whole, whole)) for access in accesses)
+        self.accesses.extend(
+            access._replace(byte_range=ByteRange(0, whole, whole)) for access in accesses
+        )

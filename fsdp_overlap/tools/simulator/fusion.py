@@ -16,7 +16,7 @@ import torch
 
 from fsdp_overlap.tools.emulator import Operation
 from fsdp_overlap.tools.emulator.dispatch import tensors_in
-from fsdp_overlap.tools.emulator.memory import Span
+from fsdp_overlap.tools.emulator.memory import ByteRange
 from fsdp_overlap.tools.emulator.queues import Queue
 from fsdp_overlap.tools.simulator.compute_time import OVERWRITES, PICKED_FROM, size_of
 
@@ -52,16 +52,16 @@ class Kernel:
     """What one kernel has read and computed so far. An address may have another storage later."""
 
     def __init__(self) -> None:
-        self._read: WeakKeyDictionary[torch.UntypedStorage, list[Span]] = WeakKeyDictionary()
+        self._read: WeakKeyDictionary[torch.UntypedStorage, list[ByteRange]] = WeakKeyDictionary()
         self.made: WeakKeyDictionary[torch.UntypedStorage, int] = WeakKeyDictionary()
         """The bytes that it writes if somebody reads them from memory."""
 
     def reads(self, tensor: torch.Tensor) -> bool:
         """Return whether the kernel reads memory for ``tensor`` that it has not read before."""
-        spans, span = self._read.setdefault(tensor.untyped_storage(), []), Span.of(tensor)
-        is_new = not any(earlier.covers(span) for earlier in spans)
+        seen, here = self._read.setdefault(tensor.untyped_storage(), []), ByteRange.of(tensor)
+        is_new = not any(earlier.covers(here) for earlier in seen)
         if is_new:
-            spans.append(span)
+            seen.append(here)
         return is_new
 
 

@@ -31,7 +31,7 @@ from fsdp_overlap.tools.emulator import (
     stream,
 )
 from fsdp_overlap.tools.emulator.allocator import MemPool
-from fsdp_overlap.tools.emulator.memory import Span
+from fsdp_overlap.tools.emulator.memory import ByteRange
 from fsdp_overlap.tools.emulator.nccl_like import BACKEND, NcclLikeGroup, unseen
 from fsdp_overlap.tools.emulator.threads import DeviceThread
 from support.emulated import HERE, Seconds, kinds
@@ -1073,12 +1073,12 @@ def test_spans_hide_no_byte_that_is_shared() -> None:
         for _ in range(60)
     ]
     apart = 0
-    for one, other in product([(Span.of(view), bytes_of(view)) for view in views], repeat=2):
-        (span, mine), (other_span, others) = one, other
-        assert span.overlaps(other_span) or not mine & others
-        assert others <= mine or not span.covers(other_span) or not others
-        within = span.start < other_span.stop and other_span.start < span.stop
-        apart += within and not span.overlaps(other_span)
+    for one, other in product([(ByteRange.of(view), bytes_of(view)) for view in views], repeat=2):
+        (here, mine), (there, others) = one, other
+        assert here.overlaps(there) or not mine & others
+        assert others <= mine or not here.covers(there) or not others
+        within = here.start < there.stop and there.start < here.stop
+        apart += within and not here.overlaps(there)
     assert apart > 100
 
 
