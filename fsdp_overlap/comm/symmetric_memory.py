@@ -32,7 +32,7 @@ class SymmetricBuffer:
         """Make the buffer at least so large, if it has no memory yet."""
         self._reserved = max(self._reserved, nbytes)
 
-    def take(self, group: dist.ProcessGroup, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def get_buffer(self, group: dist.ProcessGroup, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a flat tensor in the buffer, for a collective of ``group`` on the current stream.
         Later ones overwrite it. Collective over ``group`` if the buffer is not registered
         with it."""
@@ -84,7 +84,7 @@ class SymmetricCollectives(StagedCollectives):
         return SymmetricCollectives(plan, self._memory)
 
     def _gather_output(self, full: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        return self._memory.gathered.take(group, self.plan.numel, full.dtype)
+        return self._memory.gathered.get_buffer(group, self.plan.numel, full.dtype)
 
     _gather = staticmethod(gather_into)
 
@@ -92,8 +92,8 @@ class SymmetricCollectives(StagedCollectives):
         self, gradients: torch.Tensor, group: dist.ProcessGroup
     ) -> tuple[torch.Tensor, torch.Tensor]:
         plan, dtype = self.plan, gradients.dtype
-        source = self._memory.unreduced.take(group, plan.numel, dtype)
-        return source, self._memory.reduced.take(group, plan.shard_numels[0], dtype)
+        source = self._memory.unreduced.get_buffer(group, plan.numel, dtype)
+        return source, self._memory.reduced.get_buffer(group, plan.shard_numels[0], dtype)
 
     _reduce = staticmethod(reduce_into)
 

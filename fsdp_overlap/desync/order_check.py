@@ -73,7 +73,7 @@ class Interval(NamedTuple):
 
 
 class ExpectedOrder:
-    """Predicts the next code from the codes that were taken in so far, the history.
+    """Predicts the next code from the codes observed so far, the history.
 
     It expects the code at one place of the history. While that is right, the place moves along. If
     it is wrong, the place moves to behind the previous occurrence of the last two codes. So, if
@@ -84,26 +84,26 @@ class ExpectedOrder:
     """
 
     def __init__(self) -> None:
-        self._taken: list[int] = []
+        self._history: list[int] = []
         self._place = NOWHERE
         self._last = 0
         self._behind: dict[tuple[int, int], int] = {}
 
-    def take(self, code: int) -> bool:
-        """Take ``code`` in. Return whether it was expected."""
-        taken, place = self._taken, self._place
-        is_expected = place < len(taken) and taken[place] == code
-        taken.append(code)
+    def observe(self, code: int) -> bool:
+        """Append ``code`` to the history. Return whether it was expected."""
+        history, place = self._history, self._place
+        is_expected = place < len(history) and history[place] == code
+        history.append(code)
         pair = self._last, code
         self._place = place + 1 if is_expected else self._behind.get(pair, NOWHERE)
-        self._behind[pair] = len(taken)
+        self._behind[pair] = len(history)
         self._last = code
-        if len(taken) > 2 * REMEMBERED:
+        if len(history) > 2 * REMEMBERED:
             self._forget()
         return is_expected
 
     def _forget(self) -> None:
-        del self._taken[:REMEMBERED]
+        del self._history[:REMEMBERED]
         self._behind = {
             pair: place - REMEMBERED for pair, place in self._behind.items() if place >= REMEMBERED
         }
@@ -165,7 +165,7 @@ class OrderCheck:
         """
         self._issued.append(code)
         self._count += 1
-        if self.confirms and not self._expectation.take(code):
+        if self.confirms and not self._expectation.observe(code):
             self._confirm(code, subject, dtype)
         if len(self._issued) > MAX_REMEMBERED:
             self._first += len(self._issued)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fsdp_overlap.engine.meta_init import materialize, register_unsharded_once, take_dtypes
+from fsdp_overlap.engine.meta_init import cast_to_assigned, materialize, register_unsharded_once
 from fsdp_overlap.engine.param import (
     ParamInfo,
     difference,
@@ -72,7 +72,7 @@ def _adopt_assigned(unit: Unit) -> None:
         assigned.append(adopted)
     if not any(assigned) or (is_meta and not is_complete):
         return
-    take_dtypes(unit, assigned, "an assignment gives")
+    cast_to_assigned(unit, assigned, "an assignment gives")
     if is_meta:
         materialize(unit)
     for param_group, adopted in zip(param_groups, assigned, strict=True):

@@ -261,7 +261,7 @@ class ParamGroupGradients:
         edits = param_group.edits
         edits.check_not_ahead(param_group.label)
         is_plain = unused is None and not edits.has_hooks and not self.offloads
-        if is_plain and edits.stepper is not None and edits.stepper.take(self, mean):
+        if is_plain and edits.stepper is not None and edits.stepper.enqueue_step(self, mean):
             return
         if param_group.offload is not None:
             self.offloads.append((param_group.to_host(mean), unused))

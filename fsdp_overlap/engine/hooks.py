@@ -21,7 +21,7 @@ from fsdp_overlap.comm.comm_streams import profiler_range
 from fsdp_overlap.comm.streams import is_capturing
 from fsdp_overlap.engine.autograd import dynamo_disable, is_in_backward
 from fsdp_overlap.engine.context import FsdpContext, context_of
-from fsdp_overlap.engine.meta_init import take_assigned
+from fsdp_overlap.engine.meta_init import load_assigned
 from fsdp_overlap.engine.param import is_opaque
 from fsdp_overlap.engine.unit import Unit, compare, unit_of
 from fsdp_overlap.schedule.order import ForwardRecord
@@ -225,7 +225,7 @@ def after_load(unit: Unit, module: nn.Module, keys: Any) -> None:
     """Take over the parameters that ``load_state_dict()``, which has loaded ``module`` and all in
     it, has assigned."""
     for each in (unit, *unit.owners):
-        take_assigned(each)
+        load_assigned(each)
 
 
 def _check_no_parameter_leaves(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:

@@ -109,7 +109,7 @@ class LayoutRegistry:
         """Note how ``modules`` are to be laid out when they become a unit."""
         self._ahead[modules[0]] = [*self._ahead.get(modules[0], []), *plans]
 
-    def take(
+    def plan_unit(
         self, modules: Sequence[nn.Module], specs: Sequence[ParamSpec], may_be_first: bool = True
     ) -> list[Plan]:
         """Return the plans for ``modules``, which are becoming a unit of the parameters ``specs``.
@@ -186,7 +186,7 @@ def rollback_on_error(registries: Iterable[LayoutRegistry]) -> Iterator[None]:
 class Stepper(Protocol):
     """Steps shards for an optimizer, apart from its ``step()``."""
 
-    def take(self, gradients: Any, mean: torch.Tensor) -> bool:
+    def enqueue_step(self, gradients: Any, mean: torch.Tensor) -> bool:
         """Return whether it uses a reduced gradient, which otherwise becomes ``.grad``."""
         ...
 

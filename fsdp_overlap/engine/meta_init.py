@@ -97,7 +97,7 @@ def materialize(unit: Unit) -> None:
     context.require_lazy_init()
 
 
-def take_assigned(unit: Unit) -> None:
+def load_assigned(unit: Unit) -> None:
     """Copy what ``load_state_dict(assign=True)`` registered into the shards, and register the
     sharded parameters again.
 
@@ -116,7 +116,7 @@ def take_assigned(unit: Unit) -> None:
     if not any(assigned) or (is_meta and list(map(len, assigned)) != counts):
         return
     try:
-        take_dtypes(unit, assigned, "load_state_dict(assign=True) gives")
+        cast_to_assigned(unit, assigned, "load_state_dict(assign=True) gives")
     except RuntimeError:
         unit.to_sharded()
         raise
@@ -131,7 +131,9 @@ def take_assigned(unit: Unit) -> None:
         register_unsharded_once(unit)
 
 
-def take_dtypes(unit: Unit, assigned: Sequence[Mapping[int, torch.Tensor]], giver: str) -> None:
+def cast_to_assigned(
+    unit: Unit, assigned: Sequence[Mapping[int, torch.Tensor]], giver: str
+) -> None:
     """Cast the param groups of ``unit`` to the dtype of what each was assigned, by the index of the
     parameter. ``giver``: what assigned it, for errors.
 

@@ -361,7 +361,7 @@ def _plan(
             "name its mesh in ctx.plan_layout(..., meshes={module: mesh})"
         )
     # A unit that was given no context has one of its own, so nothing tells which unit is first.
-    return mesh_info.plans.take(modules, [item.spec for item in owned], not ctx.is_implicit)
+    return mesh_info.plans.plan_unit(modules, [item.spec for item in owned], not ctx.is_implicit)
 
 
 def _make_param_groups(

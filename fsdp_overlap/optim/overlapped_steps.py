@@ -224,7 +224,7 @@ class OverlappedSteps:
     # ---- gradients that arrive ----
 
     @torch.no_grad()
-    def take(self, gradients: ParamGroupGradients, mean: torch.Tensor) -> bool:
+    def enqueue_step(self, gradients: ParamGroupGradients, mean: torch.Tensor) -> bool:
         """Have the thread step the param group of ``gradients``, of which ``mean`` is this rank's
         shard. Return whether it will, or else they are to become ``.grad``."""
         param_group = gradients.param_group

@@ -260,7 +260,7 @@ def refused_on_the_second_mesh() -> None:
     for context in (ctx, fresh):
         mesh_info = context.mesh_info_of(mesh["a"])
         plans.append(
-            mesh_info.plans.take([model], [item.spec for item in owned_parameters([model])])
+            mesh_info.plans.plan_unit([model], [item.spec for item in owned_parameters([model])])
         )
     assert plans[0] == plans[1]  # nor did it leave loads
     fully_shard(model, FsdpContext(mesh["a"], layout=layout), shard_placement_fn=place)

@@ -218,4 +218,4 @@ def test_a_plan_that_failed_leaves_planning_as_it_was() -> None:
     fresh = LayoutRegistry(4, TensorAtomic())
     for layer, spec in zip(layers, specs, strict=True):
         assert not plans.has(layer)
-        assert plans.take([layer], spec) == fresh.take([layer], spec)
+        assert plans.plan_unit([layer], spec) == fresh.plan_unit([layer], spec)

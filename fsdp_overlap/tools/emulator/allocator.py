@@ -98,7 +98,7 @@ class Allocator:
         self._end = 0
         """The first address that no segment has had."""
 
-    def take(
+    def malloc(
         self, nbytes: int, stream: Queue, pool: MemPool | None = None
     ) -> tuple[MemoryBlock, list[Access]]:
         """Return memory for what is enqueued on ``stream`` from now on, from ``pool`` or from
@@ -131,7 +131,7 @@ class Allocator:
         self.peak_allocated = max(self.peak_allocated, self.allocated)
         return block, list(last.values())
 
-    def give_back(
+    def free(
         self,
         block: MemoryBlock,
         accesses: Iterable[Access],

@@ -527,7 +527,7 @@ class EmulatedDevice:
             if self.allocating is not None:
                 self.allocating(nbytes)
             pool = self.of_thread.pool
-            self._blocks[memory], last = self.allocator.take(nbytes, self.current, pool)
+            self._blocks[memory], last = self.allocator.malloc(nbytes, self.current, pool)
             memory.nbytes = nbytes
             memory.taken_at = call_site()
             memory.take_over(last)
@@ -544,7 +544,7 @@ class EmulatedDevice:
         if not memory.is_on_device:
             self.on_host -= memory.nbytes
         if block is not None:
-            self.allocator.give_back(block, left, used, lambda: all(map(self.is_done, moments)))
+            self.allocator.free(block, left, used, lambda: all(map(self.is_done, moments)))
 
     def _forget(self, key: int, memory: TrackedMemory) -> None:
         """Give back the memory of a storage that is gone. The garbage collector may call this in

@@ -47,7 +47,7 @@ class LinkSchedule:
     def __init__(self) -> None:
         self.busy: list[Interval] = []
 
-    def take(self, ready: float, seconds: float) -> float:
+    def reserve(self, ready: float, seconds: float) -> float:
         """Return when a collective ends that needs the link for ``seconds`` and is ready at
         ``ready``. It may begin before one that was enqueued earlier and is ready later."""
         k = bisect.bisect_right(self.busy, ready, key=_end)
@@ -137,7 +137,7 @@ class Clock:
         ready = max(ready, self.ended.get(name, 0.0))
         link = self.links.setdefault(self.costs.link(ranks), LinkSchedule())
         busy = self._busy_after(ready)
-        end = self.ended[name] = link.take(ready, self.costs.collective(operation, ranks))
+        end = self.ended[name] = link.reserve(ready, self.costs.collective(operation, ranks))
         self._delay(ready, busy)
         given, got = (sum(t.nbytes for t in each) for each in (operation.reads, operation.writes))
         ran = TimedOperation(operation.name, stream.index, enqueued, ready, end, name, given, got)

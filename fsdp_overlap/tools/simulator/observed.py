@@ -75,7 +75,7 @@ class Ledger(Allocator):
         """The streams on which gradients are reduced."""
         self._gathering: set[int] = set()
 
-    def take(
+    def malloc(
         self, nbytes: int, stream: Queue, pool: MemPool | None = None
     ) -> tuple[MemoryBlock, list[Access]]:
         is_of_compute = stream is self._device.default and pool is None
@@ -84,7 +84,7 @@ class Ledger(Allocator):
             block = MemoryBlock(nbytes, stream.index, False, -self._deferred, None)
             self._live[block.address] = Allocation(nbytes, stream.index, self.phase, None)
             return block, []
-        block, last = super().take(nbytes, stream, pool)
+        block, last = super().malloc(nbytes, stream, pool)
         held = Allocation(block.nbytes, stream.index, self.phase, block)
         self._live[block.address] = held
         self._changes.append((self._now(), held, held.nbytes))
@@ -95,11 +95,11 @@ class Ledger(Allocator):
         given = self._device.block_of(storage)
         held = None if given is None else self._live[given.address]
         if held is not None and held.block is None:
-            held.block, _ = super().take(held.nbytes, self._device.default)
+            held.block, _ = super().malloc(held.nbytes, self._device.default)
             held.nbytes = held.block.nbytes
             self._changes.append((self._now(), held, held.nbytes))
 
-    def give_back(
+    def free(
         self,
         block: MemoryBlock,
         accesses: Iterable[Access],
@@ -109,7 +109,7 @@ class Ledger(Allocator):
         held = self._live.pop(block.address)
         if held.block is not None:
             self._changes.append((self._now(), held, -held.nbytes))
-            super().give_back(held.block, accesses, used, is_done)
+            super().free(held.block, accesses, used, is_done)
 
     @property
     def position(self) -> int:

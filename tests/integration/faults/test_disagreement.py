@@ -281,5 +281,5 @@ def test_what_repeats_is_expected_in_the_end(period: list[int], before: list[int
     expectation = ExpectedOrder()
     with patch.object(order_check, "REMEMBERED", 400):  # also while it forgets
         for code in before + 20 * period:
-            expectation.take(code)
-        assert all(expectation.take(code) for code in 30 * period)
+            expectation.observe(code)
+        assert all(expectation.observe(code) for code in 30 * period)

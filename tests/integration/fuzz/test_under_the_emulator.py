@@ -253,7 +253,7 @@ DEFECTS = [
         "hooks on another stream",
     ),
     Defect(D2HCopy, "wait", "self.copied.synchronize()", "offloaded"),
-    Defect(OverlappedSteps, "take", "copy.wait()", "AdamW overlapped in backward, flat"),
+    Defect(OverlappedSteps, "enqueue_step", "copy.wait()", "AdamW overlapped in backward, flat"),
     Defect(
         Muon,
         "plan",

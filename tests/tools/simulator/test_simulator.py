@@ -21,7 +21,7 @@ def test_a_link_serves_one_moment_once_and_never_idles_before_who_is_ready(
     link, used = LinkSchedule(), set[int]()
     for ready, seconds in transfers:
         moments = [at for at in range(200) if at >= ready and at not in used][:seconds]
-        assert link.take(ready, seconds) == moments[-1] + 1
+        assert link.reserve(ready, seconds) == moments[-1] + 1
         used.update(moments)
     assert sum(end - start for start, end in link.busy) == len(used)
     ends = [0.0, *(end for _, end in link.busy)]
@@ -42,9 +42,9 @@ def test_compute_is_slower_while_a_collective_is_under_way(
     start: float, seconds: float, end: float
 ) -> None:
     one, other = LinkSchedule(), LinkSchedule()
-    one.take(2.0, 1.5)
-    other.take(2.5, 1.0)
-    other.take(5.25, 3.0)
+    one.reserve(2.0, 1.5)
+    other.reserve(2.5, 1.0)
+    other.reserve(5.25, 3.0)
     costs = Seconds(seconds, slowdown=0.5)
     clock = Clock(costs, links={"one": one, "other": other})
     operation = Operation("mm", [], [])
