@@ -2,7 +2,7 @@
 
 Each benchmark is a script of this folder and runs in a process of its own, one after the other.
 `--out` then holds summary.md and summary.json, and the figures, plot and output of each;
-`results.py` makes docs/performance.md of them. The exit code is 1 if a benchmark could not run or
+`results.py` writes docs/results.md from them. The exit code is 1 if a benchmark could not run or
 a claim does not hold; a missed target is only reported.
 """
 

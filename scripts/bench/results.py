@@ -1,9 +1,9 @@
-"""Make docs/performance.md of what all.py found.
+"""Write docs/results.md, and the tables of docs/performance.md, from what all.py measured.
 
     python scripts/bench/all.py --out runs/bench
     python scripts/bench/results.py runs/bench
 
-The figures are kept as docs/performance.json. Without a folder the page is made of these again.
+The figures are kept as docs/performance.json. Without a folder the pages are written from it again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +23,8 @@ from harness.measurement import three_decimals
 from harness.summary import Circumstances, Row, read_summary
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-FIGURES, PAGE, PICTURE = DOCS / "performance.json", DOCS / "performance.md", DOCS / "step_time.png"
+FIGURES, PICTURE = DOCS / "performance.json", DOCS / "step_time.png"
+RESULTS, PERFORMANCE = DOCS / "results.md", DOCS / "performance.md"
 HEADER = ("ours, other", "ratio (p10-p90)", "at most")
 MISSED = ", missed"
 SWEPT = re.compile(r"(.+) at ([\d.]+) \((.+)\)")
@@ -30,22 +32,188 @@ SWEPT = re.compile(r"(.+) at ([\d.]+) \((.+)\)")
 LEFT_OUT = (" bare / FSDP2", "FSDP2, our collectives / FSDP2")
 """What is not compared with this library. These figures are in performance.json alone."""
 INTRODUCTION = """\
-# Results
+# All results
 
-`scripts/bench/results.py` makes this page from [performance.json](performance.json), which
+Written by `scripts/bench/results.py` from [performance.json](performance.json), which
 `python scripts/bench/all.py` measures; with a benchmark's name it repeats that one. See
-[how it is measured](measuring.md).
+[how it is measured](performance.md#how-it-is-measured).
 
 **All this is of CPUs** ([a GPU](gpu.md#what-has-run)): ranks are processes on one machine, and a
 limited loopback is the network.
+
+- **FSDP2**: of the same torch, with the same units, policies and optimizer. On gloo, not on a GPU,
+  it waits for each collective; so `link` also trains it with our collectives.
+- **DDP**: `torch.nn.parallel.DistributedDataParallel`.
+- **Bound** of a step over a link: the larger of compute alone and communication alone.
+- **`--sleep`**: blocks sleep instead of computing, as a host that waits for an accelerator. With
+  real compute ranks also pay for gloo's threads.
+- **`bare`** (`scripts/bench/harness/bare_sharding.py`): gathers, swaps parameters and reduces,
+  without prefetch.
+- **Host time**: CPU time, with a fake process group of 8 ranks.
+- **Memory**: peak of a rank's resident memory above rest and gradient shards, in blocks of
+  parameters.
+- **The network**: a network namespace whose loopback `tc` limits
+  (`scripts/bench/harness/slow_link.py`), one link for all ranks, with no added latency.
+- **Figures** are medians, with 10th and 90th percentile of a ratio in brackets.
 """
 AFTER_LINK = """\
 ![Step time against the speed of the link, ours, FSDP2 and the bound](step_time.png)
 """
 
 
-def page_of(where: Circumstances, rows: list[Row]) -> str:
-    """Return the page in Markdown."""
+@dataclass(frozen=True)
+class Headline:
+    """A row of docs/performance.md. where: what it was measured on. compared: which ratios of the
+    benchmark are shown, by what stands before each."""
+
+    what: str
+    benchmark: str
+    where: str
+    compared: Mapping[str, str]
+
+
+GPU = (
+    "step of a model of 1.2 billion parameters, bfloat16",
+    "**0.82**, which is 1.22 times the tokens/s",
+    "`scripts/gpu_suite.sh --parts training --out runs/figures`",
+    "one H200 as rank 0 of 8 simulated ranks, 147 GB/s",
+)
+"""The row that docs/gpu.md has the figures of."""
+HEADLINES = (
+    Headline(
+        "step over a slow link, compute and communication equally long",
+        "whole",
+        "2 ranks, 1 Gbit/s, blocks that sleep",
+        {
+            "": "step: ours / FSDP2",
+            "of FSDP2 with our collectives": "step: ours / FSDP2, our collectives",
+        },
+    ),
+    Headline(
+        "step with HSDP",
+        "hsdp",
+        "a mesh of 2 x 2 ranks, 2 Gbit/s, blocks that sleep",
+        {
+            "": "step: ours / FSDP2",
+            "optimizer states divided among replicas": "step: ours, copies divided / FSDP2",
+        },
+    ),
+    Headline(
+        "host time that sharding adds to a unit's forward and backward",
+        "host_overhead",
+        "a fake group of 8 ranks, 32 units of 14 parameters",
+        {"": "overhead a unit: ours / FSDP2"},
+    ),
+    Headline(
+        "peak memory of forward and backward",
+        "memory",
+        "2 ranks, 6 blocks of 12.6 million parameters",
+        {
+            "`prefetch=1`, the default": "peak: ours, prefetch 1 / FSDP2",
+            "`prefetch=0`": "peak: ours, prefetch 0 / FSDP2",
+        },
+    ),
+    Headline(
+        "AdamW's step, ours against torch's",
+        "optimizer",
+        "the host's time, a fake group of 8 ranks, 448 small parameters",
+        {
+            "foreach": "step: ours, fsdp_overlap.optim.AdamW / FSDP2, torch AdamW(foreach)",
+            "fused": "step: ours, fsdp_overlap.optim.AdamW / FSDP2, torch AdamW(fused)",
+        },
+    ),
+    Headline(
+        "Muon's step, ours against torch's",
+        "muon",
+        "2 ranks on loopback, 8 blocks of 3.1 million parameters",
+        {
+            "`TensorAtomic()`": "step: ours, TensorAtomic() / FSDP2, torch's",
+            "`Flat()`": "step: ours, Flat() / FSDP2, torch's",
+        },
+    ),
+    Headline(
+        "step with parameters and optimizer on the host",
+        "offloaded",
+        "1 rank, AdamW during backward, compute as long as its step",
+        {"": "step, compute 1.0: ours, overlapped / FSDP2"},
+    ),
+    Headline(
+        "checkpoint of 201 million parameters",
+        "checkpoint",
+        "2 ranks, files in the page cache",
+        {
+            "save": "time: save, ours / save, FSDP2",
+            "load, checksums compared": "time: load, ours / load, FSDP2",
+            "load without that": "time: load, ours, verify=False / load, FSDP2",
+        },
+    ),
+    Headline(
+        "step over DDP's step, where a model fits",
+        "ddp",
+        "2 ranks, 2 Gbit/s, 4 blocks of 12.6 million parameters",
+        {
+            "ours": "wide, 2gbit: step: ours, stage 3 / DDP",
+            "ours, stage 2": "wide, 2gbit: step: ours, stage 2 / DDP",
+            "FSDP2": "wide, 2gbit: step: FSDP2 / DDP",
+        },
+    ),
+)
+
+
+def performance_of(page: str, where: Circumstances, rows: list[Row]) -> str:
+    """Return docs/performance.md with its tables written anew."""
+    for name, text in (("headlines", headlines(where, rows)), ("missed", missed(rows))):
+        begin = f"<!-- {name}: written by scripts/bench/results.py -->\n"
+        before, _, rest = page.partition(begin)
+        _, end, after = rest.partition("<!-- end -->")
+        if not end:
+            raise ValueError(f"{PERFORMANCE.name} has no place for {name}: {begin!r}")
+        page = f"{before}{begin}\n{text}\n\n{end}{after}"
+    return page
+
+
+def headlines(where: Circumstances, rows: list[Row]) -> str:
+    """Return the table of `HEADLINES`, and what all but the first row were measured on."""
+    known = {(row.benchmark, row.compared): row for row in rows}
+    lines = [GPU]
+    for headline in HEADLINES:
+        cells = []
+        for name, compared in headline.compared.items():
+            row = known[headline.benchmark, compared]
+            assert row.ratio is not None
+            ratio = f"**{three_decimals(row.ratio.median)}**"
+            of = name.startswith("of ")
+            cells.append(f"{ratio} {name}" if of else f"{name} {ratio}".strip())
+        command = f"`python scripts/bench/all.py {headline.benchmark}`"
+        lines.append((headline.what, "; ".join(cells), command, headline.where))
+    head = ("", "ours / FSDP2", "command", "measured on")
+    below = f"{where.cpu}, {where.cores} cores; torch {where.torch}, Python {where.python}."
+    return f"{_lines_of(head, lines, numbers=False)}\n\nAll rows but the first: {below}"
+
+
+def missed(rows: list[Row]) -> str:
+    """Return a table of all targets that are missed: those of one comparison in one row."""
+    with_targets = [row for row in rows if row.is_met is not None]
+    found: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for row in with_targets:
+        if row.is_met is False:
+            swept = SWEPT.fullmatch(row.compared)
+            compared = swept[1] if swept else row.compared
+            of_each = found.setdefault((compared, row.target), {})
+            of_each.setdefault(row.benchmark, []).append(row.found)
+    lines = [
+        (compared, target, "; ".join(f"{name} {', '.join(each)}" for name, each in found.items()))
+        for (compared, target), found in found.items()
+    ]
+    count = sum(row.is_met is False for row in with_targets)
+    return (
+        f"{count} of {len(with_targets)} targets are missed, here by benchmark; several figures of "
+        "one are a sweep's.\n\n" + _lines_of(("what", "at most", "measured"), lines, numbers=False)
+    )
+
+
+def results_of(where: Circumstances, rows: list[Row]) -> str:
+    """Return docs/results.md."""
     with_targets = [row for row in rows if row.is_met is not None]
     met = sum(row.is_met is True for row in with_targets)
     parts = [
@@ -112,9 +280,11 @@ def _sweep_of(rows: list[Row]) -> str:
     return _lines_of(head, [(name, *line.values()) for name, line in lines.items()])
 
 
-def _lines_of(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+def _lines_of(head: Sequence[str], lines: Sequence[Sequence[str]], *, numbers: bool = True) -> str:
+    """Return a table whose columns but the first are ``numbers``, or text."""
     first, *rest = (f"| {' | '.join(cells)} |" for cells in (head, *lines))
-    return "\n".join([first, "|---" + "|---:" * (len(head) - 1) + "|", *rest])
+    rule = "|---:" if numbers else "|---"
+    return "\n".join([first, "|---" + rule * (len(head) - 1) + "|", *rest])
 
 
 def _missed(row: Row) -> str:
@@ -134,13 +304,15 @@ def main(
         Path | None, typer.Argument(help="What all.py was given as --out.", exists=True)
     ] = None,
 ) -> None:
-    """Make docs/performance.md of what all.py found."""
+    """Write docs/results.md, and the tables of docs/performance.md, from what all.py measured."""
     if folder is not None:
         if json.loads((folder / "summary.json").read_text())["quick"]:
             raise typer.BadParameter(f"{folder} holds a quick run, whose figures are not for show")
         shutil.copyfile(folder / "summary.json", FIGURES)
         shutil.copyfile(folder / "link_speed.png", PICTURE)
-    PAGE.write_text(page_of(*read_summary(FIGURES)))
+    where, rows = read_summary(FIGURES)
+    RESULTS.write_text(results_of(where, rows))
+    PERFORMANCE.write_text(performance_of(PERFORMANCE.read_text(), where, rows))
 
 
 if __name__ == "__main__":

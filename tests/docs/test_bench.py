@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -274,13 +275,14 @@ def test_the_results_are_those_of_all_benchmarks() -> None:
     where, rows = read_summary(results.FIGURES)
     assert not where.quick
     assert {row.benchmark for row in rows} == {one.name for one in running.BENCHMARKS}
-    assert results.PAGE.read_text() == results.page_of(where, rows)
+    assert results.RESULTS.read_text() == results.results_of(where, rows)
 
 
 def test_the_results_mark_each_target_that_is_missed() -> None:
     where, rows = read_summary(results.FIGURES)
     lines: dict[str, list[str]] = {}
-    for line in results.page_of(where, rows).splitlines():
+    _, _, tables = results.results_of(where, rows).partition("\n## ")
+    for line in tables.splitlines():
         if line.startswith("**") and "**: " in line and "GPU" not in line:
             lines[line.split("**")[1]] = below = []
         elif line.startswith(("| ", "- ")):
@@ -309,6 +311,49 @@ def test_the_results_mark_each_target_that_is_missed() -> None:
     for benchmark in running.BENCHMARKS:
         assert benchmark.topic
         assert benchmark.measures
+
+
+def test_the_page_on_performance_has_the_figures_that_were_measured() -> None:
+    page = results.PERFORMANCE.read_text()
+    assert page == results.performance_of(page, *read_summary(results.FIGURES))
+    assert len(page.split()) <= 900
+    assert len(results.HEADLINES) < 10  # with the one of a GPU
+    for headline in results.HEADLINES:
+        assert f"`python scripts/bench/all.py {headline.benchmark}`" in page
+    changed = [
+        replace(row, ratio=row.ratio and replace(row.ratio, median=9.0))
+        for row in read_summary(results.FIGURES)[1]
+    ]
+    again = results.performance_of(page, read_summary(results.FIGURES)[0], changed)
+    for headline in results.HEADLINES:
+        [line] = [line for line in again.splitlines() if headline.what in line]
+        assert line.count("**9.000**") == len(headline.compared)
+
+
+def test_the_row_of_a_gpu_has_the_figures_of_its_page() -> None:
+    lines = (ROOT / "docs" / "gpu.md").read_text().splitlines()
+    cells = {line.split(" | ")[0].strip("| "): line.split(" | ") for line in lines if "|" in line}
+    (_, tokens, step, *_), (_, their_tokens, their_step, *_) = cells["ours"], cells["FSDP2"]
+    faster = float(tokens.replace(",", "")) / float(their_tokens.replace(",", ""))
+    assert results.GPU[1] == (
+        f"**{float(step) / float(their_step):.2f}**, which is {faster:.2f} times the tokens/s"
+    )
+
+
+def test_the_page_on_performance_lists_each_target_that_is_missed() -> None:
+    _, rows = read_summary(results.FIGURES)
+    _, _, table = results.PERFORMANCE.read_text().partition("## Missed targets")
+    lines = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
+    left = [line[2] for line in lines]
+    for row in rows:
+        if row.is_met is False:
+            swept = results.SWEPT.fullmatch(row.compared)
+            key = [swept[1] if swept else row.compared, row.target]
+            [line] = [k for k, cells in enumerate(lines) if cells[:2] == key]
+            assert row.benchmark in left[line]
+            assert row.found in left[line]
+            left[line] = left[line].replace(row.found, "", 1)
+    assert not re.search(r"\d\.\d", "".join(left))
 
 
 def test_a_quick_run_is_not_published(tmp_path: Path) -> None:

@@ -264,7 +264,7 @@ def test_large_collectives_run_at_measured_speed(
     assert found == pytest.approx(bus, rel=tolerance)
 
 
-# docs/performance.md, "Collectives on gloo": milliseconds of 25 MiB, 2 ranks, 2 Gbit/s
+# docs/results.md, **collectives**: milliseconds of 25 MiB, 2 ranks, 2 Gbit/s
 @pytest.mark.parametrize(
     ("kind", "count", "milliseconds"),
     [("broadcast", 2, 103), ("all_to_all", 1, 109), ("reduce_scatter", 1, 219)],
