@@ -9,9 +9,11 @@ says what is guessed of them, and what cannot be said.
 from __future__ import annotations
 
 import argparse
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from fsdp_overlap.tools.simulator.costs import expected_maximum
 from fsdp_overlap.tools.simulator.estimate import StepCost, count_equal_blocks, estimate, measure
 
 GIB = 2**30
+DTYPES = ("dtype", "gather_dtype", "reduce_dtype")
 FLEX_BLOCK = 128
 """Queries, and keys, of a block that FlexAttention computes or leaves out."""
 
@@ -155,231 +158,21 @@ class Published:
     left_out: str = ""
 
 
-TORCHTITAN = "https://github.com/pytorch/torchtitan/blob/main/benchmarks/"
-DECEMBER = f"{TORCHTITAN}llama3_h100_202412_torchtitan.md"
-JUNE = f"{TORCHTITAN}llama3-8b_h200_202506_trainy-whitefiber.md"
-ASYNC_TP = f"{TORCHTITAN}asyncTP_llama3_h100_2025-06_torchtitan.md"
-FOUNDRY = "https://github.com/mosaicml/llm-foundry/blob/main/scripts/train/benchmarking/README.md"
-
-AUTOMODEL = "https://github.com/NVIDIA-NeMo/Automodel/blob/main/docs/performance-summary.md"
-
-RECIPES = "https://github.com/NVIDIA-NeMo/Automodel/tree/main/examples/llm_benchmark"
-
-LLAMA = Training(
-    "llama3-8b", gpus=1, micro_batch_size=2, checkpointing="selective", optimizer="torch-adamw"
-)
-LLAMA_70B = replace(
-    LLAMA, model="llama3-70b", gpus=8, tensor_parallel=8, micro_batch_size=16, checkpointing="full"
-)
-# Composer's FSDP reduced gradients in the precision of compute.
-MPT = Training(
-    "published:mpt_13b",
-    gpus=1,
-    micro_batch_size=2,
-    sequence=2048,
-    reduce_dtype=torch.bfloat16,
-    optimizer="torch-adamw",
-)
-PURE = replace(MPT, dtype=torch.bfloat16)
-MIXTURE = Training(
-    "published:qwen3_30b",
-    gpus=8,
-    expert_parallel=8,
-    expert_parallel_comm_backend="deepep",
-    sequence=4096,
-    dtype=torch.bfloat16,
-    reduce_dtype=torch.bfloat16,
-    optimizer="torch-adamw",
-    loss="fused",
-    reduce_each=True,
-)
-OLD_KERNELS = "the rate of attention by Triton, with ALiBi"
-OF_MIXTURES = "bfloat16 at rest; its fused kernels are as compiled ones; cuDNN's rate of attention"
-
-
 def tables() -> tuple[Published, ...]:
-    float8 = replace(LLAMA, linear_dtype="float8", gather_dtype=torch.float8_e4m3fn)
-    # In December 2024 torchtitan compiled blocks alone, in June 2025 the loss, too.
-    eager = Published(
-        "Llama 3.1 8B on H100 of 500 W",
-        DECEMBER,
-        "h100_500w",
-        "nvlink4_400g",
-        LLAMA,
-        (Row(8, 5762, 82.4), Row(128, 5605, 67.0)),
-        expandable_segments=True,  # as torchtitan's script sets it
-        guessed="400 Gb/s a GPU",
-        is_fitted=True,
-    )
-    compiled = replace(
-        eager,
-        name="the same, compiled",
-        training=replace(LLAMA, loss="eager"),
-        rows=(Row(8, 6667, 77.0), Row(128, 6514, 62.0)),
-        compiles=True,
-        is_fitted=False,
-    )
-    compiled_float8 = replace(
-        compiled,
-        name="the same, compiled, float8",
-        training=replace(float8, loss="eager"),
-        rows=(Row(8, 8532, 76.8), Row(128, 8380, 61.8)),
-    )
-    h200 = Published(
-        "Llama 3.1 8B on H200, compiled, float8",
-        JUNE,
-        "h200_sxm",
-        "nvlink4_400g",
-        float8,
-        (Row(32, 10938, 47.96), Row(64, 10753, 46.97)),
-        compiles=True,
-        guessed="400 Gb/s a GPU",
-        is_fitted=True,
-        is_rented=True,
-    )
-    h100_mpt = Published(
-        "MPT 13B on H100",
-        FOUNDRY,
-        "h100_sxm",
-        "nvlink4_400g",
-        MPT,
-        (Row(8, 4792), Row(16, 4767), Row(32, 4811), Row(64, 4800)),
-        guessed="400 Gb/s a GPU; rented GPUs",
-        left_out=OLD_KERNELS,
-        is_rented=True,
-    )
-    a100_mpt = Published(
-        "MPT 7B on A100 of 40 GB, batch 18",
-        FOUNDRY,
-        "a100_sxm",
-        "nvlink3_roce_200g",
-        replace(PURE, model="published:mpt_7b", micro_batch_size=18, checkpointing="full"),
-        (Row(32, 3725), Row(64, 3665), Row(128, 3623)),
-        guessed="rented GPUs",
-        left_out=OLD_KERNELS,
-        is_fitted=True,
-        is_rented=True,
-    )
-    smaller = {
-        "3b": (6, (Row(32, 9914), Row(64, 9736), Row(128, 9538))),
-        "1b": (10, (Row(64, 19001), Row(128, 18647))),
-        "760m": (12, (Row(16, 29607), Row(32, 29648), Row(64, 29344), Row(128, 28940))),
-        "350m": (18, (Row(16, 55413), Row(32, 53811), Row(64, 52689), Row(128, 51934))),
-        "125m": (26, (Row(16, 130535), Row(32, 127122), Row(64, 125234), Row(128, 123936))),
-    }
-    qwen3 = Published(
-        "Qwen3 30B-A3B on H100",
-        AUTOMODEL,
-        "h100_sxm",
-        "nvlink4_400g",
-        replace(MIXTURE, micro_batch_size=4, microbatches=16, checkpointing="full"),
-        (Row(8, 12040),),
-        compiles=True,
-        attention="cudnn",
-        guessed=OF_MIXTURES,
-    )
-    oss = replace(
-        qwen3,
-        name="GPT-OSS 20B on H100",
-        training=replace(
-            MIXTURE, model="published:gpt_oss_20b", micro_batch_size=2, microbatches=16
-        ),
-        rows=(Row(8, 13058),),
-        attention="flash",
-        guessed="bfloat16 at rest; its fused kernels are as compiled ones; FlexAttention's rate",
-        left_out="grouped products, which reach less than batched ones",
-    )
-    gb200 = Published(
-        "Qwen3 30B-A3B on GB200",
-        RECIPES,
-        "gb200",
-        "nvl72",
-        replace(MIXTURE, micro_batch_size=16, microbatches=4, checkpointing="full"),
-        (Row(8, 28380),),
-        compiles=True,
-        is_allocated=True,
-        guessed="bfloat16 at rest; its fused kernels are as compiled ones; products as on an H200",
-    )
-    return (
-        eager,
-        compiled,
-        compiled_float8,
-        replace(
-            compiled,
-            name="Llama 3.1 70B, compiled, tensor parallelism of 8",
-            source=ASYNC_TP,
-            training=LLAMA_70B,
-            rows=(Row(256, 597.3),),
-        ),
-        replace(
-            compiled,
-            name="the same, float8",
-            training=replace(LLAMA_70B, linear_dtype="float8", loss="eager"),
-            rows=(Row(256, 829, 71.9),),
-        ),
-        h200,
-        h100_mpt,
-        replace(
-            h100_mpt,
-            name="MPT 1B, batch 20",
-            training=replace(MPT, model="published:mpt_1b", micro_batch_size=20),
-            rows=(Row(16, 46037), Row(32, 45130), Row(64, 44402)),
-        ),
-        a100_mpt,
-        *(
-            replace(
-                a100_mpt,
-                name=f"MPT {size.upper()}, batch {batch}",
-                training=replace(PURE, model=f"published:mpt_{size}", micro_batch_size=batch),
-                rows=rows,
-                is_fitted=False,
-            )
-            for size, (batch, rows) in smaller.items()
-        ),
-        qwen3,
-        oss,
-        replace(
-            oss,
-            name="GPT-OSS 120B on H100",
-            training=replace(
-                oss.training,
-                model="published:gpt_oss_120b",
-                gpus=64,
-                expert_parallel=64,
-                microbatches=4,
-            ),
-            rows=(Row(64, 7626),),
-        ),
-        gb200,
-        replace(
-            gb200,
-            name="DeepSeek-V3 671B on GB200",
-            training=replace(
-                MIXTURE,
-                model="deepseek-v3",
-                gpus=64,
-                expert_parallel=64,
-                micro_batch_size=2,
-                checkpointing="full",
-            ),
-            rows=(Row(64, 2815, 107.44),),
-        ),
-        replace(
-            gb200,
-            name="GPT-OSS 120B on GB200",
-            training=replace(
-                MIXTURE,
-                model="published:gpt_oss_120b",
-                gpus=32,
-                expert_parallel=16,
-                micro_batch_size=4,
-                microbatches=4,
-                stage=2,
-            ),
-            rows=(Row(32, 18693, 154.6),),
-            left_out="grouped products; experts alone stay gathered",
-        ),
-    )
+    """Those of published.toml."""
+    found: dict[str, Published] = {}
+    for keys in tomllib.loads(Path(__file__).with_suffix(".toml").read_text())["table"]:
+        training = {
+            key: getattr(torch, value) if key in DTYPES else value
+            for key, value in keys.pop("training", {}).items()
+        }
+        keys["rows"] = tuple(Row(*row) for row in keys["rows"])
+        if like := keys.pop("like", None):
+            keys["training"] = replace(found[like].training, **training)
+            found[keys["name"]] = replace(found[like], **keys)
+        else:
+            found[keys["name"]] = Published(**keys, training=Training(**training))
+    return tuple(found.values())
 
 
 def device_of(table: Published) -> Device:
