@@ -1,0 +1,67 @@
+// What a simulated collective runs on a GPU (simulated_link.py). WORD is what a thread copies at once,
+// in gather and reduce. Rank 0 is us: the own range is first.
+__device__ __forceinline__ unsigned long long now() {
+    unsigned long long nanoseconds;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(nanoseconds));
+    return nanoseconds;
+}
+
+// Takes the link for `length` from when it is free; returns when that ends.
+__device__ __forceinline__ unsigned long long take(unsigned long long* link, int length) {
+    unsigned long long seen = *(volatile unsigned long long*)link, start, found;
+    while (true) {
+        const unsigned long long moment = now();
+        start = seen > moment ? seen : moment;
+        found = atomicCAS(link, seen, start + length);
+        if (found == seen) return start + length;
+        seen = found;
+    }
+}
+
+// The first thread keeps its block until `end`. Each of `waiting` blocks stays as long, with all of
+// its threads: the first writes the number of this launch to `over`, which the others read.
+__device__ __forceinline__ void stay(
+    unsigned long long end, volatile int* over, int launch, int waiting
+) {
+    if (blockIdx.x >= waiting) return;
+    if (threadIdx.x == 0) {
+        if (blockIdx.x == 0) {
+            while (now() < end) {}
+            *over = launch;
+        } else {
+            while (*over != launch) {}
+        }
+    }
+    if (waiting > 1) __syncthreads();
+}
+
+extern "C" __global__ void ncclSimulatedAllGather(
+    WORD* full, const WORD* shard, unsigned long long* link, int* over, int words, int world,
+    int nanoseconds, int launch, int waiting
+) {
+    const bool watches = blockIdx.x == 0 && threadIdx.x == 0;
+    const unsigned long long end = watches && nanoseconds ? take(link, nanoseconds) : 0;
+    const long long step = (long long)gridDim.x * blockDim.x;
+    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < words; i += step) {
+        const WORD word = shard[i];
+        for (int rank = 0; rank < world; ++rank) full[(long long)rank * words + i] = word;
+    }
+    stay(end, over, launch, waiting);
+}
+
+extern "C" __global__ void ncclSimulatedReduceScatter(
+    WORD* own, const WORD* whole, unsigned long long* link, int* over, int words, int world,
+    int nanoseconds, int launch, int waiting
+) {
+    const bool watches = blockIdx.x == 0 && threadIdx.x == 0;
+    const unsigned long long end = watches && nanoseconds ? take(link, nanoseconds) : 0;
+    const long long step = (long long)gridDim.x * blockDim.x;
+    WORD others = 0;
+    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < words; i += step) {
+        for (int rank = 1; rank < world; ++rank) others ^= whole[(long long)rank * words + i];
+        own[i] = whole[i];
+    }
+    // Never so, which the compiler cannot know: what is read of the others must not be left out.
+    if (nanoseconds < 0) own[0] = others;
+    stay(end, over, launch, waiting);
+}
