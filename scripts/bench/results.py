@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,84 +80,9 @@ GPU = (
     "one H200 as rank 0 of 8 simulated ranks, 147 GB/s",
 )
 """The row that docs/gpu.md has the figures of."""
-HEADLINES = (
-    Headline(
-        "step over a slow link, compute and communication equally long",
-        "whole",
-        "2 ranks, 1 Gbit/s, blocks that sleep",
-        {
-            "": "step: ours / FSDP2",
-            "of FSDP2 with our collectives": "step: ours / FSDP2, our collectives",
-        },
-    ),
-    Headline(
-        "step with HSDP",
-        "hsdp",
-        "a mesh of 2 x 2 ranks, 2 Gbit/s, blocks that sleep",
-        {
-            "": "step: ours / FSDP2",
-            "optimizer states divided among replicas": "step: ours, copies divided / FSDP2",
-        },
-    ),
-    Headline(
-        "host time that sharding adds to a unit's forward and backward",
-        "host_overhead",
-        "a fake group of 8 ranks, 32 units of 14 parameters",
-        {"": "overhead a unit: ours / FSDP2"},
-    ),
-    Headline(
-        "peak memory of forward and backward",
-        "memory",
-        "2 ranks, 6 blocks of 12.6 million parameters",
-        {
-            "`prefetch=1`, the default": "peak: ours, prefetch 1 / FSDP2",
-            "`prefetch=0`": "peak: ours, prefetch 0 / FSDP2",
-        },
-    ),
-    Headline(
-        "AdamW's step, ours against torch's",
-        "optimizer",
-        "the host's time, a fake group of 8 ranks, 448 small parameters",
-        {
-            "foreach": "step: ours, fsdp_overlap.optim.AdamW / FSDP2, torch AdamW(foreach)",
-            "fused": "step: ours, fsdp_overlap.optim.AdamW / FSDP2, torch AdamW(fused)",
-        },
-    ),
-    Headline(
-        "Muon's step, ours against torch's",
-        "muon",
-        "2 ranks on loopback, 8 blocks of 3.1 million parameters",
-        {
-            "`TensorAtomic()`": "step: ours, TensorAtomic() / FSDP2, torch's",
-            "`Flat()`": "step: ours, Flat() / FSDP2, torch's",
-        },
-    ),
-    Headline(
-        "step with parameters and optimizer on the host",
-        "offloaded",
-        "1 rank, AdamW during backward, compute as long as its step",
-        {"": "step, compute 1.0: ours, overlapped / FSDP2"},
-    ),
-    Headline(
-        "checkpoint of 201 million parameters",
-        "checkpoint",
-        "2 ranks, files in the page cache",
-        {
-            "save": "time: save, ours / save, FSDP2",
-            "load, checksums compared": "time: load, ours / load, FSDP2",
-            "load without that": "time: load, ours, verify=False / load, FSDP2",
-        },
-    ),
-    Headline(
-        "step over DDP's step, where a model fits",
-        "ddp",
-        "2 ranks, 2 Gbit/s, 4 blocks of 12.6 million parameters",
-        {
-            "ours": "wide, 2gbit: step: ours, stage 3 / DDP",
-            "ours, stage 2": "wide, 2gbit: step: ours, stage 2 / DDP",
-            "FSDP2": "wide, 2gbit: step: FSDP2 / DDP",
-        },
-    ),
+HEADLINES = tuple(
+    Headline(**each)
+    for each in tomllib.loads((Path(__file__).parent / "headlines.toml").read_text())["headline"]
 )
 
 
