@@ -1,9 +1,9 @@
 """Measures this library against FSDP2: all benchmarks, or those that are named.
 
 Each benchmark is a script of this folder and runs in a process of its own, one after the other.
-`--out` then holds summary.md and summary.json, and the figures, plot and output of each;
-`results.py` writes docs/results.md from them. The exit code is 1 if a benchmark could not run or
-a claim does not hold; a missed target is only reported.
+`--out` then holds summary.md and summary.json, the figures and output of each, and pictures of
+sweeps; `results.py` writes docs/results.md from them. The exit code is 1 if a benchmark could not
+run or a claim does not hold; a missed target is only reported.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def find_benchmarks(names: Sequence[str]) -> list[Benchmark]:
 
 
 def bench(names: Sequence[str], out: Path, quick: bool, repository: Path = REPOSITORY) -> bool:
-    """Runs benchmarks, writes their figures, plots and output and the summary to the folder `out`,
-    and shows the summary. Returns whether all of them ran and all claims hold; a missed target is
+    """Runs benchmarks, writes their figures, output and pictures and the summary to `out`, and
+    shows the summary. Returns whether all of them ran and all claims hold; a missed target is
     no failure. Raises BadInput before anything is run or written."""
     chosen = find_benchmarks(names)
     check_out(out)
@@ -160,7 +160,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--out",
         type=Path,
-        help="folder for figures, plots and summary; runs/bench-<timestamp> if left out",
+        help="folder for figures, pictures and summary; runs/bench-<timestamp> if left out",
     )
     return parser.parse_args()
 

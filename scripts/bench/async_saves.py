@@ -41,18 +41,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed import fsdp as fsdp2
-from torch.distributed.device_mesh import init_device_mesh
 
-import fsdp_overlap
-from checkpoint import PAGE, new_folders
+from checkpoint import megabytes, new_folders
 from fsdp_overlap.checkpoint import SafeFileSystemWriter, ShardStager
 from fsdp_overlap.optim import AdamW
-from harness import link_training, options, output, peaks, processes, turns
-from harness.measurement import Measurement, Ratio
+from harness import link_training, options, output, peaks, runner, sharding, turns
+from harness.runner import Results
 
 OURS, OURS_TORCHS, FSDP2 = "ours, ShardStager", "ours, torch's stager", "FSDP2"
-COMPARED = {OURS: FSDP2, OURS_TORCHS: FSDP2}
 STEP, CALL, SLOWEST, LOST = "step, no save", "call", "slowest step beside", "lost"
 EXTRA = "extra memory a rank"
 
@@ -93,21 +89,17 @@ class System:
 
 
 def build(
-    args: argparse.Namespace, rank: int, system: str, new_folder: Callable[[], Path], group: Any
+    args: argparse.Namespace, system: str, new_folder: Callable[[], Path], group: Any
 ) -> System:
-    mesh = init_device_mesh("cpu", (args.ranks,))
     model = link_training.build(args.blocks, args.sleep, args.width)
     optimizer: torch.optim.Optimizer
     if system == FSDP2:
-        for module in [*model, model]:
-            fsdp2.fully_shard(module, mesh=mesh)
+        sharding.shard_fsdp2(model)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     else:
-        ctx = fsdp_overlap.FsdpContext(mesh)
-        for module in [*model, model]:
-            fsdp_overlap.fully_shard(module, ctx)
+        sharding.shard_ours(model)
         optimizer = AdamW(model.parameters())
-    batch = link_training.make_batch(rank, args.rows, args.width)
+    batch = link_training.make_batch(dist.get_rank(), args.rows, args.width)
 
     def step() -> None:
         model(batch).square().mean().backward()
@@ -175,87 +167,50 @@ def check(name: str, system: System) -> None:
         output.fail(f"{name}: the checkpoint is not what was there", code=1)
 
 
-def run_rank(args: argparse.Namespace) -> None:
-    """Measure on this rank; rank 0 reports the figures of the slowest, or the heaviest, rank."""
-    rank, _ = processes.join_ranks(timeout_s=args.timeout)
+OPTIONS = options.parser(
+    __doc__, ranks=2, blocks=8, width=512, rows=64, sleep=15.0, steps=4, rounds=7
+)
+options.add_folder(OPTIONS, "one checkpoint")
+OPTIONS.add_argument("--copied", type=int, default=1024, metavar="MIB", help="of ShardStager")
+OPTIONS.add_argument("--measure", choices=list(SAMPLERS), help=argparse.SUPPRESS)
+
+
+def sample(args: argparse.Namespace) -> dict[str, Any]:
+    """What saves take, in time or in memory."""
     group = dist.new_group()
     folders = new_folders(Path(args.folder))
-    systems = {name: build(args, rank, name, folders, group) for name in (OURS, OURS_TORCHS, FSDP2)}
+    systems = {name: build(args, name, folders, group) for name in (OURS, OURS_TORCHS, FSDP2)}
     for name, system in systems.items():
         check(name, system)
     sampler = SAMPLERS[args.measure]
     samplers = {name: sampler(system, args.steps) for name, system in systems.items()}
-    with turns.quiet_gc():
-        mine = turns.alternate(samplers, args.rounds, 1)
+    samples = turns.slowest(samplers, args.rounds)
     stager = systems[OURS].stager
     assert stager is not None
-    processes.finish(
-        {
-            "nbytes": 12 * sum(each.numel() for each in systems[OURS].model.parameters()),
-            "samples": processes.of_slowest_rank(mine),
-            "times": {name: system.times for name, system in systems.items()},
-            "copied": stager.peak_copied_bytes,
-        }
-    )
+    return {
+        "nbytes": 12 * sum(each.numel() for each in systems[OURS].model.parameters()),
+        "samples": samples,
+        "times": {name: system.times for name, system in systems.items()},
+        "copied": stager.peak_copied_bytes,
+    }
 
 
-def parse() -> argparse.Namespace:
-    parser = options.parser(
-        __doc__,
-        ranks=2,
-        blocks=8,
-        width=512,
-        rows=64,
-        sleep=15.0,
-        steps=4,
-        rounds=7,
-        timeout=600.0,
-    )
-    options.add_folder(parser, "one checkpoint")
-    parser.add_argument("--copied", type=int, default=1024, metavar="MIB", help="of ShardStager")
-    parser.add_argument("--measure", choices=list(SAMPLERS), help=argparse.SUPPRESS)
-    return parser.parse_args()
-
-
-def measurement_of(args: argparse.Namespace, measured: dict[str, Any]) -> Measurement:
+def report(args: argparse.Namespace, measured: dict[str, Any]) -> Results:
     """`measured` is what ranks reported of times and of memory."""
-    seconds, weights = measured["time"], measured["memory"]
-    about = (
-        f"{args.ranks} ranks, {args.blocks} blocks of "
-        f"12*{args.width}^2, {args.rows} rows a rank, sleep {args.sleep:g} ms, a checkpoint of "
-        f"{seconds['nbytes'] / 1e6:.0f} MB in {args.folder} beside {args.steps} steps, at most "
-        f"{args.copied} MiB copied, {seconds['copied'] / 1e6:.0f} MB were; {args.rounds} rounds"
+    seconds = measured["time"]
+    results = Results(
+        f"a checkpoint of {seconds['nbytes'] / 1e6:.0f} MB in {args.folder} beside the steps, at "
+        f"most {args.copied} MiB copied, {seconds['copied'] / 1e6:.0f} MB were",
+        nbytes=seconds["nbytes"],
     )
-    times = {
-        quantity: {name: found[quantity][1:] for name, found in seconds["times"].items()}
-        for quantity in (STEP, CALL, SLOWEST, LOST)
-    }
-    extra = {
-        name: [max(nbytes, PAGE) / 1e6 for nbytes in values]
-        for name, values in weights["samples"].items()
-    }
-    figures = [
-        figure
-        for quantity, samples in times.items()
-        for figure in output.figures_of(quantity, "s", samples)
-    ]
-    figures += output.figures_of(EXTRA, "MB", extra)
-    # What is lost may be nothing, so it has no ratio.
-    ratios = [
-        Ratio.between(quantity, name, other, named, at_most=1.0 if name == OURS else None)
-        for quantity, named in ((CALL, times[CALL]), (SLOWEST, times[SLOWEST]), (EXTRA, extra))
-        for name, other in COMPARED.items()
-    ]
-    return options.measurement(args, about, figures, ratios, nbytes=seconds["nbytes"])
-
-
-def main() -> None:
-    args = parse()
-    if processes.is_rank():
-        return run_rank(args)
-    measured = options.launch_to_measure(args)
-    output.publish(measurement_of(args, measured), args.json, args.plot)
+    compared = (OURS, FSDP2, 1.0), (OURS_TORCHS, FSDP2)
+    for quantity in (STEP, CALL, SLOWEST, LOST):
+        times = {name: found[quantity][1:] for name, found in seconds["times"].items()}
+        # What is lost may be nothing, so it has no ratio.
+        results.add(quantity, "s", times, *(compared if quantity in (CALL, SLOWEST) else ()))
+    results.add(EXTRA, "MB", megabytes(measured["memory"]["samples"]), *compared)
+    return results
 
 
 if __name__ == "__main__":
-    main()
+    runner.main(OPTIONS, sample, report, runner.launch_to_measure)

@@ -28,7 +28,7 @@ import argparse
 import itertools
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed import fsdp as fsdp2
-from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_overlap
 from fsdp_overlap.checkpoint import SafeFileSystemReader, SafeFileSystemWriter
-from harness import options, output, processes, turns
-from harness.measurement import Measurement, Ratio
+from harness import link_training, options, output, runner, sharding, turns
+from harness.runner import Results
 
 SAVE_OURS, SAVE_FSDP2 = "save, ours", "save, FSDP2"
 LOAD_OURS, LOAD_FSDP2 = "load, ours", "load, FSDP2"
@@ -57,25 +56,12 @@ COMPARED = {
 }
 
 
-class Block(nn.Module):
-    """The parameters of a transformer block, 12 * width^2 and two norms; nobody computes here."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm1 = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
-        self.norm2 = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width, bias=False)
-        self.down = nn.Linear(4 * width, width, bias=False)
-
-
 def build(blocks: int, width: int, shard: Callable[[nn.Module], Any]) -> nn.Sequential:
     """The same model on every rank and for every system, of which no two blocks are ever whole."""
     torch.manual_seed(0)
     model = nn.Sequential()
     for _ in range(blocks):
-        block = Block(width)
+        block = link_training.Block(width=width)
         shard(block)
         model.append(block)
     shard(model)
@@ -154,10 +140,15 @@ def check(name: str, model: nn.Module, load: Operation, folder: Path) -> None:
         output.fail(f"{name}: the model is not what was saved", code=1)
 
 
-def run_rank(args: argparse.Namespace) -> None:
-    """Measure on this rank; rank 0 reports the figures of the slowest, or the heaviest, rank."""
-    _, world_size = processes.join_ranks(timeout_s=args.timeout)
-    mesh = init_device_mesh("cpu", (world_size,))
+OPTIONS = options.parser(__doc__, ranks=2, blocks=16, width=1024, rounds=11)
+options.add_folder(OPTIONS, "three checkpoints")
+OPTIONS.add_argument("--cold", action="store_true", help="loads find nothing in the page cache")
+OPTIONS.add_argument("--measure", choices=["time", "memory"], help=argparse.SUPPRESS)
+
+
+def sample(args: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds, or bytes, of each save and load."""
+    mesh = sharding.cpu_mesh()
     ctx = fsdp_overlap.FsdpContext(mesh)
     ours = build(args.blocks, args.width, lambda module: fsdp_overlap.fully_shard(module, ctx))
     theirs = build(args.blocks, args.width, lambda module: fsdp2.fully_shard(module, mesh=mesh))
@@ -183,54 +174,34 @@ def run_rank(args: argparse.Namespace) -> None:
     samplers = {name: sampled(save, folders, args.measure) for name, (_, save) in saves.items()}
     for name, (model, load) in loads.items():
         samplers[name] = sampled(load, kept_folder(kept[model], args.cold), args.measure)
-    with turns.quiet_gc():
-        mine = turns.alternate(samplers, args.rounds, 1)
     numel = sum(parameter.numel() for parameter in ours.parameters())
-    processes.finish({"numel": numel, "samples": processes.of_slowest_rank(mine)})
+    return {"numel": numel, "samples": turns.slowest(samplers, args.rounds)}
 
 
-def parse() -> argparse.Namespace:
-    parser = options.parser(__doc__, ranks=2, blocks=16, width=1024, rounds=11, timeout=600.0)
-    options.add_folder(parser, "three checkpoints")
-    parser.add_argument("--cold", action="store_true", help="loads find nothing in the page cache")
-    parser.add_argument("--measure", choices=["time", "memory"], help=argparse.SUPPRESS)
-    return parser.parse_args()
-
-
-def measurement_of(args: argparse.Namespace, measured: dict[str, Any]) -> Measurement:
+def report(args: argparse.Namespace, measured: dict[str, Any]) -> Results:
     """`measured` is what ranks reported of times and of memory."""
     numel = measured["time"]["numel"]
     times = measured["time"]["samples"]
     seconds = {name: [ms / 1e3 for ms in values] for name, values in times.items()}
     rates = {name: [4 * numel / 1e9 / s for s in values] for name, values in seconds.items()}
-    extra = {
-        name: [max(nbytes, PAGE) / 1e6 for nbytes in values]
-        for name, values in measured["memory"]["samples"].items()
+    extra = megabytes(measured["memory"]["samples"])
+    about = f"{numel / 1e6:.0f} million parameters in float32, in {args.folder}, "
+    results = Results(about + ("cold files" if args.cold else "cached files"), numel=numel)
+    for quantity, unit, samples in ((TIME, "s", seconds), (EXTRA, "MB", extra)):
+        compared = [
+            (name, other, TARGETS.get((quantity, name), 1.0)) for name, other in COMPARED.items()
+        ]
+        results.add(quantity, unit, samples, *compared)
+    results.add(RATE, "GB/s", rates)
+    return results
+
+
+def megabytes(samples: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+    """Of peaks in bytes."""
+    return {
+        name: [max(nbytes, PAGE) / 1e6 for nbytes in values] for name, values in samples.items()
     }
-    files = "cold" if args.cold else "cached"
-    about = (
-        f"{args.ranks} ranks, {args.blocks} blocks of "
-        f"12*{args.width}^2, {numel / 1e6:.0f} million parameters in float32, in {args.folder}, "
-        f"{files} files; {args.rounds} rounds"
-    )
-    figures = output.figures_of(TIME, "s", seconds)
-    figures += output.figures_of(RATE, "GB/s", rates)
-    figures += output.figures_of(EXTRA, "MB", extra)
-    ratios = [
-        Ratio.between(quantity, name, other, named, at_most=TARGETS.get((quantity, name), 1.0))
-        for quantity, named in ((TIME, seconds), (EXTRA, extra))
-        for name, other in COMPARED.items()
-    ]
-    return options.measurement(args, about, figures, ratios, numel=numel)
-
-
-def main() -> None:
-    args = parse()
-    if processes.is_rank():
-        return run_rank(args)
-    measured = options.launch_to_measure(args)
-    output.publish(measurement_of(args, measured), args.json, args.plot)
 
 
 if __name__ == "__main__":
-    main()
+    runner.main(OPTIONS, sample, report, runner.launch_to_measure)

@@ -1,9 +1,8 @@
-"""Which collectives should carry an all-gather and a reduce-scatter on gloo?
+"""An all-gather and a reduce-scatter on gloo, as the library issues them and by torch's own.
 
-Times every candidate for gathering a flat buffer from equal slices, and for reducing one into
-slices, from a barrier to the moment when the last rank holds its result (milliseconds, candidates
-alternating within each round). The library's choice is compared with the one collective that is
-made for it. Beside the time, per candidate:
+Times each way to gather a flat buffer from equal slices, and to reduce one into slices, from a
+barrier to the moment when the last rank holds its result (milliseconds, ways alternating within
+each round). To try another, add it to CANDIDATES. Beside the time, of each:
 
 - host: milliseconds until the last asynchronous call has returned, which compute has to wait for;
 - cpu: milliseconds of processor time of all threads of one rank, which compute has to do without;
@@ -17,17 +16,16 @@ the limited link; `--no-limit` leaves that part out.
 from __future__ import annotations
 
 import argparse
-import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from harness import options, output, peaks, processes, slow_link, turns
-from harness.measurement import Figure, Measurement, Ratio
+from harness import options, peaks, processes, runner, turns
+from harness.runner import Results
 
 MIB = 2**20
 TIME, HOST, CPU, EXTRA = "time", "host", "cpu", "extra"
@@ -48,11 +46,6 @@ class Buffers:
     full: torch.Tensor
     slices: list[torch.Tensor]
     shard: torch.Tensor
-
-    @property
-    def others(self) -> list[int]:
-        """The other ranks, nearest successor first, so that not all send to rank 0 first."""
-        return [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
 
 
 # A candidate enqueues its communication and returns what finishes it.
@@ -75,17 +68,6 @@ def gather_broadcasts(b: Buffers) -> Finish:
     return lambda: _wait(works)
 
 
-def gather_list(b: Buffers) -> Finish:
-    work = dist.all_gather(b.slices, b.slices[b.rank], async_op=True)
-    return lambda: _wait([work])
-
-
-def gather_send_receive(b: Buffers) -> Finish:
-    works = [dist.irecv(b.slices[r], src=r) for r in reversed(b.others)]
-    works += [dist.isend(b.slices[b.rank], dst=r) for r in b.others]
-    return lambda: _wait(works)
-
-
 def reduce_scatter_tensor(b: Buffers) -> Finish:
     work = reduce_scatter_single(b.shard, b.full, async_op=True)
 
@@ -96,41 +78,7 @@ def reduce_scatter_tensor(b: Buffers) -> Finish:
     return finish
 
 
-def reduce_to_each(b: Buffers) -> Finish:
-    works = [dist.reduce(s, dst=r, async_op=True) for r, s in enumerate(b.slices)]
-
-    def finish() -> None:
-        _wait(works)
-        torch.div(b.slices[b.rank], b.world_size, out=b.shard)
-
-    return finish
-
-
-def reduce_by_all_to_all(add_up: Callable[[torch.Tensor, torch.Tensor], object]) -> Candidate:
-    """`add_up` gives the sum, or the mean, of the rows of what was received."""
-
-    def issue(b: Buffers) -> Finish:
-        received = torch.empty_like(b.full)
-        work = dist.all_to_all_single(received, b.full, async_op=True)
-
-        def finish() -> None:
-            _wait([work])
-            add_up(received.view(b.world_size, -1), b.shard)
-
-        return finish
-
-    return issue
-
-
-def sum_of_rows(rows: torch.Tensor, out: torch.Tensor) -> None:
-    torch.sum(rows, dim=0, out=out).div_(len(rows))
-
-
-def mean_of_rows(rows: torch.Tensor, out: torch.Tensor) -> None:
-    torch.mean(rows, dim=0, out=out)
-
-
-def add_rows(rows: torch.Tensor | list[torch.Tensor], out: torch.Tensor) -> None:
+def add_rows(rows: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     first, second, *rest = rows
     torch.add(first, second, out=out)
     for row in rest:
@@ -167,44 +115,18 @@ def reduce_two_all_to_alls(b: Buffers) -> Finish:
     return finish
 
 
-def reduce_send_receive(b: Buffers) -> Finish:
-    received = torch.empty(b.world_size - 1, b.shard.numel(), dtype=b.shard.dtype).unbind()
-    sources = list(reversed(b.others))
-    works: list[Any] = [dist.irecv(t, src=r) for t, r in zip(received, sources, strict=True)]
-    sends = [dist.isend(b.slices[r], dst=r) for r in b.others]
-
-    def finish() -> None:
-        works[0].wait()
-        torch.add(b.slices[b.rank], received[0], out=b.shard)
-        for work, piece in zip(works[1:], received[1:], strict=True):
-            work.wait()
-            b.shard.add_(piece)
-        b.shard.div_(b.world_size)
-        _wait(sends)
-
-    return finish
-
-
-GATHERS: dict[str, Candidate] = {
-    "all_gather_into_tensor": gather_into_tensor,
-    "all_gather into views": gather_list,
-    "broadcast per slice": gather_broadcasts,
-    "isend / irecv": gather_send_receive,
+CANDIDATES: dict[str, dict[str, Candidate]] = {
+    "gather": {
+        "all_gather_into_tensor": gather_into_tensor,
+        "broadcast per slice": gather_broadcasts,
+    },
+    "reduce": {
+        "reduce_scatter_tensor": reduce_scatter_tensor,
+        "two all_to_alls + add": reduce_two_all_to_alls,
+    },
 }
-REDUCES: dict[str, Candidate] = {
-    "reduce_scatter_tensor": reduce_scatter_tensor,
-    "reduce per slice": reduce_to_each,
-    "all_to_all + sum(dim=0)": reduce_by_all_to_all(sum_of_rows),
-    "all_to_all + mean(dim=0)": reduce_by_all_to_all(mean_of_rows),
-    "all_to_all + add": reduce_by_all_to_all(add_rows),
-    "two all_to_alls + add": reduce_two_all_to_alls,
-    "isend / irecv + add": reduce_send_receive,
-}
-# What the library does on gloo, and the collective of torch that is made for it.
-CHOSEN = {
-    "gather": ("broadcast per slice", "all_gather_into_tensor"),
-    "reduce": ("two all_to_alls + add", "reduce_scatter_tensor"),
-}
+"""Of each kind, the collective of torch that is made for it first."""
+CHOSEN = {"gather": "broadcast per slice", "reduce": "two all_to_alls + add"}
 
 
 def _wait(works: list[Any]) -> None:
@@ -263,15 +185,21 @@ def peak_extra(b: Buffers, kind: str, candidate: Candidate) -> float:
 Found = dict[str, dict[str, dict[str, list[float]]]]
 
 
-def run_rank(args: argparse.Namespace) -> None:
-    """Measure every candidate on this rank; rank 0 reports the slowest rank's time."""
-    rank, world_size = processes.join_ranks()
+OPTIONS = options.parser(__doc__, rate="2gbit", rounds=15, warmup=2, timeout=300.0)
+OPTIONS.add_argument("--mib", type=float, default=25.0, help="full buffer, in MiB of fp32")
+OPTIONS.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="loopback runs")
+OPTIONS.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
+
+
+def sample(args: argparse.Namespace) -> Found:
+    """What each candidate takes, on the slowest rank."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     length = int(args.mib * MIB / 4) // world_size
     full = torch.empty(world_size * length)
     b = Buffers(rank, world_size, full, list(full.split(length)), torch.empty(length))
     found: Found = {}
-    for kind, candidates in (("gather", GATHERS), ("reduce", REDUCES)):
-        if "BENCH_MEMORY" in os.environ:
+    for kind, candidates in CANDIDATES.items():
+        if args.memory:
             # Twice, as the first call also builds connections and touches buffers.
             extra = {
                 name: [[peak_extra(b, kind, candidate) for _ in range(2)][-1]]
@@ -280,79 +208,59 @@ def run_rank(args: argparse.Namespace) -> None:
             found[kind] = {EXTRA: extra}
         else:
             found[kind] = time_candidates(args, b, kind, candidates)
-    processes.finish(found)
+    return found
 
 
 def time_candidates(
     args: argparse.Namespace, b: Buffers, kind: str, candidates: dict[str, Candidate]
 ) -> dict[str, dict[str, list[float]]]:
     """Each candidate in turn, `args.warmup` rounds with a check and `args.rounds` measured."""
-    names = list(candidates)
-    mine: dict[str, list[tuple[float, float, float]]] = {name: [] for name in names}
-    for index in range(args.warmup + args.rounds):
-        turn = index % len(names)
-        for name in names[turn:] + names[:turn]:
-            sample = call(b, kind, candidates[name])
-            if index < args.warmup:
+    taken: dict[str, list[tuple[float, float, float]]] = {name: [] for name in candidates}
+
+    def sampler(name: str, candidate: Candidate) -> Callable[[], float]:
+        def sample() -> float:
+            taken[name].append(call(b, kind, candidate))
+            if len(taken[name]) <= args.warmup:
                 check(b, kind, name)
-            else:
-                mine[name].append(sample)
+            return taken[name][-1][0]
+
+        return sample
+
+    samplers = {name: sampler(name, candidate) for name, candidate in candidates.items()}
+    turns.alternate(samplers, args.rounds, args.warmup)
     return {
-        what: processes.of_slowest_rank({name: [s[k] for s in mine[name]] for name in names})
+        what: processes.of_slowest_rank(
+            {name: [one[k] for one in each[args.warmup :]] for name, each in taken.items()}
+        )
         for k, what in enumerate((TIME, HOST, CPU))
     }
 
 
-def measure(args: argparse.Namespace, world_size: int) -> Found:
-    """Time the candidates, then measure their memory, among `world_size` fresh ranks."""
-    argv = [f"--mib={args.mib}", f"--rounds={args.rounds}", f"--warmup={args.warmup}"]
-    timed = processes.launch_ranks(world_size, argv, args.timeout)
-    # Freed memory must go back at once, or the second call would reuse what the first one left.
-    memory = processes.launch_ranks(
-        world_size, argv, args.timeout, {"BENCH_MEMORY": "1", **peaks.RETURNED}
-    )
-    return {kind: {**timed[kind], **memory[kind]} for kind in timed}
+def launch(args: argparse.Namespace) -> dict[str, Found]:
+    """Time the candidates, then measure their memory among fresh ranks, in each place."""
+    places = {f"{ranks} ranks, loopback": (ranks, True) for ranks in args.ranks}
+    if not args.no_limit:
+        places[f"2 ranks, {args.rate} link"] = 2, False
+    found = {}
+    for place, (ranks, no_limit) in places.items():
+        timed = runner.launch_ranks(args, ranks=ranks, no_limit=no_limit)
+        # Freed memory must go back at once, or the second call would reuse what the first one left.
+        memory = runner.launch_ranks(
+            args, ["--memory"], peaks.RETURNED, ranks=ranks, no_limit=no_limit
+        )
+        found[place] = {kind: {**timed[kind], **memory[kind]} for kind in timed}
+    return found
 
 
-def compare(args: argparse.Namespace, found: dict[str, Found]) -> Measurement:
-    """`found` in each place."""
-    figures: list[Figure] = []
-    ratios: list[Ratio] = []
+def report(args: argparse.Namespace, found: dict[str, Found]) -> Results:
+    results = Results(f"{args.mib:g} MiB of float32")
     for place, kinds in found.items():
         for kind, measured in kinds.items():
-            where = f"{kind}, {place}"
             for what, unit in UNITS.items():
-                figures += output.figures_of(f"{where}: {what}", unit, measured[what])
-            chosen, plain = CHOSEN[kind]
-            ratios.append(Ratio.between(f"{where}: {TIME}", chosen, plain, measured[TIME]))
-    about = f"{args.mib:g} MiB of float32; {args.rounds} rounds"
-    return options.measurement(args, about, figures, ratios)
-
-
-def parse() -> argparse.Namespace:
-    parser = options.parser(
-        __doc__, rate="2gbit", no_limit=False, rounds=15, warmup=2, timeout=300.0
-    )
-    parser.add_argument("--mib", type=float, default=25.0, help="full buffer, in MiB of fp32")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="loopback runs")
-    return parser.parse_args()
-
-
-def main() -> None:
-    args = parse()
-    if processes.is_rank():
-        return run_rank(args)
-    found: dict[str, Found] = {}
-    for world_size in args.ranks:
-        found[f"{world_size} ranks, loopback"] = measure(args, world_size)
-    if not args.no_limit:
-        try:
-            with slow_link.limited_link(args.rate):
-                found[f"2 ranks, {args.rate} link"] = measure(args, 2)
-        except slow_link.LinkError as error:
-            output.fail(f"{error}; --no-limit measures loopback only")
-    output.publish(compare(args, found), args.json, args.plot)
+                compared = [(CHOSEN[kind], next(iter(CANDIDATES[kind])))] if what == TIME else []
+                results.add(f"{kind}, {place}: {what}", unit, measured[what], *compared)
+    return results
 
 
 if __name__ == "__main__":
-    main()
+    runner.main(OPTIONS, sample, report, launch)

@@ -8,75 +8,45 @@ then holds the traces of every rank and the report: overlap.html, overlap.png an
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
 
 from fsdp_overlap.tools.cli.report import report
-from harness import link_training, processes, slow_link
+from harness import link_training, options, runner
+from harness.traces import trace
 
 OURS, FSDP2 = "fsdp_overlap", "FSDP2"
 
+OPTIONS = options.parser(
+    __doc__, rate="2gbit", ranks=2, blocks=6, rows=512, sleep=0.0, prefetch=1, steps=2
+)
+OPTIONS.add_argument(
+    "--out", type=Path, default=Path("runs/against_fsdp2"), help="folder for its files"
+)
+OPTIONS.add_argument("--whole", action="store_true", help="as in link.py")
 
-def run_rank(args: argparse.Namespace) -> None:
-    rank, _ = processes.join_ranks(timeout_s=args.timeout)
+
+def sample(args: argparse.Namespace) -> None:
     ours, _ = link_training.shard_ours(args, "flat", args.prefetch)
     theirs = link_training.shard_fsdp2(args)
+    updates = {OURS: link_training.update_ours, FSDP2: link_training.update_torchs}
     for name, model in ((OURS, ours), (FSDP2, theirs)):
-        update = None
-        if args.whole:
-            updates = {OURS: link_training.update_ours, FSDP2: link_training.update_torchs}
-            update = updates[name](model)
-        step = link_training.make_step(model, rank, args.rows, update)
+        update = updates[name](model) if args.whole else None
+        step = link_training.make_step(model, dist.get_rank(), args.rows, update)
         step()  # the order is known from now on
-        trace(step, args.steps, args.out / name / f"rank-{rank}.json.gz")
-    processes.finish(None)
+        trace(step, args.steps, args.out / name / f"rank-{dist.get_rank()}.json.gz")
 
 
-def trace(step: Callable[[], float], steps: int, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # With shapes, which tell how many bytes FSDP2's collectives move.
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
-        dist.barrier()
-        for _ in range(steps):
-            step()
-        dist.barrier()
-    profiler.export_chrome_trace(str(path))
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/against_fsdp2"), help="folder for its files"
-    )
-    parser.add_argument("--rate", default="2gbit", help="of the link, in tc's words")
-    parser.add_argument("--no-limit", action="store_true", help="plain loopback, needs no root")
-    parser.add_argument("--prefetch", type=int, default=1, help="of our context")
-    parser.add_argument(
-        "--shared-group", action="store_true", help="our gathers and reductions share one group"
-    )
-    parser.add_argument("--rows", type=int, default=512, help="of each rank's batch")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--blocks", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=2, help="steps to profile")
-    parser.add_argument("--sleep", type=float, default=0.0, metavar="MS", help="as in link.py")
-    parser.add_argument("--whole", action="store_true", help="as in link.py")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds, for the whole run")
-    return parser.parse_args()
-
-
-def main() -> None:
-    args = parse()
-    if processes.is_rank():
-        return run_rank(args)
-    for old in args.out.glob("*/rank-*.json.gz"):
-        old.unlink()
-    slow_link.launch_on_link(args, sys.argv[1:])
+def show(args: argparse.Namespace, _: None) -> None:
     report([args.out / OURS], [args.out / FSDP2], args.out, args.steps)
 
 
+def launch(args: argparse.Namespace) -> None:
+    for old in args.out.glob("*/rank-*.json.gz"):
+        old.unlink()
+    runner.launch_ranks(args)
+
+
 if __name__ == "__main__":
-    main()
+    runner.main(OPTIONS, sample, show, launch)

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -31,15 +30,13 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_overlap import FsdpContext, fully_shard
 from fsdp_overlap.comm.process_groups import GroupCache
 from fsdp_overlap.engine.comm_context import CommContext
-from harness import link_training, options, output, processes, slow_link, turns
-from harness.measurement import Claim, Measurement, Ratio
-from link import check
+from harness import link_training, options, processes, runner, sharding, turns
+from harness.measurement import Claim
+from harness.runner import Results
 
 PLAIN, ALL, HALF = "not conditional", "conditional, all run it", "conditional, half run it"
 STEP, MESSAGES = "step", "messages in a step"
@@ -69,7 +66,7 @@ def prepare(args: argparse.Namespace, name: str, width: int) -> Callable[[], flo
     """Return a step of the system ``name``."""
     model = Model(args.blocks, args.before, args.sleep, width)
     rank = dist.get_rank()
-    ctx = FsdpContext(init_device_mesh("cpu", (dist.get_world_size(),)))
+    ctx = FsdpContext(sharding.cpu_mesh())
     for block in (*model.first, *model.tower, *model.last):
         fully_shard(block, ctx)
     fully_shard(model.tower, ctx, conditional=name != PLAIN)
@@ -101,7 +98,7 @@ def warmed_up(args: argparse.Namespace, width: int) -> dict[str, Callable[[], fl
         losses = {name: step() for name, step in steps.items()}
         if dist.get_rank() % 2:
             del losses[HALF]
-        check(losses)
+        turns.same_losses(losses)
     return steps
 
 
@@ -125,8 +122,7 @@ def measure_schedule(args: argparse.Namespace) -> list[float]:
     """Return microseconds of a step with a conditional tower, beyond those of one without. Messages
     are answered at once."""
     args = argparse.Namespace(**vars(args) | {"sleep": 0.0, "rows": link_training.SEQUENCE})
-    torch.set_num_threads(1)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    processes.join_fake_ranks(2)
     answered = patch.object(CommContext, "exchange", lambda self, message: [message] * 2)
     grouped = patch.object(GroupCache, "get_for_hosts", lambda self, mesh: mesh.get_group())
     samples = []
@@ -147,79 +143,49 @@ def measure_schedule(args: argparse.Namespace) -> list[float]:
 def measure_link(args: argparse.Namespace) -> dict[str, list[float]]:
     """Return milliseconds of steps over the link."""
     steps = warmed_up(args, link_training.WIDTH)
-    with turns.quiet_gc():
-        samplers = {name: turns.timed(step, args.steps) for name, step in steps.items()}
-        mine = turns.alternate(samplers, args.rounds, 1)
+    samplers = {name: turns.timed(step, args.steps) for name, step in steps.items()}
     if dist.get_rank() % 2:  # the slowest is one of those that run the tower
-        mine[HALF] = [0.0] * args.rounds
-    return processes.of_slowest_rank(mine)
+        serve = samplers[HALF]
+        samplers[HALF] = lambda: 0.0 * serve()
+    return turns.slowest(samplers, args.rounds)
 
 
-def parse() -> argparse.Namespace:
-    parser = options.parser(
-        __doc__,
-        rate="2gbit",
-        no_limit=False,
-        rows=64,
-        sleep=43.0,
-        ranks=2,
-        blocks=8,
-        rounds=25,
-        steps=1,
-        timeout=600.0,
+OPTIONS = options.parser(
+    __doc__, rate="2gbit", ranks=2, blocks=8, rows=64, sleep=43.0, rounds=25, steps=1
+)
+OPTIONS.add_argument("--before", type=int, default=0, help="blocks that run before the tower")
+OPTIONS.add_argument("--host-rounds", type=int, default=300, help="of what the host is measured")
+OPTIONS.add_argument("--measure", choices=["host", "link"], help=argparse.SUPPRESS)
+
+
+def sample(args: argparse.Namespace) -> dict[str, Any]:
+    return (measure_host if args.measure == "host" else measure_link)(args)
+
+
+def launch(args: argparse.Namespace) -> dict[str, Any]:
+    host = runner.launch_ranks(args, ["--measure=host"], no_limit=True)
+    link = runner.launch_ranks(args, ["--measure=link"])
+    return {**host, STEP: link, SCHEDULE: measure_schedule(args)}
+
+
+def report(args: argparse.Namespace, found: dict[str, Any]) -> Results:
+    results = Results(
+        f"blocks of 12*{link_training.WIDTH}^2, {args.before} before a tower of "
+        f"{args.blocks // 2}; the host: blocks of 12*{HOST_WIDTH}^2, {args.host_rounds} rounds of "
+        f"{HOST_STEPS} steps"
     )
-    parser.add_argument("--before", type=int, default=0, help="blocks that run before the tower")
-    parser.add_argument("--host-rounds", type=int, default=300, help="of what the host is measured")
-    parser.add_argument("--measure", choices=["host", "link"], help=argparse.SUPPRESS)
-    return parser.parse_args()
-
-
-def measurement_of(
-    args: argparse.Namespace,
-    host: dict[str, Any],
-    schedule: list[float],
-    samples: dict[str, list[float]],
-) -> Measurement:
-    about = (
-        f"{args.ranks} ranks, {slow_link.in_words(args)}, {args.blocks} blocks of "
-        f"12*{link_training.WIDTH}^2, {args.before} of them before a tower of {args.blocks // 2}, "
-        f"{args.rows} rows a rank, a block sleeps {args.sleep:g} ms in forward, {2 * args.sleep:g} "
-        f"in backward; {args.rounds} rounds of {args.steps} steps; the host: blocks of "
-        f"12*{HOST_WIDTH}^2, {args.host_rounds} rounds of {HOST_STEPS} steps"
-    )
-    figures = output.figures_of(STEP, "ms", samples)
-    figures += output.figures_of(MESSAGES, "", host[MESSAGES])
-    in_messages = host[MESSAGES][ALL][0] * statistics.median(host[MESSAGE])
-    figures += output.figures_of(SCHEDULE, "us", {ALL: schedule})
-    figures += output.figures_of(MESSAGE, "us", {ALL: host[MESSAGE]})
-    total = {ALL: [sample + in_messages for sample in schedule]}
-    figures += output.figures_of(HOST, "us", total, at_most={ALL: HOST_TARGET})
-    [sent] = host[MESSAGES][PLAIN]
-    return options.measurement(
-        args,
-        about,
-        figures,
-        [
-            Ratio.between(STEP, ALL, PLAIN, samples, at_most=ALL_TARGET),
-            Ratio.between(STEP, HALF, ALL, samples, at_most=HALF_TARGET),
-        ],
-        [Claim("without conditional units ranks exchange no messages", sent == 0, f"{sent:g}")],
-    )
-
-
-def main() -> None:
-    args = parse()
-    if processes.is_rank():
-        processes.join_ranks(timeout_s=args.timeout)
-        processes.finish((measure_host if args.measure == "host" else measure_link)(args))
-        return
-    argv = sys.argv[1:]
-    host = processes.launch_ranks(args.ranks, [*argv, "--measure=host"], args.timeout)
-    samples = slow_link.launch_on_link(args, [*argv, "--measure=link"])
-    output.publish(
-        measurement_of(args, host, measure_schedule(args), samples), args.json, args.plot
-    )
+    results.add(STEP, "ms", found[STEP], (ALL, PLAIN, ALL_TARGET), (HALF, ALL, HALF_TARGET))
+    results.add(MESSAGES, "", found[MESSAGES])
+    in_messages = found[MESSAGES][ALL][0] * statistics.median(found[MESSAGE])
+    results.add(SCHEDULE, "us", {ALL: found[SCHEDULE]})
+    results.add(MESSAGE, "us", {ALL: found[MESSAGE]})
+    total = {ALL: [us + in_messages for us in found[SCHEDULE]]}
+    results.add(HOST, "us", total, at_most={ALL: HOST_TARGET})
+    [sent] = found[MESSAGES][PLAIN]
+    text = "without conditional units ranks exchange no messages"
+    results.claims.append(Claim(text, sent == 0, f"{sent:g}"))
+    return results
 
 
 if __name__ == "__main__":
-    main()
+    runner.main(OPTIONS, sample, report, launch)

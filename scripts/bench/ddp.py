@@ -22,22 +22,18 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import fsdp as fsdp2
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-import fsdp_overlap
-from fsdp_overlap import optim
-from harness import link_training, options, output, processes, slow_link, turns
-from harness.measurement import Figure, Ratio
+from fsdp_overlap import FsdpContext, optim
+from harness import link_training, options, runner, sharding, slow_link, turns
 from harness.optimizers import ADAMW
-from link import FSDP2, check
+from harness.runner import Results
+from link import FSDP2
 
 STAGE3, STAGE2, DDP = "ours, stage 3", "ours, stage 2", "DDP"
 LOOPBACK = "loopback"
@@ -88,13 +84,10 @@ def make_step(
     return step
 
 
-def ours(shape: Shape, stage: int, batch: torch.Tensor) -> Callable[[], float]:
-    model = link_training.build(shape.blocks, width=shape.width)
-    ctx = fsdp_overlap.FsdpContext(init_device_mesh("cpu", (dist.get_world_size(),)))
+def ours(model: nn.Sequential, stage: int, batch: torch.Tensor) -> Callable[[], float]:
+    ctx = FsdpContext(sharding.cpu_mesh())
     ctx.plan_layout([*model, model])
-    for block in model:
-        fsdp_overlap.fully_shard(block, ctx)
-    cast(fsdp_overlap.FsdpModule, fsdp_overlap.fully_shard(model, ctx)).set_zero_stage(stage)
+    sharding.shard_ours(model, ctx).set_zero_stage(stage)
     optimizer = optim.AdamW(model.parameters(), **ADAMW)
     after = ctx.start_param_sync if stage < 3 else lambda: None
     return make_step(
@@ -109,88 +102,65 @@ def theirs(model: nn.Module, batch: torch.Tensor) -> Callable[[], float]:
     )
 
 
-def make_fsdp2(shape: Shape) -> nn.Module:
-    model = link_training.build(shape.blocks, width=shape.width)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in (*model, model):
-        fsdp2.fully_shard(module, mesh=mesh)
-    return model
-
-
 def make_steps(shape: Shape, names: list[str]) -> dict[str, Callable[[], float]]:
     """A step of each system. Collective."""
     batch = link_training.make_batch(dist.get_rank(), shape.rows, shape.width)
-    plain = link_training.build(shape.blocks, width=shape.width)
-    makers: dict[str, Callable[[], Callable[[], float]]] = {
-        STAGE3: lambda: ours(shape, 3, batch),
-        STAGE2: lambda: ours(shape, 2, batch),
-        FSDP2: lambda: theirs(make_fsdp2(shape), batch),
-        DDP: lambda: theirs(DistributedDataParallel(plain), batch),
+    makers: dict[str, Callable[[nn.Sequential], Callable[[], float]]] = {
+        STAGE3: lambda model: ours(model, 3, batch),
+        STAGE2: lambda model: ours(model, 2, batch),
+        FSDP2: lambda model: theirs(sharding.shard_fsdp2(model), batch),
+        DDP: lambda model: theirs(DistributedDataParallel(model), batch),
     }
-    return {name: make() for name, make in makers.items() if name in names}
+    return {
+        name: makers[name](link_training.build(shape.blocks, width=shape.width)) for name in names
+    }
 
 
-def run_rank(args: argparse.Namespace) -> None:
-    """Measures one shape on this rank; rank 0 reports the slowest rank's times."""
-    processes.join_ranks(timeout_s=args.timeout)
+OPTIONS = options.parser(__doc__, ranks=2, rounds=9)
+SYSTEMS = [STAGE3, STAGE2, FSDP2, DDP]
+OPTIONS.add_argument("--shapes", choices=SHAPES, nargs="+", default=list(SHAPES))
+OPTIONS.add_argument("--systems", choices=SYSTEMS, nargs="+", default=SYSTEMS)
+OPTIONS.add_argument(
+    "--rates",
+    type=lambda text: text if text == LOOPBACK else slow_link.checked_rate(text),
+    nargs="+",
+    default=[LOOPBACK, "2gbit"],
+    help=f"of the link, in tc's words, or {LOOPBACK}, which needs no root",
+)
+
+
+def sample(args: argparse.Namespace) -> dict[str, list[float]]:
+    """Milliseconds of a step of one shape, by system."""
     [name] = args.shapes
     steps = make_steps(SHAPES[name], args.systems)
     for _ in range(FIRST_STEPS):
-        check({name: step() for name, step in steps.items()})
-    each = {system: turns.timed(step, SHAPES[name].steps) for system, step in steps.items()}
-    with turns.quiet_gc():
-        mine = turns.alternate(each, args.rounds, 1)
-    processes.finish(processes.of_slowest_rank(mine))
+        turns.same_losses({name: step() for name, step in steps.items()})
+    args.steps = SHAPES[name].steps
+    return turns.slowest_steps(steps, args)
 
 
-def measure(args: argparse.Namespace, shape: str, rate: str) -> Mapping[str, list[float]]:
-    """Milliseconds of a step by system and round."""
-    argv = [f"--rounds={args.rounds}", f"--timeout={args.timeout}", "--shapes", shape]
-    argv += ["--systems", *args.systems]
-    limited = argparse.Namespace(**{**vars(args), "rate": rate}, no_limit=rate == LOOPBACK)
-    samples: Mapping[str, list[float]] = slow_link.launch_on_link(limited, argv)
-    return samples
+def launch(args: argparse.Namespace) -> dict[str, Mapping[str, list[float]]]:
+    """The samples of each shape on each link."""
+    return {
+        f"{shape}, {rate}: step": runner.launch_ranks(
+            args, ["--shapes", shape], rate=rate, no_limit=rate == LOOPBACK
+        )
+        for rate in args.rates
+        for shape in args.shapes
+    }
 
 
-def parse() -> argparse.Namespace:
-    parser = options.parser(__doc__, ranks=2, rounds=9, timeout=600.0)
-    systems = [STAGE3, STAGE2, FSDP2, DDP]
-    parser.add_argument("--shapes", choices=SHAPES, nargs="+", default=list(SHAPES))
-    parser.add_argument("--systems", choices=systems, nargs="+", default=systems)
-    parser.add_argument(
-        "--rates",
-        type=lambda text: text if text == LOOPBACK else slow_link.checked_rate(text),
-        nargs="+",
-        default=[LOOPBACK, "2gbit"],
-        help=f"of the link, in tc's words, or {LOOPBACK}, which needs no root",
-    )
-    return parser.parse_args()
-
-
-def main() -> None:
-    args = parse()
-    if processes.is_rank():
-        return run_rank(args)
-    figures: list[Figure] = []
-    ratios: list[Ratio] = []
-    for rate in args.rates:
-        for shape in args.shapes:
-            samples = measure(args, shape, rate)
-            quantity = f"{shape}, {rate}: step"
-            figures += output.figures_of(quantity, "ms", samples)
-            ratios += (
-                Ratio.between(quantity, name, DDP, samples, at_most=TARGETS[name])
-                for name in samples
-                if DDP in samples and name != DDP
-            )
-    shapes = "; ".join(
+def report(args: argparse.Namespace, found: dict[str, Mapping[str, list[float]]]) -> Results:
+    shapes = (
         f"{name}: {SHAPES[name].blocks} blocks of 12*{SHAPES[name].width}^2, "
         f"{SHAPES[name].rows} rows a rank"
         for name in args.shapes
     )
-    about = f"{args.ranks} ranks, {args.rounds} rounds; {shapes}"
-    output.publish(options.measurement(args, about, figures, ratios), args.json, args.plot)
+    results = Results("; ".join(shapes))
+    for quantity, samples in found.items():
+        results.add(quantity, "ms", samples, *((name, DDP, most) for name, most in TARGETS.items()))
+    return results
 
 
 if __name__ == "__main__":
-    main()
+    runner.main(OPTIONS, sample, report, launch)

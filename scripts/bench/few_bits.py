@@ -19,7 +19,7 @@ code is 1 unless they are what `ctx.stats` counts of collectives, to within a hu
 from __future__ import annotations
 
 import argparse
-import sys
+import statistics
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -28,14 +28,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.distributed import fsdp as fsdp2
-from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, QuantizedCommPolicy, fully_shard
+from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, QuantizedCommPolicy
 from fsdp_overlap.comm import quantized
 from fsdp_overlap.comm.quantized import QuantizedFormat
-from harness import link_training, options, output, processes, slow_link, turns
-from harness.measurement import Measurement, Ratio, Spread
+from harness import link_training, options, output, runner, sharding, turns
+from harness.runner import Results
 
 FSDP2, BF16 = "FSDP2, bfloat16", "ours, bfloat16"
 ONLY_BYTES = "ours, all in int8, quantizing left out"
@@ -62,15 +60,11 @@ INTERFACE, SENT_BYTES = "lo", 8  # the column in the kernel's table
 
 def shard(args: argparse.Namespace, name: str) -> tuple[torch.nn.Module, FsdpContext | None]:
     model = link_training.build(args.blocks, args.sleep)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     if name == FSDP2:
-        for module in (*model, model):
-            fsdp2.fully_shard(module, mesh=mesh, mp_policy=PRECISION)
-        return model, None
-    ctx = FsdpContext(mesh)
-    for module in (*model, model):
-        fully_shard(module, ctx, mp_policy=PRECISION, comm_policy=POLICIES[name])
-    return model, ctx
+        return sharding.shard_fsdp2(model, mp_policy=PRECISION), None
+    ctx = FsdpContext(sharding.cpu_mesh())
+    policies = {"mp_policy": PRECISION, "comm_policy": POLICIES[name]}
+    return sharding.shard_ours(model, ctx, **policies), ctx
 
 
 def without_quantizing(step: Callable[[], float]) -> Callable[[], float]:
@@ -118,14 +112,18 @@ def timed(run: Callable[[], float], steps: int, sent: list[float]) -> Callable[[
     return sample
 
 
-def run_rank(args: argparse.Namespace) -> None:
-    rank, _ = processes.join_ranks(timeout_s=args.timeout)
+OPTIONS = options.parser(
+    __doc__, rate="2gbit", ranks=2, blocks=8, rows=4, sleep=12.0, rounds=5, steps=2
+)
+
+
+def sample(args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
     sent: dict[str, list[float]] = {name: [] for name in (FSDP2, *POLICIES)}
     samplers = {}
     losses, counted = {}, {}
     for name, megabytes in sent.items():
         model, ctx = shard(args, name)
-        step = link_training.make_step(model, rank, args.rows)
+        step = link_training.make_step(model, dist.get_rank(), args.rows)
         losses[name] = step()
         if name == ONLY_BYTES:
             step = without_quantizing(step)
@@ -134,68 +132,32 @@ def run_rank(args: argparse.Namespace) -> None:
         step()
         counted[name] = [(bytes_counted(ctx) - before) / 1e6]
         samplers[name] = timed(step, args.steps, megabytes)
-    low, high = min(losses.values()), max(losses.values())
-    if high - low > 0.05 * high:
-        output.fail(f"the systems compute different losses: {losses}", code=1)
-    with turns.quiet_gc():
-        mine = turns.alternate(samplers, args.rounds, 1)
-    slowest = processes.of_slowest_rank(mine)
+    turns.same_losses(losses, tolerance=0.05)
+    slowest = turns.slowest(samplers, args.rounds)
     warm = {name: values[-args.rounds :] for name, values in sent.items()}
     del counted[FSDP2]
-    processes.finish({STEP: slowest, SENT: warm, COUNTED: counted})
+    return {STEP: slowest, SENT: warm, COUNTED: counted}
 
 
-def parse() -> argparse.Namespace:
-    return options.parser(
-        __doc__,
-        rate="2gbit",
-        no_limit=False,
-        rows=4,
-        sleep=12.0,
-        ranks=2,
-        blocks=8,
-        rounds=5,
-        steps=2,
-        timeout=600.0,
-    ).parse_args()
-
-
-def measurement_of(
-    args: argparse.Namespace, samples: dict[str, dict[str, list[float]]]
-) -> Measurement:
-    about = (
-        f"{args.ranks} ranks, {slow_link.in_words(args)}, {args.blocks} blocks of "
-        f"12*{link_training.WIDTH}^2, {args.rows} rows a rank, a block sleeps {args.sleep:g} ms in "
-        f"forward, {2 * args.sleep:g} in backward; {args.rounds} rounds of {args.steps} steps"
-    )
-    quantized = [name for name, policy in POLICIES.items() if policy is not None]
-    ratios = [Ratio.between(STEP, BF16, FSDP2, samples[STEP])]
-    for name in quantized:
-        in_all = "all" in name
-        for quantity, at_most in ((STEP, STEP_TARGET), (SENT, SENT_TARGET)):
-            target = at_most if in_all else None
-            ratios.append(Ratio.between(quantity, name, BF16, samples[quantity], at_most=target))
+def report(args: argparse.Namespace, samples: dict[str, dict[str, list[float]]]) -> Results:
     apart = {
-        name: abs(Spread.of(samples[SENT][name]).median / megabytes - 1)
+        name: abs(statistics.median(samples[SENT][name]) / megabytes - 1)
         for name, [megabytes] in samples[COUNTED].items()
     }
     if max(apart.values()) > 0.01:
         output.fail(f"the library counts other bytes than the network: {apart}", code=1)
-    figures = [
-        *output.figures_of(STEP, "ms", samples[STEP]),
-        *output.figures_of(SENT, "MB", samples[SENT]),
-        *output.figures_of(COUNTED, "MB", samples[COUNTED]),
-    ]
-    return options.measurement(args, about, figures, ratios)
-
-
-def main() -> None:
-    args = parse()
-    if processes.is_rank():
-        return run_rank(args)
-    samples = slow_link.launch_on_link(args, sys.argv[1:])
-    output.publish(measurement_of(args, samples), args.json, args.plot)
+    quantized = [name for name, policy in POLICIES.items() if policy is not None]
+    results = Results(f"blocks of 12*{link_training.WIDTH}^2")
+    plain = (BF16, FSDP2)
+    for quantity, unit, most, more in (
+        (STEP, "ms", STEP_TARGET, [plain]),
+        (SENT, "MB", SENT_TARGET, []),
+    ):
+        against = [(name, BF16, most if "all" in name else None) for name in quantized]
+        results.add(quantity, unit, samples[quantity], *more, *against)
+    results.add(COUNTED, "MB", samples[COUNTED])
+    return results
 
 
 if __name__ == "__main__":
-    main()
+    runner.main(OPTIONS, sample, report)

@@ -16,8 +16,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from harness import options, output
+from harness import options, output, runner
 from harness.measurement import Claim, Sweep
+from harness.runner import Results
 
 PLAIN = "bfloat16"
 SYSTEMS: dict[str, list[str]] = {
@@ -40,10 +41,8 @@ def validations(args: argparse.Namespace, system: str, seed: int, folder: Path) 
     return {line["step"]: line["val_loss"] for line in lines if "val_loss" in line}
 
 
-def parse() -> argparse.Namespace:
-    parser = options.parser(__doc__, steps=160, timeout=1800.0)
-    parser.add_argument("--seeds", type=int, default=4)
-    return parser.parse_args()
+OPTIONS = options.parser(__doc__, steps=160, timeout=1800.0)
+OPTIONS.add_argument("--seeds", type=int, default=4)
 
 
 def claim_of(system: str, found: list[float], plain: list[float]) -> Claim:
@@ -57,7 +56,7 @@ def claim_of(system: str, found: list[float], plain: list[float]) -> Claim:
 
 
 def main() -> None:
-    args = parse()
+    args = OPTIONS.parse_args()
     samples: dict[int, dict[str, list[float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(args.seeds):
@@ -68,18 +67,11 @@ def main() -> None:
                 losses = ", ".join(f"{loss:.4f}" for loss in found.values())
                 print(f"seed {seed}, {system}: {losses}", flush=True)
     last = samples[args.steps]
-    measurement = options.measurement(
-        args,
-        f"{args.seeds} seeds, {args.steps} steps of the main job",
-        [
-            figure
-            for step, of_step in samples.items()
-            for figure in output.figures_of(QUANTITY, "nats/byte", of_step, at=step)
-        ],
-        sweep=Sweep("step"),
-        claims=[claim_of(name, last[name], last[PLAIN]) for name in SYSTEMS if name != PLAIN],
-    )
-    output.publish(measurement, args.json, args.plot)
+    results = Results(f"{args.seeds} seeds, {args.steps} steps of the main job", Sweep("step"))
+    for step, of_step in samples.items():
+        results.add(QUANTITY, "nats/byte", of_step, at=step)
+    results.claims += [claim_of(name, last[name], last[PLAIN]) for name in SYSTEMS if name != PLAIN]
+    runner.publish(args, results)
 
 
 if __name__ == "__main__":

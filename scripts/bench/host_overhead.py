@@ -23,8 +23,6 @@ device, whose own functions do not count.
 from __future__ import annotations
 
 import argparse
-import cProfile
-import pstats
 import time
 from collections.abc import Callable
 from unittest.mock import patch
@@ -34,15 +32,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp as fsdp2
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_overlap
 from fsdp_overlap.tools.emulator import EmulatedDevice, fake_ranks, running
 from fsdp_overlap.tools.emulator.threads import DeviceThread
-from harness import options, output, turns
+from harness import options, processes, runner, sharding, turns
 from harness.bare_sharding import BareUnit
 from harness.calls import count_calls
-from harness.measurement import Figure, Ratio, Sweep
+from harness.measurement import Sweep
+from harness.runner import Results
 
 ROWS = 4
 TARGETS = {"ours": 0.12, "ours, in rows": 0.35}  # of FSDP2's overhead
@@ -94,21 +92,9 @@ def shard_ours(
     in_rows: bool = False,
     policy: fsdp2.MixedPrecisionPolicy = FULL,
 ) -> None:
-    """Shard every block, then the root, in one context."""
     layout = fsdp_overlap.PerTensor() if in_rows else fsdp_overlap.Flat()
     ctx = fsdp_overlap.FsdpContext(mesh, prefetch=prefetch, layout=layout)
-    for block in model:
-        fsdp_overlap.fully_shard(block, ctx, mp_policy=policy)
-    fsdp_overlap.fully_shard(model, ctx, mp_policy=policy)
-
-
-def shard_fsdp2(
-    model: nn.Sequential, mesh: DeviceMesh, policy: fsdp2.MixedPrecisionPolicy = FULL
-) -> None:
-    """Shard every block, then the root, as users of FSDP2 do."""
-    for block in model:
-        fsdp2.fully_shard(block, mesh=mesh, mp_policy=policy)
-    fsdp2.fully_shard(model, mesh=mesh, mp_policy=policy)
+    sharding.shard_ours(model, ctx, mp_policy=policy)
 
 
 def make_step(
@@ -141,24 +127,11 @@ def timed(step: Callable[[], torch.Tensor], steps: int) -> Callable[[], float]:
     return sample
 
 
-def profile(step: Callable[[], torch.Tensor], steps: int) -> None:
-    """Print where the host's time goes in `steps` steps, by function (the hooks' included)."""
-    profiler = cProfile.Profile()
-    profiler.enable()
-    for _ in range(steps):
-        step()
-    profiler.disable()
-    pstats.Stats(profiler).sort_stats("tottime").print_stats(40)
-
-
-def parse() -> argparse.Namespace:
-    parser = options.parser(__doc__, width=32, world_size=8, prefetch=1, rounds=100, warmup=10)
-    parser.add_argument("--blocks", type=int, nargs="+", default=[32], help="one model for each")
-    parser.add_argument("--copies", type=int, default=1, help="ranks that hold each shard")
-    parser.add_argument("--mixed", action="store_true", help="compute in bfloat16")
-    parser.add_argument("--calls", action="store_true", help="count calls of functions instead")
-    parser.add_argument("--profile", action="store_true", help="print a profile of ours instead")
-    return parser.parse_args()
+OPTIONS = options.parser(__doc__, world_size=8, width=32, prefetch=1, rounds=100, warmup=10)
+OPTIONS.add_argument("--blocks", type=int, nargs="+", default=[32], help="one model for each")
+OPTIONS.add_argument("--copies", type=int, default=1, help="ranks that hold each shard")
+OPTIONS.add_argument("--mixed", action="store_true", help="compute in bfloat16")
+OPTIONS.add_argument("--calls", action="store_true", help="count calls of functions instead")
 
 
 def make_steps(args: argparse.Namespace, blocks: int) -> dict[str, Callable[[], torch.Tensor]]:
@@ -167,7 +140,7 @@ def make_steps(args: argparse.Namespace, blocks: int) -> dict[str, Callable[[], 
     has_floor = args.copies == 1 and not args.mixed
     systems = ("unsharded", "FSDP2", *TARGETS, *(["bare"] if has_floor else []))
     models = {name: build(blocks, args.width) for name in systems}
-    shard_fsdp2(models["FSDP2"], mesh, policy)
+    sharding.shard_fsdp2(models["FSDP2"], mesh, mp_policy=policy)
     for name in TARGETS:
         shard_ours(models[name], mesh, args.prefetch, in_rows=name != "ours", policy=policy)
     if has_floor:
@@ -192,18 +165,15 @@ def measure(args: argparse.Namespace, blocks: int) -> dict[str, list[float]]:
     """Microseconds per step of each system, by round."""
     steps = make_steps(args, blocks)
     losses = {name: step().item() for name, step in steps.items()}
-    tolerance = 1e-2 if args.mixed else 1e-5
-    if max(losses.values()) - min(losses.values()) > tolerance * abs(losses["unsharded"]):
-        output.fail(f"the systems compute different losses: {losses}", code=1)
+    turns.same_losses(losses, tolerance=1e-2 if args.mixed else 1e-5)
     with turns.quiet_gc():
         samplers = {name: timed(step, 1) for name, step in steps.items()}
         return turns.alternate(samplers, args.rounds, args.warmup)
 
 
-def figures(
-    args: argparse.Namespace, blocks: int, samples: dict[str, list[float]]
-) -> tuple[list[Figure], list[Ratio]]:
-    """Those of one number of blocks."""
+def overheads(args: argparse.Namespace, blocks: int, at: int | None, results: Results) -> None:
+    """Add those of one number of blocks."""
+    samples = measure(args, blocks)
     overhead = {
         name: [
             (sharded - plain) / blocks
@@ -213,23 +183,14 @@ def figures(
         if name != "unsharded"
     }
     has_floor = "bare" in overhead
-    at = blocks if len(args.blocks) > 1 else None
     steps = {name: [us / 1e3 for us in values] for name, values in samples.items()}
-    found = output.figures_of("step", "ms", steps, at=at)
-    found += output.figures_of(OVERHEAD, "us", overhead, at=at)
-    return found, [
-        *(
-            Ratio.between(
-                OVERHEAD, name, "FSDP2", overhead, at=at, at_most=target if has_floor else None
-            )
-            for name, target in TARGETS.items()
-        ),
-        *([Ratio.between(OVERHEAD, "bare", "FSDP2", overhead, at=at)] if has_floor else []),
-    ]
+    results.add("step", "ms", steps, at=at)
+    targets = [(name, "FSDP2", most if has_floor else None) for name, most in TARGETS.items()]
+    results.add(OVERHEAD, "us", overhead, *targets, ("bare", "FSDP2"), at=at)
 
 
-def calls(args: argparse.Namespace, blocks: int) -> tuple[list[Figure], list[Ratio]]:
-    """Calls of Python functions in a step, on host lanes and on lanes that are streams."""
+def calls(args: argparse.Namespace, blocks: int, at: int | None, results: Results) -> None:
+    """Add calls of Python functions in a step, on host lanes and on lanes that are streams."""
     found = {
         f"{name}, host lanes": counted(step, args.warmup, blocks)
         for name, step in make_steps(args, blocks).items()
@@ -244,16 +205,13 @@ def calls(args: argparse.Namespace, blocks: int) -> tuple[list[Figure], list[Rat
             if name == "ours":
                 shard_ours(model, mesh, args.prefetch, policy=policy)
             else:
-                shard_fsdp2(model, mesh, policy)
+                sharding.shard_fsdp2(model, mesh, mp_policy=policy)
             step = make_step(model, args.width, device="emulated")
             found[f"{name}, stream lanes"] = counted(step, args.warmup, blocks)
-    join_ranks(args.world_size)  # again, in place of those of the model
-    at = blocks if len(args.blocks) > 1 else None
+    processes.join_fake_ranks(args.world_size)  # again, in place of those of the model
     samples = {name: [value] for name, value in found.items()}
-    return output.figures_of(CALLS, "", samples, at=at), [
-        Ratio.between(CALLS, f"ours, {lanes}", f"FSDP2, {lanes}", samples, at=at)
-        for lanes in ("host lanes", "stream lanes")
-    ]
+    compared = [(f"ours, {on}", f"FSDP2, {on}") for on in ("host lanes", "stream lanes")]
+    results.add(CALLS, "", samples, *compared, at=at)
 
 
 def counted(step: Callable[[], object], warmup: int, blocks: int) -> float:
@@ -270,42 +228,18 @@ def is_systems(file: str) -> bool:
 
 
 def main() -> None:
-    args = parse()
-    torch.set_num_threads(1)
-    # Denormals would make some steps slower than others for no reason of ours.
-    torch.set_flush_denormal(True)
-    join_ranks(args.world_size)
-    if args.profile:
-        step = make_steps(args, args.blocks[0])["ours"]
-        for _ in range(args.warmup):
-            step()
-        profile(step, 20)
-    else:
-        if args.calls:
-            found = [calls(args, blocks) for blocks in args.blocks]
-        else:
-            found = [figures(args, blocks, measure(args, blocks)) for blocks in args.blocks]
-        counts = ", ".join(map(str, args.blocks))
-        about = (
-            f"{counts} blocks of 14 parameters, width {args.width}, "
-            f"fake world of {args.world_size}, prefetch {args.prefetch}, {args.rounds} rounds"
-            f"{f', {args.copies} copies' if args.copies > 1 else ''}"
-            f"{', bfloat16 reduced in float32' if args.mixed else ''}"
-        )
-        measurement = options.measurement(
-            args,
-            about,
-            [figure for one, _ in found for figure in one],
-            [ratio for _, some in found for ratio in some],
-            sweep=Sweep("blocks") if len(args.blocks) > 1 else None,
-        )
-        output.publish(measurement, args.json, args.plot)
+    args = OPTIONS.parse_args()
+    processes.join_fake_ranks(args.world_size)
+    is_swept = len(args.blocks) > 1
+    results = Results(
+        f"14 parameters a block, {args.copies} copies{', bfloat16' if args.mixed else ''}",
+        Sweep("blocks") if is_swept else None,
+    )
+    for blocks in args.blocks:
+        add = calls if args.calls else overheads
+        add(args, blocks, blocks if is_swept else None, results)
+    runner.publish(args, results)
     dist.destroy_process_group()
-
-
-def join_ranks(world_size: int) -> None:
-    """Make this process the first of so many ranks, of which the others do not exist."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
 
 
 if __name__ == "__main__":

@@ -16,58 +16,52 @@ milliseconds, from a barrier to the end of the slowest rank.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch.distributed import fsdp as fsdp2
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-import fsdp_overlap
+from fsdp_overlap import FsdpContext
 from fsdp_overlap.optim import AdamW
-from harness import link_training, options, output, processes, slow_link, turns
-from harness.measurement import Ratio
+from harness import link_training, options, runner, sharding, turns
 from harness.optimizers import ADAMW
-from link import check
+from harness.runner import Results
 
 OURS, DIVIDED, FSDP2 = "ours", "ours, copies divided", "FSDP2"
 STEP = "step"
 RANKS = 4
+
+OPTIONS = options.parser(
+    __doc__, rate="2gbit", blocks=6, rows=64, sleep=50.0, microbatches=2, rounds=7
+)
+OPTIONS.set_defaults(ranks=RANKS)
 
 
 def train_ours(
     args: argparse.Namespace, mesh: DeviceMesh, shard_optimizer_over_replicas: bool
 ) -> tuple[Callable[[], float], int]:
     """A step, and the elements of this rank's first moments."""
-    model = link_training.build(args.blocks, args.sleep)
-    ctx = fsdp_overlap.FsdpContext(
-        mesh, shard_optimizer_over_replicas=shard_optimizer_over_replicas
-    )
-    for block in model:
-        fsdp_overlap.fully_shard(block, ctx)
-    fsdp_overlap.fully_shard(model, ctx)
-    held = sum(parameter.to_local().numel() for parameter in model.parameters())
-    optimizer = AdamW(model.parameters(), **ADAMW)
-    step = link_training.make_training(model, args, model.set_requires_all_reduce, optimizer.step)
-    return step, held
+    ctx = FsdpContext(mesh, shard_optimizer_over_replicas=shard_optimizer_over_replicas)
+    model = sharding.shard_ours(link_training.build(args.blocks, args.sleep), ctx)
+    return make_training(args, model, AdamW(model.parameters(), **ADAMW))
 
 
 def train_fsdp2(args: argparse.Namespace, mesh: DeviceMesh) -> tuple[Callable[[], float], int]:
     """The same of FSDP2."""
-    model = link_training.build(args.blocks, args.sleep)
-    for block in model:
-        fsdp2.fully_shard(block, mesh=mesh)
-    fsdp2.fully_shard(model, mesh=mesh)
-    assert isinstance(model, fsdp2.FSDPModule)
+    model = sharding.shard_fsdp2(link_training.build(args.blocks, args.sleep), mesh)
+    return make_training(args, model, torch.optim.AdamW(model.parameters(), **ADAMW, fused=True))
+
+
+def make_training(
+    args: argparse.Namespace, model: Any, optimizer: torch.optim.Optimizer
+) -> tuple[Callable[[], float], int]:
     held = sum(parameter.to_local().numel() for parameter in model.parameters())
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW, fused=True)
     step = link_training.make_training(model, args, model.set_requires_all_reduce, optimizer.step)
     return step, held
 
 
-def run_rank(args: argparse.Namespace) -> None:
-    """Measure on this rank; rank 0 reports the slowest rank's times."""
-    processes.join_ranks(timeout_s=args.timeout)
+def sample(args: argparse.Namespace) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("replicate", "shard"))
     trained = {
         OURS: train_ours(args, mesh, False),
@@ -76,54 +70,17 @@ def run_rank(args: argparse.Namespace) -> None:
     }
     steps = {name: step for name, (step, _) in trained.items()}
     for _ in range(2):
-        check({name: step() for name, step in steps.items()})
-    with turns.quiet_gc():
-        samplers = {name: turns.timed(step) for name, step in steps.items()}
-        mine = turns.alternate(samplers, args.rounds, 1)
-    held = {name: held for name, (_, held) in trained.items()}
-    processes.finish({"samples": processes.of_slowest_rank(mine), "held": held})
+        turns.same_losses({name: step() for name, step in steps.items()})
+    held = {name: [held / 1e6] for name, (_, held) in trained.items()}
+    return {"samples": turns.slowest_steps(steps, args), "held": held}
 
 
-def parse() -> argparse.Namespace:
-    parser = options.parser(
-        __doc__,
-        rate="2gbit",
-        no_limit=False,
-        rows=64,
-        sleep=50.0,
-        blocks=6,
-        microbatches=2,
-        rounds=7,
-        timeout=600.0,
-    )
-    parser.set_defaults(ranks=RANKS)
-    return parser.parse_args()
-
-
-def main() -> None:
-    args = parse()
-    if processes.is_rank():
-        return run_rank(args)
-    found = slow_link.launch_on_link(args, sys.argv[1:])
-    samples = found["samples"]
-    about = (
-        f"a mesh of 2 x {RANKS // 2} ranks, {slow_link.in_words(args)}, {args.blocks} "
-        f"blocks of 12*{link_training.WIDTH}^2, {args.microbatches} microbatches of {args.rows} "
-        f"rows, a block sleeps {args.sleep:g} ms in forward, {2 * args.sleep:g} in backward; "
-        f"{args.rounds} rounds"
-    )
-    held = {name: [count / 1e6] for name, count in found["held"].items()}
-    figures = [
-        *output.figures_of(STEP, "ms", samples),
-        *output.figures_of("optimizer state of rank 0, each moment", "M elements", held),
-    ]
-    ratios = [
-        Ratio.between(STEP, OURS, FSDP2, samples),
-        Ratio.between(STEP, DIVIDED, FSDP2, samples),
-        Ratio.between(STEP, DIVIDED, OURS, samples),
-    ]
-    output.publish(options.measurement(args, about, figures, ratios), args.json, args.plot)
+def report(args: argparse.Namespace, found: dict[str, Any]) -> Results:
+    results = Results(f"a mesh of 2 x {RANKS // 2} ranks, blocks of 12*{link_training.WIDTH}^2")
+    results.add(STEP, "ms", found["samples"], (OURS, FSDP2), (DIVIDED, FSDP2), (DIVIDED, OURS))
+    results.add("optimizer state of rank 0, each moment", "M elements", found["held"])
+    return results
 
 
 if __name__ == "__main__":
-    main()
+    runner.main(OPTIONS, sample, report)

@@ -29,8 +29,9 @@ from fsdp_overlap.layout import (
 from harness import output
 from harness.balance_bound import least_imbalance
 from harness.markdown import markdown_table
-from harness.measurement import Figure, Measurement, Spread, Sweep
+from harness.measurement import Measurement, Sweep
 from harness.real_models import MODELS, units_of
+from harness.runner import Results
 
 WORLD_SIZES = (8, 32, 64, 256, 1024)
 BALANCED_FROM = 4  # matrices per rank
@@ -154,36 +155,29 @@ def plan(model: str, ranks: int, kind: str) -> Planned:
 
 def measurement_of(planned: Sequence[Planned]) -> Measurement:
     """Imbalance by number of ranks and, of each model, the headlines."""
-    whole = [one for one in planned if one.layout == "tensor-atomic"]
-    figures = []
-    for one in whole:
-        spread = Spread.of([one.balance.over(one.bound)])
-        figures.append(Figure("imbalance over the bound", one.model, "", spread, at=one.ranks))
+    results = Results(sweep=Sweep("ranks"))
+    whole: dict[str, list[Planned]] = {}
+    for one in planned:
+        if one.layout == "tensor-atomic":
+            whole.setdefault(one.model, []).append(one)
+            over = {one.model: [one.balance.over(one.bound)]}
+            results.add("imbalance over the bound", "", over, at=one.ranks)
     quantity = f"worst imbalance over the bound with {BALANCED_FROM} matrices a rank or more"
-    for model in dict.fromkeys(one.model for one in whole):
-        even = [
-            one for one in whole if one.model == model and one.matrices >= BALANCED_FROM * one.ranks
-        ]
-        if even:
-            over = {one: one.balance.over(one.bound) for one in even}
-            worst = max(even, key=over.__getitem__)
-            spread = Spread.of([over[worst]])
-            system = f"{model} on {worst.ranks} ranks"
-            figures.append(Figure(quantity, system, "", spread, at_most=BALANCE_TARGET))
-    for model in dict.fromkeys(one.model for one in planned):
-        whole = [one for one in planned if one.model == model and one.layout == "tensor-atomic"]
-        if whole:
-            slowest = max(whole, key=lambda one: one.seconds)
-            target = MANY_PLANNING_TARGET if slowest.matrices >= MANY else PLANNING_TARGET
-            spread = Spread.of([slowest.seconds])
-            system = f"{model} on {slowest.ranks} ranks"
-            figures.append(Figure("longest planning", system, "s", spread, at_most=target))
+    for model, each in whole.items():
+        if even := [one for one in each if one.matrices >= BALANCED_FROM * one.ranks]:
+            worst, ranks = max((one.balance.over(one.bound), one.ranks) for one in even)
+            system = f"{model} on {ranks} ranks"
+            results.add(quantity, "", {system: [worst]}, at_most={system: BALANCE_TARGET})
+    for model, each in whole.items():
+        slowest = max(each, key=lambda one: one.seconds)
+        system = f"{model} on {slowest.ranks} ranks"
+        target = MANY_PLANNING_TARGET if slowest.matrices >= MANY else PLANNING_TARGET
+        found = {system: [slowest.seconds]}
+        results.add("longest planning", "s", found, at_most={system: target})
+    about = "one unit a block; parameters in bfloat16; imbalance: the largest over the mean"
+    settings = {"torch": torch.__version__}
     return Measurement(
-        "one unit a block; parameters in bfloat16; imbalance: the largest over the mean",
-        {"torch": torch.__version__},
-        output.repeated_argv(),
-        figures,
-        sweep=Sweep("ranks"),
+        about, settings, output.repeated_argv(), results.figures, sweep=results.sweep
     )
 
 
@@ -194,7 +188,6 @@ def main(
         typer.Option(help="tensor-atomic, equal, flat or block-atomic; all if left out."),
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Also write the figures here.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Also draw them: .png or .svg.")] = None,
 ) -> None:
     """One unit a block. Imbalance is the largest over the mean."""
     columns = "model,ranks,layout,matrices a rank,padding %,imbalance of bytes / of work,bound"
@@ -208,7 +201,7 @@ def main(
         if layout in (None, kind)
     ]
     print(markdown_table(columns.split(","), [one.cells() for one in planned]), end="\n\n")
-    output.publish(measurement_of(planned), json, plot)
+    output.publish(measurement_of(planned), json)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ of `--steps` steps, from a barrier to the end of the slowest rank, in millisecon
 
 With `--optimizer` the question is another one: what it buys to gather parameters under compute. A
 step is one of training then, of `--microbatches` forwards and backwards, and the systems are ours
-with overlap `on` and `off`, or one of them, and FSDP2. At `--stage` 1 and 2 full buffers are kept
+with overlap on and off, and FSDP2. At `--stage` 1 and 2 full buffers are kept
 between steps: on, their refresh is started after the optimizer's step and runs under the next
 forward; off, the step ends with it. At stage 3, off is a prefetch of 0. The target is a gain of 15%
 where communication is heavy, on links of 2 Gbit/s and less, and no loss on faster ones.
@@ -46,14 +46,14 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
-from harness import link_training, options, output, processes, slow_link, turns
-from harness.measurement import Measurement, Ratio
+from harness import link_training, options, runner, slow_link, turns
+from harness.runner import Results
 
 OURS, FLAT = "ours", "ours, flat"
 FSDP2, FSDP2_OURS = "FSDP2", "FSDP2, our collectives"
@@ -77,22 +77,33 @@ EQUAL = 1.25  # how far apart compute and communication may be that count as equ
 HEAVY_TARGET, NO_LOSS = 0.87, 1.0
 HEAVY_GBIT = 2.0
 
+OPTIONS = options.parser(
+    __doc__,
+    rate="2gbit",
+    ranks=2,
+    blocks=8,
+    rows=512,
+    sleep=0.0,
+    prefetch=1,
+    microbatches=1,
+    rounds=7,
+    steps=2,
+)
+OPTIONS.add_argument(
+    "--layout", choices=link_training.LAYOUTS, default="flat", help="of our units, but for Muon"
+)
+OPTIONS.add_argument("--whole", action="store_true", help="steps clip and update, see above")
+OPTIONS.add_argument("--optimizer", choices=["adamw", "muon"], help="train, see above")
+OPTIONS.add_argument("--stage", type=int, choices=[1, 2, 3], default=2, help="of ZeRO")
 
-def check(losses: dict[str, float]) -> None:
-    """A system that computes something else wins nothing."""
-    low, high = min(losses.values()), max(losses.values())
-    if high - low > 1e-4 * abs(high):
-        output.fail(f"the systems compute different losses: {losses}", code=1)
 
-
-def run_rank(args: argparse.Namespace) -> None:
-    """Measure on this rank; rank 0 reports the slowest rank's times."""
-    rank, _ = processes.join_ranks(timeout_s=args.timeout)
+def sample(args: argparse.Namespace) -> dict[str, list[float]]:
+    """Milliseconds of a step of each system."""
     plain = link_training.build(args.blocks, args.sleep)
 
     def make_step(name: str, model: nn.Module) -> Callable[[], float]:
         update = UPDATES[name](model) if args.whole else None
-        return link_training.make_step(model, rank, args.rows, update)
+        return link_training.make_step(model, dist.get_rank(), args.rows, update)
 
     steps = {COMPUTE: make_step(COMPUTE, plain)}
     if args.optimizer is None:
@@ -102,63 +113,23 @@ def run_rank(args: argparse.Namespace) -> None:
             model = link_training.shard_fsdp2(args, with_our_collectives=name == FSDP2_OURS)
             steps[name] = make_step(name, model)
         if args.layout != "flat":
-            flat, _ = link_training.shard_ours(args, "flat", args.prefetch)
-            steps[FLAT] = make_step(FLAT, flat)
+            steps[FLAT] = make_step(FLAT, link_training.shard_ours(args, "flat", args.prefetch)[0])
     else:
-        for name, overlap in ((OFF, "off"), (ON, "on")):
-            if args.overlap in (overlap, "both"):
-                steps[name], ctx = link_training.train_ours(args, overlap == "on")
+        for name in (OFF, ON):
+            steps[name], ctx = link_training.train_ours(args, name == ON)
         steps[FSDP2] = link_training.train_fsdp2(args)
-    check({name: step() for name, step in steps.items()})
+    turns.same_losses({name: step() for name, step in steps.items()})
     if args.optimizer is None:
         groups = dist.new_group(), dist.new_group()
-        if args.shared_group:
-            groups = groups[0], groups[0]
         steps[COMMUNICATION] = link_training.make_communication(plain, args.prefetch, *groups)
     else:
         del steps[COMPUTE]  # which trains nothing
-        check({name: step() for name, step in steps.items()})
-
+        turns.same_losses({name: step() for name, step in steps.items()})
     ctx.stats.reset()
-    with turns.quiet_gc():
-        mine = turns.alternate(
-            {name: turns.timed(step, args.steps) for name, step in steps.items()}, args.rounds, 1
-        )
-    slowest = processes.of_slowest_rank(mine)
-    if rank == 0:
+    slowest = turns.slowest_steps(steps, args)
+    if dist.get_rank() == 0:
         print(f"ours in all rounds, warm-up included: {ctx.stats}\n", flush=True)
-    processes.finish(slowest)
-
-
-def parse() -> argparse.Namespace:
-    parser = options.parser(
-        __doc__,
-        rate="2gbit",
-        no_limit=False,
-        prefetch=1,
-        microbatches=1,
-        rows=512,
-        sleep=0.0,
-        ranks=2,
-        blocks=8,
-        rounds=7,
-        steps=2,
-        timeout=600.0,
-    )
-    parser.add_argument(
-        "--shared-group", action="store_true", help="our gathers and reductions share one group"
-    )
-    parser.add_argument(
-        "--layout", choices=link_training.LAYOUTS, default="flat", help="of our units"
-    )
-    parser.add_argument("--whole", action="store_true", help="steps clip and update, see above")
-    parser.add_argument("--optimizer", choices=["adamw", "muon"], help="train, see above")
-    parser.add_argument("--stage", type=int, choices=[1, 2, 3], default=2, help="of ZeRO")
-    parser.add_argument("--overlap", choices=["both", "on", "off"], default="both")
-    args = parser.parse_args()
-    if args.optimizer == "muon":
-        args.layout = "tensor-atomic"
-    return args
+    return slowest
 
 
 def with_bound(samples: Mapping[str, list[float]]) -> dict[str, list[float]]:
@@ -181,53 +152,31 @@ def fsdp2_target(args: argparse.Namespace, samples: Mapping[str, Sequence[float]
     return WHOLE_TARGET if max(both) < EQUAL * min(both) else None
 
 
-def ratios_of(args: argparse.Namespace, samples: Mapping[str, Sequence[float]]) -> list[Ratio]:
+def compared(args: argparse.Namespace, samples: Mapping[str, Sequence[float]]) -> list[Any]:
     """The headlines of what was asked for."""
     if args.optimizer is None:
-        at_most = None if args.no_limit else fsdp2_target(args, samples)
-        ratios = [
-            Ratio.between(STEP, OURS, FSDP2, samples, at_most=at_most),
-            Ratio.between(STEP, FSDP2_OURS, FSDP2, samples),
-            Ratio.between(STEP, OURS, FSDP2_OURS, samples),
-            Ratio.between(STEP, OURS, BOUND, samples, at_most=bound_target(samples)),
+        return [
+            (OURS, FSDP2, None if args.no_limit else fsdp2_target(args, samples)),
+            (FSDP2_OURS, FSDP2),
+            (OURS, FSDP2_OURS),
+            (OURS, BOUND, bound_target(samples)),
+            (OURS, FLAT, FLAT_TARGET),
         ]
-        if FLAT in samples:
-            ratios.append(Ratio.between(STEP, OURS, FLAT, samples, at_most=FLAT_TARGET))
-        return ratios
-    ratios = [Ratio.between(STEP, name, FSDP2, samples) for name in (ON, OFF) if name in samples]
-    if args.overlap == "both":
-        is_heavy = not args.no_limit and slow_link.gbit(args.rate) <= HEAVY_GBIT
-        at_most = HEAVY_TARGET if is_heavy else NO_LOSS
-        ratios.append(Ratio.between(STEP, ON, OFF, samples, at_most=at_most))
-    return ratios
+    is_heavy = not args.no_limit and slow_link.gbit(args.rate) <= HEAVY_GBIT
+    return [(ON, FSDP2), (OFF, FSDP2), (ON, OFF, HEAVY_TARGET if is_heavy else NO_LOSS)]
 
 
-def measurement_of(args: argparse.Namespace, samples: dict[str, list[float]]) -> Measurement:
-    groups = "one shared group" if args.shared_group else "separate groups"
-    about = (
-        f"{args.ranks} ranks, {slow_link.in_words(args)}, {args.blocks} blocks of "
-        f"12*{link_training.WIDTH}^2, {args.rows} rows a rank; ours: {args.layout}, prefetch "
-        f"{args.prefetch}, {groups}; {args.rounds} rounds of {args.steps} steps"
-    )
-    if args.sleep:
-        about += f"; a block sleeps {args.sleep:g} ms in forward, {2 * args.sleep:g} in backward"
-    if args.whole:
-        about += "; steps clip gradients and update"
+def report(args: argparse.Namespace, samples: dict[str, list[float]]) -> Results:
+    about = f"blocks of 12*{link_training.WIDTH}^2"
     if args.optimizer is None:
         samples = with_bound(samples)
+        about += f", {args.layout}; steps clip and update" if args.whole else f", {args.layout}"
     else:
-        about += f"; {args.optimizer}, stage {args.stage}, {args.microbatches} microbatches a step"
-    figures = output.figures_of(STEP, "ms", samples)
-    return options.measurement(args, about, figures, ratios_of(args, samples))
-
-
-def main() -> None:
-    args = parse()
-    if processes.is_rank():
-        return run_rank(args)
-    measurement = measurement_of(args, slow_link.launch_on_link(args, sys.argv[1:]))
-    output.publish(measurement, args.json, args.plot)
+        about += f"; {args.optimizer}, stage {args.stage}"
+    results = Results(about)
+    results.add(STEP, "ms", samples, *compared(args, samples))
+    return results
 
 
 if __name__ == "__main__":
-    main()
+    runner.main(OPTIONS, sample, report)

@@ -375,7 +375,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--waiting-blocks", type=int, default=32, metavar="N")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)
-    output.add_outputs(parser)
+    output.add_output(parser)
     return parser.parse_args(argv)
 
 
@@ -385,7 +385,7 @@ def main() -> None:
         output.fail("no CUDA device; --device cpu --model tiny tries out this script")
     measurement = measured(args)
     if dist.get_rank() == 0:
-        output.publish(measurement, args.json, args.plot)
+        output.publish(measurement, args.json)
     dist.destroy_process_group()
 
 

@@ -29,7 +29,6 @@ every system must have stepped as the unsharded one.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -37,33 +36,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import fsdp as fsdp2
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute
 from torch.distributed.tensor.debug import CommDebugMode
 
-from checkpoint import Block
-from fsdp_overlap import (
-    Flat,
-    FsdpContext,
-    RaggedDTensor,
-    TensorAtomic,
-    distribute_tensor,
-    fully_shard,
-)
+from fsdp_overlap import Flat, FsdpContext, RaggedDTensor, TensorAtomic, distribute_tensor
 from fsdp_overlap.layout import Layout
 from fsdp_overlap.optim import Muon
-from harness import options, output, processes, turns
+from harness import link_training, options, output, runner, sharding, turns
 from harness.layer_wise import layer_wise
-from harness.measurement import Measurement, Ratio
 from harness.optimizers import ADAMW, LR, torchs
+from harness.runner import Results
 
 UNSHARDED, LAYER_WISE, FSDP2 = "unsharded, torch's", "layer-wise, torch's", "FSDP2, torch's"
 WHOLE, FLAT, ALONE = "ours, TensorAtomic()", "ours, Flat()", "ours, unsharded"
 COPIES, TENSOR_PARALLEL = "ours, two copies", "ours, tensor parallel"
 EXPERTS, EXPERTS_ALONE = "ours, experts", "ours, experts unsharded"
-STEP = "step"
+STEP, COLLECTIVES = "step", "collectives a step"
 # WHOLE's time over that of these, by the number of ranks.
 TARGETS = {2: {UNSHARDED: 0.55, FSDP2: 0.5}, 4: {UNSHARDED: 0.3}}
 EXPERTS_IN_A_BLOCK = 12
@@ -85,24 +75,17 @@ class System:
     prepare: Callable[[nn.Sequential], None]
     optimize: Callable[[nn.Module, torch.dtype], Callable[[], None]]
     reference: str = UNSHARDED
-    block: Callable[[int], nn.Module] = Block
+    block: type[nn.Module] = link_training.Block
 
 
 def ours(model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
     return Muon(model, LR, adamw=ADAMW, ns_dtype=dtype).step
 
 
-def shard_fsdp2(model: nn.Sequential) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in (*model, model):
-        fsdp2.fully_shard(module, mesh=mesh)
-
-
 def shard(model: nn.Sequential, layout: Layout, mesh: DeviceMesh | None = None) -> None:
     ctx = FsdpContext(mesh, layout=layout)
     ctx.plan_layout([*model, model])
-    for module in (*model, model):
-        fully_shard(module, ctx)
+    sharding.shard_ours(model, ctx)
 
 
 def grid(*names: str) -> DeviceMesh:
@@ -136,7 +119,7 @@ def systems() -> dict[str, System]:
     found = {
         UNSHARDED: System(lambda model: None, torchs),
         LAYER_WISE: System(lambda model: None, layer_wise),
-        FSDP2: System(shard_fsdp2, torchs),
+        FSDP2: System(sharding.shard_fsdp2, torchs),
         WHOLE: System(lambda model: shard(model, TensorAtomic()), ours),
         FLAT: System(lambda model: shard(model, Flat()), ours),
         ALONE: System(lambda model: None, ours),
@@ -151,10 +134,10 @@ def systems() -> dict[str, System]:
     return found
 
 
-def build(args: argparse.Namespace, block: Callable[[int], nn.Module]) -> nn.Sequential:
+def build(args: argparse.Namespace, block: type[nn.Module] = link_training.Block) -> nn.Sequential:
     """The same model on every rank and for every system."""
     torch.manual_seed(0)
-    return nn.Sequential(*(block(args.width) for _ in range(args.blocks)))
+    return nn.Sequential(*(block(width=args.width) for _ in range(args.blocks)))
 
 
 def give_gradients(model: nn.Module) -> None:
@@ -168,25 +151,26 @@ def give_gradients(model: nn.Module) -> None:
         parameter.grad = whole
 
 
-def run_rank(args: argparse.Namespace) -> None:
-    """Measure on this rank; rank 0 reports the slowest rank's times."""
-    processes.join_ranks(timeout_s=args.timeout)
+def sample(args: argparse.Namespace) -> dict[str, Any]:
+    if dist.get_world_size() % 2:
+        output.fail("use an even number of --ranks, of which two divide experts")
     dtype = getattr(torch, args.dtype)
     models, steps, collectives = {}, {}, {}
     for name, system in systems().items():
         model = models[name] = build(args, system.block)
         system.prepare(model)
         steps[name] = system.optimize(model, dtype)
-        give_gradients(model)
-        with CommDebugMode() as issued:
-            steps[name]()
-        collectives[name] = issued.get_total_counts()
+        collectives[name] = collectives_in(steps[name], model)
         check(name, model, models[system.reference], args.dtype)
+    return {STEP: turns.slowest_steps(steps, args), COLLECTIVES: collectives}
 
-    with turns.quiet_gc():
-        samplers = {name: turns.timed(step) for name, step in steps.items()}
-        mine = turns.alternate(samplers, args.rounds, 1)
-    processes.finish({"step_ms": processes.of_slowest_rank(mine), "collectives": collectives})
+
+def collectives_in(step: Callable[[], None], model: nn.Module) -> list[float]:
+    """How many collectives a step of a model's optimizer issues."""
+    give_gradients(model)
+    with CommDebugMode() as issued:
+        step()
+    return [float(issued.get_total_counts())]
 
 
 def check(name: str, model: nn.Module, reference: nn.Module, dtype: str) -> None:
@@ -200,47 +184,26 @@ def check(name: str, model: nn.Module, reference: nn.Module, dtype: str) -> None
             output.fail(f"{name}: {fqn} is off by {error} after a step", code=1)
 
 
-def parse() -> argparse.Namespace:
-    parser = options.parser(__doc__, ranks=2, blocks=8, width=512, rounds=5, timeout=1800.0)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
-    args = parser.parse_args()
-    if args.ranks < 2 or args.ranks % 2:
-        output.fail(f"--ranks {args.ranks}: use an even number, of which two divide experts")
-    return args
+OPTIONS = options.parser(__doc__, ranks=2, blocks=8, width=512, rounds=5, timeout=1800.0)
+OPTIONS.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
 
 
-def measurement_of(args: argparse.Namespace, result: dict[str, Any]) -> Measurement:
-    samples = result["step_ms"]
-    collectives = {name: [float(count)] for name, count in result["collectives"].items()}
-    about = (
-        f"{args.ranks} ranks, {args.blocks} blocks of "
-        f"12*{args.width}^2, products in {args.dtype}; {args.rounds} rounds"
-    )
-    figures = output.figures_of(STEP, "ms", samples)
-    none = {WHOLE: 0, EXPERTS: 0}
-    figures += output.figures_of("collectives a step", "", collectives, at_most=none)
+def report(args: argparse.Namespace, found: dict[str, Any]) -> Results:
     targets = TARGETS.get(args.ranks, {})
-    ratios = [
-        Ratio.between(STEP, WHOLE, other, samples, at_most=targets.get(other))
-        for other in (UNSHARDED, LAYER_WISE, FSDP2)
-    ]
-    ratios.append(Ratio.between(STEP, FLAT, FSDP2, samples))
-    ratios.append(Ratio.between(STEP, EXPERTS, EXPERTS_ALONE, samples))
-    ratios.extend(
-        Ratio.between(STEP, system, ALONE, samples)
-        for system in (COPIES, TENSOR_PARALLEL)
-        if system in samples
+    results = Results(f"products in {args.dtype}")
+    results.add(
+        STEP,
+        "ms",
+        found[STEP],
+        *((WHOLE, other, targets.get(other)) for other in (UNSHARDED, LAYER_WISE, FSDP2)),
+        (FLAT, FSDP2),
+        (EXPERTS, EXPERTS_ALONE),
+        (COPIES, ALONE),
+        (TENSOR_PARALLEL, ALONE),
     )
-    return options.measurement(args, about, figures, ratios)
-
-
-def main() -> None:
-    args = parse()
-    if processes.is_rank():
-        return run_rank(args)
-    result = processes.launch_ranks(args.ranks, sys.argv[1:], args.timeout)
-    output.publish(measurement_of(args, result), args.json, args.plot)
+    results.add(COLLECTIVES, "", found[COLLECTIVES], at_most={WHOLE: 0, EXPERTS: 0})
+    return results
 
 
 if __name__ == "__main__":
-    main()
+    runner.main(OPTIONS, sample, report)

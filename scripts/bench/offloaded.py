@@ -14,7 +14,6 @@ optimizer's step alone. Overlapped, a step should take at most 1.05 times that.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -22,15 +21,14 @@ from math import isqrt
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp as fsdp2
 
-from fsdp_overlap import FsdpContext, TensorAtomic, fully_shard
+from fsdp_overlap import FsdpContext, TensorAtomic
 from fsdp_overlap.optim import AdamW, Muon, OverlapPolicy, clip_grad_norm_
 from fsdp_overlap.tensor.pending_steps import finish_pending_steps
-from harness import options, output, processes, turns
-from harness.measurement import Measurement, Ratio
+from harness import options, runner, sharding, turns
+from harness.runner import Results
 
 OVERLAPPED, CLIPPED = "ours, overlapped", "ours, overlapped, clipped"
 AFTER, AFTER_CLIPPED = "ours, in step()", "ours, in step(), clipped"
@@ -75,19 +73,12 @@ def build(args: argparse.Namespace) -> nn.Sequential:
 
 
 def ours(args: argparse.Namespace) -> nn.Sequential:
-    model, ctx = build(args), FsdpContext(layout=TensorAtomic())
-    for block in model:
-        fully_shard(block, ctx)
-    fully_shard(model, ctx)
-    return model
+    return sharding.shard_ours(build(args), FsdpContext(layout=TensorAtomic()))
 
 
 def theirs(args: argparse.Namespace) -> nn.Sequential:
-    model, policy = build(args), fsdp2.CPUOffloadPolicy(pin_memory=False)
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in (*model, model):
-        fsdp2.fully_shard(module, mesh=mesh, offload_policy=policy)
-    return model
+    policy = fsdp2.CPUOffloadPolicy(pin_memory=False)
+    return sharding.shard_fsdp2(build(args), offload_policy=policy)
 
 
 class Training:
@@ -123,9 +114,19 @@ class Training:
         return milliseconds
 
 
-def run_rank(args: argparse.Namespace) -> None:
-    """Measure on this rank; rank 0 reports the slowest rank's times."""
-    processes.join_ranks(timeout_s=args.timeout)
+OPTIONS = options.parser(__doc__, ranks=1, blocks=16, rounds=9, steps=4, timeout=1800.0)
+OPTIONS.add_argument("--elements", type=int, default=2_000_000, help="parameters of a block")
+OPTIONS.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
+OPTIONS.add_argument(
+    "--compute",
+    type=float,
+    nargs="+",
+    default=[1.0, 4.0],
+    help="the time of compute, as parts of the optimizer's",
+)
+
+
+def sample(args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
     plain = partial({"adamw": AdamW, "muon": Muon}[args.optimizer], lr=1e-3)
     clipping = OverlapPolicy(max_norm=MAX_NORM)
     trainings = {
@@ -147,20 +148,19 @@ def run_rank(args: argparse.Namespace) -> None:
     optimize = turns.timed(alone.optimizer.step, args.steps)
     taken = sorted(optimize() for _ in range(5))[2]
     found: dict[str, dict[str, list[float]]] = {}
-    with turns.quiet_gc():
-        for part in args.compute:
-            seconds = taken * part / 1e3 / (3 * args.blocks)
-            systems = {
-                name: partial(training.sample, seconds, args.steps)
-                for name, training in trainings.items()
-            }
-            mine = turns.alternate({**systems, OPTIMIZER: optimize}, args.rounds, 1)
-            found[str(part)] = samples = processes.of_slowest_rank(mine)
-            samples[BOUND] = list(map(max, samples[COMPUTE], samples[OPTIMIZER]))
+    for part in args.compute:
+        seconds = taken * part / 1e3 / (3 * args.blocks)
+        systems = {
+            name: partial(training.sample, seconds, args.steps)
+            for name, training in trainings.items()
+        }
+        samples = turns.slowest({**systems, OPTIMIZER: optimize}, args.rounds)
+        samples[BOUND] = list(map(max, samples[COMPUTE], samples[OPTIMIZER]))
+        found[str(part)] = samples
     for one, other in ((OVERLAPPED, AFTER), (CLIPPED, AFTER_CLIPPED), (OVERLAPPED, FSDP2)):
         if other in trainings:
             compare(trainings[one].model, trainings[other].model)
-    processes.finish(found)
+    return found
 
 
 def compare(one: nn.Sequential, other: nn.Sequential) -> None:
@@ -170,46 +170,21 @@ def compare(one: nn.Sequential, other: nn.Sequential) -> None:
         torch.testing.assert_close(*parts)
 
 
-def measurement_of(args: argparse.Namespace, result: dict[str, Any]) -> Measurement:
-    about = (
-        f"{args.ranks} ranks, {args.blocks} blocks of {args.elements / 1e6:g}M float32 parameters, "
-        f"{args.optimizer}; {args.rounds} rounds of {args.steps} steps"
-    )
-    figures, ratios = [], []
-    for part, samples in result.items():
-        step = f"step, compute {part}"
-        figures += output.figures_of(step, "ms", samples)
-        ratios += [
-            Ratio.between(step, OVERLAPPED, BOUND, samples, at_most=1.05),
-            *(
-                Ratio.between(step, one, other, samples)
-                for one in (OVERLAPPED, CLIPPED)
-                for other in {OVERLAPPED: (AFTER, FSDP2), CLIPPED: (AFTER_CLIPPED, FSDP2_CLIPPED)}[
-                    one
-                ]
-                if other in samples
-            ),
-        ]
-    return options.measurement(args, about, figures, ratios)
-
-
-def main() -> None:
-    parser = options.parser(__doc__, ranks=1, blocks=16, rounds=9, steps=4, timeout=1800.0)
-    parser.add_argument("--elements", type=int, default=2_000_000, help="parameters of a block")
-    parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
-    parser.add_argument(
-        "--compute",
-        type=float,
-        nargs="+",
-        default=[1.0, 4.0],
-        help="the time of compute, as parts of the optimizer's",
-    )
-    args = parser.parse_args()
-    if processes.is_rank():
-        return run_rank(args)
-    result = processes.launch_ranks(args.ranks, sys.argv[1:], args.timeout)
-    output.publish(measurement_of(args, result), args.json, args.plot)
+def report(args: argparse.Namespace, found: dict[str, dict[str, list[float]]]) -> Results:
+    results = Results(f"{args.elements / 1e6:g}M float32 parameters each, {args.optimizer}")
+    for part, samples in found.items():
+        results.add(
+            f"step, compute {part}",
+            "ms",
+            samples,
+            (OVERLAPPED, BOUND, 1.05),
+            (OVERLAPPED, AFTER),
+            (OVERLAPPED, FSDP2),
+            (CLIPPED, AFTER_CLIPPED),
+            (CLIPPED, FSDP2_CLIPPED),
+        )
+    return results
 
 
 if __name__ == "__main__":
-    main()
+    runner.main(OPTIONS, sample, report)

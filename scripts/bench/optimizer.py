@@ -31,7 +31,6 @@ elements is the same. CPU only, one process, one thread.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -41,14 +40,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import clip_grad_norm_
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_overlap import RaggedDTensor, optim
-from harness import options, output, turns
-from harness.measurement import Measurement, Ratio
-from host_overhead import ROWS, build, profile, shard_fsdp2, shard_ours, timed
+from harness import options, output, processes, runner, turns
+from harness.runner import Results
+from harness.sharding import cpu_mesh, shard_fsdp2
+from host_overhead import ROWS, build, shard_ours, timed
 
 LEARNING_RATE = 1e-3
 CLIP_TO = 0.5  # of the norm
@@ -152,8 +151,7 @@ class Candidate:
         self.name = name
         self.width = width
         self.model = build(blocks, width)
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        system.shard(self.model, mesh)
+        system.shard(self.model, cpu_mesh())
         pairs = zip(self.model.parameters(), reference.parameters(), strict=True)
         self._gradients = [local_part(parameter, full.grad) for parameter, full in pairs]
         self.renew_gradients(fresh=True)
@@ -220,46 +218,23 @@ def check(candidates: Mapping[str, Candidate], reference: nn.Module) -> None:
         candidates[name].check_clip()
 
 
-def parse() -> argparse.Namespace:
-    parser = options.parser(__doc__, blocks=32, width=32, world_size=8, rounds=100, warmup=10)
-    parser.add_argument(
-        "--fresh-gradients",
-        action="store_true",
-        help="an untimed forward and backward before every sample (takes far longer)",
-    )
-    parser.add_argument(
-        "--profile",
-        metavar="SYSTEM",
-        choices=[*STEPS, *CLIPS],
-        help=f"print a profile of this one instead: {', '.join([*STEPS, *CLIPS])}",
-    )
-    return parser.parse_args()
+OPTIONS = options.parser(__doc__, world_size=8, blocks=32, width=32, rounds=100, warmup=10)
+OPTIONS.add_argument(
+    "--fresh-gradients",
+    action="store_true",
+    help="an untimed forward and backward before every sample (takes far longer)",
+)
 
 
 def main() -> None:
-    args = parse()
-    torch.set_num_threads(1)
-    # Denormals would make some samples slower than others for no reason of ours.
-    torch.set_flush_denormal(True)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.world_size)
+    args = OPTIONS.parse_args()
+    processes.join_fake_ranks(args.world_size)
     reference = build(args.blocks, args.width)
     forward_backward(reference, args.width)
-    systems = {**STEPS, **CLIPS}
-    if args.profile:
-        systems = {args.profile: systems[args.profile]}
     candidates = {
         name: Candidate(name, system, reference, args.blocks, args.width)
-        for name, system in systems.items()
+        for name, system in {**STEPS, **CLIPS}.items()
     }
-
-    if args.profile:
-        operation = candidates[args.profile].operation
-        for _ in range(args.warmup):
-            operation()
-        profile(operation, 20)
-        dist.destroy_process_group()
-        return
-
     check(candidates, reference)
     walk = timed(lambda: list(candidates[OURS_CLIP].model.parameters()), 1)
     measured: dict[str, dict[str, list[float]]] = {}
@@ -270,34 +245,24 @@ def main() -> None:
                 samplers[WALK] = walk
             measured[what] = turns.alternate(samplers, args.rounds, args.warmup)
     dist.destroy_process_group()
+    runner.publish(args, report(measured))
 
-    output.publish(measurement_of(args, measured), args.json, args.plot)
 
-
-def measurement_of(
-    args: argparse.Namespace, measured: Mapping[str, Mapping[str, list[float]]]
-) -> Measurement:
+def report(measured: Mapping[str, Mapping[str, list[float]]]) -> Results:
     """`measured`: microseconds of each step and each clip, by system."""
-    renewed = "gradients of a new backward each" if args.fresh_gradients else "gradients kept"
-    about = (
-        f"{args.blocks} blocks of 14 parameters, width {args.width}, "
-        f"fake world of {args.world_size}, {renewed}, {args.rounds} rounds"
-    )
+    results = Results("14 parameters a block")
     faster_clip = min(FSDP2_CLIPS, key=lambda name: statistics.median(measured["clip"][name]))
-    figures, ratios = [], []
-    for quantity, systems, reference in (
-        ("step", STEPS, FSDP2_FOREACH),
-        ("clip", CLIPS, faster_clip),
+    for quantity, systems, reference, more in (
+        ("step", STEPS, FSDP2_FOREACH, [(OURS_STEP, FSDP2_FUSED, 0.06)]),
+        ("clip", CLIPS, faster_clip, []),
     ):
-        samples = measured[quantity]
-        figures += output.figures_of(quantity, "us", samples)
-        ratios += [
-            Ratio.between(quantity, name, reference, samples, at_most=system.target)
+        compared = [
+            (name, reference, system.target)
             for name, system in systems.items()
             if name.startswith("ours")
         ]
-    ratios.append(Ratio.between("step", OURS_STEP, FSDP2_FUSED, measured["step"], at_most=0.06))
-    return options.measurement(args, about, figures, ratios)
+        results.add(quantity, "us", measured[quantity], *compared, *more)
+    return results
 
 
 if __name__ == "__main__":

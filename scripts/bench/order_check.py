@@ -14,19 +14,17 @@ from __future__ import annotations
 
 import argparse
 import random
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-import fsdp_overlap
+from fsdp_overlap import FsdpContext
 from fsdp_overlap.comm.comm_streams import CommStream
 from fsdp_overlap.desync.order_check import OrderCheck
-from harness import link_training, options, output, processes, turns
-from harness.measurement import Ratio
-from link import check
+from harness import link_training, options, runner, sharding, turns
+from harness.runner import Results
 
 CHECKED, UNCHECKED = "checked", "unchecked"
 STEP, SHUFFLED = "step", "step in an order that nobody expects"
@@ -50,21 +48,19 @@ class Unchecked(OrderCheck):
 
 
 def prepare(
-    args: argparse.Namespace, rank: int, checked: bool, shuffled: bool
+    args: argparse.Namespace, checked: bool, shuffled: bool
 ) -> tuple[Callable[[], float], Callable[[], float]]:
     """A step, and how many confirmations the last one took."""
     model = link_training.build(args.blocks)
     blocks = list(model)
-    ctx = fsdp_overlap.FsdpContext()
-    for block in blocks:
-        fsdp_overlap.fully_shard(block, ctx)
-    fsdp_overlap.fully_shard(model, ctx)
+    ctx = FsdpContext()
+    sharding.shard_ours(model, ctx)
     if not checked:
         for mesh_info in ctx.mesh_infos:
             mesh_info.__dict__["order_check"] = Unchecked(
                 mesh_info.device, False, list, str, ctx.stats.count_confirmation
             )
-    run = link_training.make_step(model, rank, args.rows)
+    run = link_training.make_step(model, dist.get_rank(), args.rows)
     order = random.Random(0)  # the same on both ranks
     before = 0
 
@@ -79,48 +75,28 @@ def prepare(
     return step, lambda: ctx.stats.confirmations - before
 
 
-def run_rank(args: argparse.Namespace) -> None:
-    """Measure on this rank; rank 0 reports the slowest rank's times."""
-    rank, _ = processes.join_ranks(timeout_s=args.timeout)
-    found: dict[str, dict[str, list[float]]] = {}
-    confirmed = {}
+OPTIONS = options.parser(__doc__, ranks=2, blocks=8, rows=256, steps=2, rounds=15)
+
+
+def sample(args: argparse.Namespace) -> dict[str, Any]:
+    found: dict[str, Any] = {CONFIRMED: {}}
     for quantity, shuffled in ((STEP, False), (SHUFFLED, True)):
-        prepared = {
-            name: prepare(args, rank, name == CHECKED, shuffled) for name in (CHECKED, UNCHECKED)
-        }
+        prepared = {name: prepare(args, name == CHECKED, shuffled) for name in (CHECKED, UNCHECKED)}
+        steps = {name: step for name, (step, _) in prepared.items()}
         for _ in range(2):
-            check({name: step() for name, (step, _) in prepared.items()})
-        steps = {name: turns.timed(step, args.steps) for name, (step, _) in prepared.items()}
-        with turns.quiet_gc():
-            mine = turns.alternate(steps, args.rounds, 1)
-        found[quantity] = processes.of_slowest_rank(mine)
-        confirmed[quantity] = [float(prepared[CHECKED][1]())]
-    processes.finish({"samples": found, "confirmed": confirmed})
+            turns.same_losses({name: step() for name, step in steps.items()})
+        found[quantity] = turns.slowest_steps(steps, args)
+        found[CONFIRMED][quantity] = [float(prepared[CHECKED][1]())]
+    return found
 
 
-def main() -> None:
-    parser = options.parser(__doc__, ranks=2, rows=256, blocks=8, steps=2, rounds=15, timeout=600.0)
-    args = parser.parse_args()
-    if processes.is_rank():
-        return run_rank(args)
-    found = processes.launch_ranks(args.ranks, sys.argv[1:], args.timeout)
-    samples = found["samples"]
-    about = (
-        f"{args.ranks} ranks on loopback, {args.blocks} blocks of 12*{link_training.WIDTH}^2, "
-        f"{args.rows} rows, {args.steps} steps a sample; {args.rounds} rounds"
-    )
-    figures = [
-        figure
-        for quantity, of_each in samples.items()
-        for figure in output.figures_of(quantity, "ms", of_each)
-    ]
-    figures += output.figures_of(CONFIRMED, "", found["confirmed"])
-    ratios = [
-        Ratio.between(STEP, CHECKED, UNCHECKED, samples[STEP], at_most=TARGET),
-        Ratio.between(SHUFFLED, CHECKED, UNCHECKED, samples[SHUFFLED]),
-    ]
-    output.publish(options.measurement(args, about, figures, ratios), args.json, args.plot)
+def report(args: argparse.Namespace, found: dict[str, Any]) -> Results:
+    results = Results(f"blocks of 12*{link_training.WIDTH}^2")
+    results.add(STEP, "ms", found[STEP], (CHECKED, UNCHECKED, TARGET))
+    results.add(SHUFFLED, "ms", found[SHUFFLED], (CHECKED, UNCHECKED))
+    results.add(CONFIRMED, "", found[CONFIRMED])
+    return results
 
 
 if __name__ == "__main__":
-    main()
+    runner.main(OPTIONS, sample, report)

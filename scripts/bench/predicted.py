@@ -24,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,8 +34,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import hsdp
 from fsdp_overlap.tools.simulator import CpuPrediction, Fabric, Profile, simulate_on_cpu
-from harness import link_training, options, output, peaks, processes, slow_link, turns
-from harness.measurement import Measurement
+from harness import link_training, options, peaks, runner, slow_link, turns
+from harness.runner import Results
 
 MIB = 2**20
 STEPS = 2
@@ -64,7 +65,6 @@ class Case:
     microbatches: int = 1
     copies: str = ""
     optimizer: str = "adamw"
-    shared_group: bool = False
 
     def program(self) -> Callable[[], float]:
         """Builds and shards the model on this rank, and returns what makes a step of it."""
@@ -72,9 +72,7 @@ class Case:
             return link_training.train_ours(self, overlap=True)[0]
         sizes = (2, self.ranks // 2)
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
-        return hsdp.train_ours(self, mesh, shard_optimizer_over_replicas=self.copies == "divided")[
-            0
-        ]
+        return hsdp.train_ours(self, mesh, self.copies == "divided")[0]
 
 
 CASES = (
@@ -99,9 +97,14 @@ CASES = (
 )
 
 
-def run_rank(args: argparse.Namespace) -> None:
-    """Measures cases on this rank; rank 0 reports those of the slowest."""
-    rank, _ = processes.join_ranks(timeout_s=args.timeout)
+OPTIONS = options.parser(__doc__, rounds=5, timeout=600.0)
+OPTIONS.add_argument("--cases", type=int, nargs="*", help=argparse.SUPPRESS)
+OPTIONS.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
+OPTIONS.add_argument("--trace", type=Path, help=argparse.SUPPRESS)
+
+
+def sample(args: argparse.Namespace) -> dict[str, list[float]]:
+    """Milliseconds, or MiB, of the chosen cases."""
     cases = [CASES[number] for number in args.cases]
     if args.memory:
         cases = [replace(case, sleep=0.0) for case in cases]
@@ -110,14 +113,11 @@ def run_rank(args: argparse.Namespace) -> None:
     steps = {case.name: case.program() for case in cases}
     for step in steps.values():
         step()
-    with turns.quiet_gc():
-        sample = (
-            partial(turns.weighed, unit=MIB) if args.memory else partial(turns.timed, steps=STEPS)
-        )
-        mine = turns.alternate({name: sample(step) for name, step in steps.items()}, args.rounds, 1)
-        if args.trace is not None:
-            trace(steps[cases[0].name], args.trace if rank == 0 else None)
-    processes.finish(processes.of_slowest_rank(mine))
+    sampler = partial(turns.weighed, unit=MIB) if args.memory else partial(turns.timed, steps=STEPS)
+    samples = turns.slowest({name: sampler(step) for name, step in steps.items()}, args.rounds)
+    if args.trace is not None:
+        trace(steps[cases[0].name], args.trace if dist.get_rank() == 0 else None)
+    return samples
 
 
 def touch_heap() -> None:
@@ -137,29 +137,44 @@ def trace(step: Callable[[], float], path: Path | None) -> None:
         profiler.export_chrome_trace(str(path))
 
 
-def measure(args: argparse.Namespace, trace_file: Path) -> dict[str, list[float]]:
-    """Milliseconds of each case's steps. Ranks of one link take their cases in turns."""
-    samples = {}
-    for ranks, rate in dict.fromkeys((case.ranks, case.rate) for case in CASES):
-        numbers = [n for n, case in enumerate(CASES) if (case.ranks, case.rate) == (ranks, rate)]
-        argv = _argv(args, numbers)
-        if 0 in numbers:
-            argv += ["--trace", str(trace_file)]
-        link = argparse.Namespace(ranks=ranks, rate=rate, no_limit=False, timeout=args.timeout)
+def launch(args: argparse.Namespace) -> tuple[dict[str, Any], ...]:
+    """Milliseconds of each case's steps, MiB by which each rises at most, and what is predicted of
+    both."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        trace_file = Path(folder) / "trace.json"
+        steps = measure(args, ["--trace", str(trace_file)], KEPT)
+        measured = Profile.read(trace_file)
+    highest = measure(args, ["--memory"], peaks.RETURNED)
+    memory = {name: [max(samples)] for name, samples in highest.items()}
+    predicted = {}
+    for case in CASES:
+        with Console(stderr=True).status(f"predicting {case.name}"):
+            predicted[case.name] = predict(case, measured)
+    return steps, memory, predicted
+
+
+def measure(
+    args: argparse.Namespace, arguments: list[str], env: dict[str, str]
+) -> dict[str, list[float]]:
+    """The samples of each case. Ranks of one link take their cases in turns; memory is measured on
+    a link without a limit."""
+    of_memory = "--memory" in arguments
+    samples: dict[str, list[float]] = {}
+    for ranks, rate in dict.fromkeys(
+        (case.ranks, UNLIMITED if of_memory else case.rate) for case in CASES
+    ):
+        numbers = [
+            number
+            for number, case in enumerate(CASES)
+            if case.ranks == ranks and rate in (case.rate, UNLIMITED)
+        ]
+        chosen = ["--cases", *map(str, numbers), *(arguments if of_memory or 0 in numbers else [])]
         with Console(stderr=True).status(f"{len(numbers)} cases, {ranks} ranks, {rate}"):
-            samples |= slow_link.launch_on_link(link, argv, KEPT)
+            samples |= runner.launch_ranks(
+                args, chosen, env, ranks=ranks, rate=rate, no_limit=of_memory
+            )
     return {case.name: samples[case.name] for case in CASES}
-
-
-def measure_memory(args: argparse.Namespace) -> dict[str, list[float]]:
-    """MiB by which each case's step rises at most, on a link without a limit and with no sleep."""
-    samples = {}
-    for ranks in dict.fromkeys(case.ranks for case in CASES):
-        numbers = [n for n, case in enumerate(CASES) if case.ranks == ranks]
-        argv = [*_argv(args, numbers), "--memory"]
-        with Console(stderr=True).status(f"memory of {len(numbers)} cases, {ranks} ranks"):
-            samples |= processes.launch_ranks(ranks, argv, args.timeout, peaks.RETURNED)
-    return {case.name: [max(samples[case.name])] for case in CASES}
 
 
 def predict(case: Case, measured: Profile) -> tuple[float, float]:
@@ -182,67 +197,27 @@ def _predicted(case: Case, measured: Profile) -> CpuPrediction:
     )
 
 
-def measurement_of(
-    args: argparse.Namespace,
-    steps: dict[str, list[float]],
-    memory: dict[str, list[float]],
-    predicted: dict[str, tuple[float, float]],
-) -> Measurement:
-    figures = []
-    for at, (quantity, unit, measured, targets) in enumerate(
-        (("step", "ms", steps, TARGETS), ("memory", "MiB", memory, MEMORY_TARGETS))
-    ):
-        found = {name: both[at] for name, both in predicted.items()}
-        errors = {
-            name: 100 * (found[name] / statistics.median(measured[name]) - 1) for name in found
-        }
-        sizes = list(map(abs, errors.values()))
-        figures += [
-            *output.figures_of(f"{quantity}: measured", unit, measured),
-            *output.figures_of(f"{quantity}: predicted", unit, _once(found)),
-            *output.figures_of(f"{quantity}: error", "%", _once(errors)),
-            *output.figures_of(
-                f"{quantity}, all cases: error",
-                "%",
-                {"median": [statistics.median(sizes)], "worst": [max(sizes)]},
-                at_most=targets,
-            ),
-        ]
-    about = (
-        f"{len(CASES)} cases, {args.rounds} rounds of {STEPS} steps; speed of operations from the "
-        "first case alone"
+def report(args: argparse.Namespace, found: tuple[dict[str, Any], ...]) -> Results:
+    *both, predicted = found
+    results = Results(
+        f"{len(CASES)} cases, {STEPS} steps a sample; speed of operations from the first alone",
+        steps=STEPS,
     )
-    return options.measurement(args, about, figures, steps=STEPS)
-
-
-def _once(values: dict[str, float]) -> dict[str, list[float]]:
-    return {name: [value] for name, value in values.items()}
-
-
-def _argv(args: argparse.Namespace, numbers: list[int]) -> list[str]:
-    return ["--rounds", str(args.rounds), "--cases", *map(str, numbers)]
-
-
-def main() -> None:
-    parser = options.parser(__doc__, rounds=5, timeout=600.0)
-    parser.add_argument("--cases", type=int, nargs="*", help=argparse.SUPPRESS)
-    parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--trace", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if processes.is_rank():
-        return run_rank(args)
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        trace_file = Path(folder) / "trace.json"
-        steps = measure(args, trace_file)
-        measured = Profile.read(trace_file)
-    memory = measure_memory(args)
-    predicted = {}
-    for case in CASES:
-        with Console(stderr=True).status(f"predicting {case.name}"):
-            predicted[case.name] = predict(case, measured)
-    output.publish(measurement_of(args, steps, memory, predicted), args.json, args.plot)
+    of_each = zip(("step", "memory"), ("ms", "MiB"), both, (TARGETS, MEMORY_TARGETS), strict=True)
+    for at, (quantity, unit, measured, targets) in enumerate(of_each):
+        said = {name: [each[at]] for name, each in predicted.items()}
+        errors = {
+            name: [100 * (each / statistics.median(measured[name]) - 1)]
+            for name, [each] in said.items()
+        }
+        sizes = [abs(each) for [each] in errors.values()]
+        results.add(f"{quantity}: measured", unit, measured)
+        results.add(f"{quantity}: predicted", unit, said)
+        results.add(f"{quantity}: error", "%", errors)
+        all_cases = {"median": [statistics.median(sizes)], "worst": [max(sizes)]}
+        results.add(f"{quantity}, all cases: error", "%", all_cases, at_most=targets)
+    return results
 
 
 if __name__ == "__main__":
-    main()
+    runner.main(OPTIONS, sample, report, launch)

@@ -15,8 +15,9 @@ import torch
 from fsdp_overlap import BlockAtomic, QuantizedCommPolicy
 from fsdp_overlap.comm.quantized import QuantizedFormat
 from fsdp_overlap.layout import ParamGroupPlan, ParamSpec, plan_units
-from harness import options, output
+from harness import options, runner
 from harness.measurement import Sweep
+from harness.runner import Results
 
 ROWS, COLUMNS = 512, 256
 QUANTITY = "error"
@@ -74,16 +75,14 @@ def main() -> None:
     parser = options.parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 64])
     args = parser.parse_args()
-    figures = []
+    results = Results(f"a gradient of {ROWS} x {COLUMNS}", Sweep("ranks", log_y=True))
     for ranks in args.ranks:
         gradients = draw(ranks)
         sums = {name: quantized_sum(gradients, policy) for name, policy in POLICIES.items()}
         sums["bfloat16, summed by a ring"] = ring_sum(gradients, len(next(iter(sums.values()))))
         errors = {name: [1e6 * error(found, gradients)] for name, found in sums.items()}
-        figures += output.figures_of(QUANTITY, "millionths", errors, at=ranks)
-    about = f"a gradient of {ROWS} x {COLUMNS}"
-    measurement = options.measurement(args, about, figures, sweep=Sweep("ranks", log_y=True))
-    output.publish(measurement, args.json, args.plot)
+        results.add(QUANTITY, "millionths", errors, at=ranks)
+    runner.publish(args, results)
 
 
 if __name__ == "__main__":

@@ -21,9 +21,9 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,8 +33,9 @@ import torch.nn.functional as F
 from fsdp_overlap import FsdpContext, fully_shard
 from fsdp_overlap.optim import AdamW
 from fsdp_overlap.tools.cli.model import GPT, VOCABULARY
-from harness import options, output, peaks, processes
-from harness.measurement import Claim, Figure, Measurement, Spread
+from harness import options, output, peaks, runner
+from harness.measurement import Claim
+from harness.runner import Results
 
 PREFETCH = 1
 ROWS, LENGTH = 2, 16
@@ -84,9 +85,17 @@ def loss_of(model: GPT, seed: int) -> torch.Tensor:
     return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
 
-def run_rank(args: argparse.Namespace) -> None:
-    """Train on this rank; rank 0 reports what each of them found."""
-    rank, world_size = processes.join_ranks(timeout_s=args.timeout)
+OPTIONS = options.parser(__doc__, ranks=2, steps=2000, blocks=4, timeout=1800.0)
+OPTIONS.add_argument(
+    "--every", type=int, default=50, help="steps between evaluations, with two microbatches"
+)
+
+
+def sample(args: argparse.Namespace) -> list[Any]:
+    """Train on this rank. Return what each rank found."""
+    if args.steps < 2 * args.every:
+        output.fail(f"--steps {args.steps}: two evaluations take at least {2 * args.every} steps")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model = GPT(layers=args.blocks, width=32, heads=2)
     ctx = FsdpContext(prefetch=PREFETCH)
@@ -116,7 +125,7 @@ def run_rank(args: argparse.Namespace) -> None:
     mine = {"resident": resident, "losses": losses, "stats": asdict(ctx.stats)}
     mine["stats"]["reduce_inputs_before"] = reduce_inputs_before
     dist.all_gather_object(everyone, mine)
-    processes.finish(everyone)
+    return everyone
 
 
 def claims_of(args: argparse.Namespace, ranks: Sequence[dict[str, Any]]) -> list[Claim]:
@@ -173,36 +182,13 @@ def claims_of(args: argparse.Namespace, ranks: Sequence[dict[str, Any]]) -> list
     ]
 
 
-def measurement_of(args: argparse.Namespace, ranks: Sequence[dict[str, Any]]) -> Measurement:
-    about = (
-        f"{args.ranks} ranks, {args.steps} steps of {args.blocks} blocks and root; two "
-        f"microbatches and an evaluation every {args.every}"
-    )
-    figures = [
-        Figure("resident memory", f"ours, rank {rank}", "MiB", Spread.of(found["resident"]))
-        for rank, found in enumerate(ranks)
-    ]
-    return options.measurement(args, about, figures, claims=claims_of(args, ranks))
-
-
-def parse() -> argparse.Namespace:
-    parser = options.parser(__doc__, steps=2000, blocks=4, ranks=2, timeout=1800.0)
-    parser.add_argument(
-        "--every", type=int, default=50, help="steps between evaluations, with two microbatches"
-    )
-    args = parser.parse_args()
-    if args.steps < 2 * args.every:
-        parser.error(f"--steps {args.steps}: two evaluations take at least {2 * args.every} steps")
-    return args
-
-
-def main() -> None:
-    args = parse()
-    if processes.is_rank():
-        return run_rank(args)
-    ranks = processes.launch_ranks(args.ranks, sys.argv[1:], args.timeout, NO_FLIGHT_RECORDER)
-    output.publish(measurement_of(args, ranks), args.json, args.plot)
+def report(args: argparse.Namespace, ranks: Sequence[dict[str, Any]]) -> Results:
+    results = Results(f"{args.steps} steps; two microbatches and an evaluation every {args.every}")
+    resident = {f"ours, rank {rank}": found["resident"] for rank, found in enumerate(ranks)}
+    results.add("resident memory", "MiB", resident)
+    results.claims += claims_of(args, ranks)
+    return results
 
 
 if __name__ == "__main__":
-    main()
+    runner.main(OPTIONS, sample, report, partial(runner.launch_ranks, env=NO_FLIGHT_RECORDER))

@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import gc
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,8 +30,9 @@ from fsdp_overlap.tools.cli.checkpoints import Checkpoints
 from fsdp_overlap.tools.cli.config import TrainConfig
 from fsdp_overlap.tools.cli.data import Text
 from fsdp_overlap.tools.cli.trainer import Trainer
-from harness import options, output, peaks, processes
-from harness.measurement import Claim, Figure, Measurement, Spread
+from harness import options, peaks, processes, runner
+from harness.measurement import Claim
+from harness.runner import Results
 
 STAGES = (3, 2, 1)
 KEPT, RELEASED, SAVING, NEXT = "kept", "released", "while saving", "next step"
@@ -83,9 +85,15 @@ def weigh(config: TrainConfig, text: Text) -> dict[str, float]:
     return {name: nbytes / MIB for name, nbytes in found.items()}
 
 
-def run_rank(args: argparse.Namespace) -> None:
-    """Weighs each stage on this rank; rank 0 reports the figures of the heaviest."""
-    processes.join_ranks(timeout_s=args.timeout)
+OPTIONS = options.parser(__doc__, ranks=2, timeout=300.0)
+OPTIONS.add_argument("--layers", type=int, default=8)
+OPTIONS.add_argument("--width", type=int, default=512, help="a multiple of 64")
+OPTIONS.add_argument("--tolerance", type=float, default=4.0, help="in MiB")
+options.add_folder(OPTIONS, "four checkpoints")
+
+
+def sample(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """MiB of the rank that holds most, by stage."""
     noise = torch.randint(256, (1000,), dtype=torch.uint8)
     text = Text(noise, noise, "noise")
     folder = Path(args.folder)
@@ -100,7 +108,7 @@ def run_rank(args: argparse.Namespace) -> None:
         heaviest[str(stage)] = {
             name: mib for name, [mib] in processes.of_slowest_rank(mine).items()
         }
-    processes.finish(heaviest)
+    return heaviest
 
 
 def claims_of(found: Mapping[int, Mapping[str, float]], tolerance: float) -> list[Claim]:
@@ -122,38 +130,19 @@ def claims_of(found: Mapping[int, Mapping[str, float]], tolerance: float) -> lis
     return claims
 
 
-def measurement_of(
-    args: argparse.Namespace, found: Mapping[int, Mapping[str, float]]
-) -> Measurement:
-    about = (
-        f"{args.ranks} ranks, {args.layers} blocks of width {args.width}, float32, AdamW; resident "
-        f"memory above that before the model was made, to within {args.tolerance:g} MiB"
-    )
-    figures = [
-        Figure(name, f"ours, stage {stage}", "MiB", Spread.of([mib[name]]))
-        for name in (KEPT, RELEASED, SAVING, NEXT)
-        for stage, mib in found.items()
-    ]
-    return options.measurement(args, about, figures, claims=claims_of(found, args.tolerance))
-
-
-def parse() -> argparse.Namespace:
-    parser = options.parser(__doc__, ranks=2, timeout=300.0)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--width", type=int, default=512, help="a multiple of 64")
-    parser.add_argument("--tolerance", type=float, default=4.0, help="in MiB")
-    options.add_folder(parser, "four checkpoints")
-    return parser.parse_args()
-
-
-def main() -> None:
-    args = parse()
-    if processes.is_rank():
-        return run_rank(args)
-    heaviest = options.launch_in_folder(args, env=peaks.RETURNED)
+def report(args: argparse.Namespace, heaviest: Mapping[str, Mapping[str, float]]) -> Results:
     found = {int(stage): mib for stage, mib in heaviest.items()}
-    output.publish(measurement_of(args, found), args.json, args.plot)
+    results = Results(
+        f"{args.layers} blocks of width {args.width}, float32, AdamW; resident memory above that "
+        f"before the model was made, to within {args.tolerance:g} MiB"
+    )
+    for name in (KEPT, RELEASED, SAVING, NEXT):
+        of_stages = {f"ours, stage {stage}": [mib[name]] for stage, mib in found.items()}
+        results.add(name, "MiB", of_stages)
+    results.claims += claims_of(found, args.tolerance)
+    return results
 
 
 if __name__ == "__main__":
-    main()
+    launch = partial(runner.launch_in_folder, env=peaks.RETURNED)
+    runner.main(OPTIONS, sample, report, launch)

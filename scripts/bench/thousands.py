@@ -50,17 +50,16 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_overlap
 import host_overhead
 from fsdp_overlap.checkpoint import SafeFileSystemWriter, ShardedSavePlanner
 from fsdp_overlap.torch_internals import StorageInfo
-from harness import options, output, peaks, turns
+from harness import options, peaks, processes, runner, sharding, turns
 from harness.bare_sharding import BareUnit
-from harness.measurement import Ratio
 from harness.real_models import units_of
+from harness.runner import Results
 
 OURS, FSDP2 = "ours", "FSDP2"
 QUANTITIES = {
@@ -103,15 +102,13 @@ def build(blocks: int | None) -> nn.Module:
 
 
 def sharded(system: str, model: Any, mesh: DeviceMesh) -> None:
-    ctx = fsdp_overlap.FsdpContext(mesh)
     shard: Callable[[nn.Module], object] = (
-        partial(fsdp_overlap.fully_shard, ctx=ctx)
+        partial(fsdp_overlap.fully_shard, ctx=fsdp_overlap.FsdpContext(mesh))
         if system == OURS
         else partial(fsdp2.fully_shard, mesh=mesh)
     )
-    for block in model.blocks:
-        shard(block)
-    shard(model)
+    for module in (*model.blocks, model):
+        shard(module)
 
 
 @contextmanager
@@ -157,7 +154,7 @@ def steps_of(system: str, mesh: DeviceMesh) -> dict[str, float]:
     if system == OURS:
         host_overhead.shard_ours(model, mesh, prefetch=1)
     else:
-        host_overhead.shard_fsdp2(model, mesh)
+        sharding.shard_fsdp2(model, mesh)
     step = host_overhead.timed(host_overhead.make_step(model, WIDTH), 1)
     floor = host_overhead.timed(host_overhead.make_step(bare, WIDTH), 1)
     floor()
@@ -169,10 +166,9 @@ def steps_of(system: str, mesh: DeviceMesh) -> dict[str, float]:
 
 
 def measure(system: str, world_size: int, blocks: int | None) -> dict[str, float]:
-    torch.set_num_threads(1)  # others would spin, which counts as time of the processor
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    processes.join_fake_ranks(world_size)
     model = build(blocks)
-    mesh = init_device_mesh("cpu", (world_size,))
+    mesh = sharding.cpu_mesh()
     found: dict[str, float] = {}
 
     def timed(name: str, run: Callable[[], Any], scale: float = 1.0) -> Any:
@@ -222,15 +218,13 @@ def measure(system: str, world_size: int, blocks: int | None) -> dict[str, float
     return found
 
 
-def parse() -> argparse.Namespace:
-    parser = options.parser(__doc__, world_size=1024, rounds=2)
-    parser.add_argument("--blocks", type=int, help="of the model's 32, all by default")
-    parser.add_argument("--system", choices=(OURS, FSDP2), help=argparse.SUPPRESS)
-    return parser.parse_args()
+OPTIONS = options.parser(__doc__, world_size=1024, rounds=2)
+OPTIONS.add_argument("--blocks", type=int, help="of the model's 32, all by default")
+OPTIONS.add_argument("--system", choices=(OURS, FSDP2), help=argparse.SUPPRESS)
 
 
 def main() -> None:
-    args = parse()
+    args = OPTIONS.parse_args()
     if args.system is not None:
         print(json.dumps(measure(args.system, args.world_size, args.blocks)))
         return
@@ -241,23 +235,11 @@ def main() -> None:
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
             for name, value in json.loads(done.stdout.splitlines()[-1]).items():
                 samples[name].setdefault(system, []).append(value)
-    about = f"{MODEL} on a fake group of {args.world_size} ranks; {args.rounds} rounds"
-    figures = [
-        figure
-        for name, unit in QUANTITIES.items()
-        for figure in output.figures_of(name, unit, samples[name])
-    ]
-    ratios = [
-        Ratio.between(
-            name,
-            OURS,
-            FSDP2,
-            samples[name],
-            at_most=COORDINATE_TARGET if name == "coordinate" else None,
-        )
-        for name in QUANTITIES
-    ]
-    output.publish(options.measurement(args, about, figures, ratios), args.json, args.plot)
+    results = Results(MODEL)
+    for name, unit in QUANTITIES.items():
+        target = COORDINATE_TARGET if name == "coordinate" else None
+        results.add(name, unit, samples[name], (OURS, FSDP2, target))
+    runner.publish(args, results)
 
 
 if __name__ == "__main__":

@@ -7,18 +7,17 @@ rank 0 runs three more that make a tower. The last of three steps is drawn.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 from fsdp_overlap import FsdpContext, fully_shard
 from fsdp_overlap.tools.profiling import read_report
 from fsdp_overlap.tools.profiling.plot import write_png
-from harness import processes, slow_link
+from harness import options, runner
+from harness.traces import trace
 
 WIDTH, ROWS, BLOCKS = 1024, 512, 3
 
@@ -41,9 +40,13 @@ class Model(nn.Module):
         return self.text(self.tower(x) if has_image else x)
 
 
-def run_rank(args: argparse.Namespace) -> None:
-    rank, _ = processes.join_ranks(timeout_s=args.timeout)
-    model = Model()
+OPTIONS = options.parser(__doc__, rate="2gbit", ranks=2)
+OPTIONS.add_argument("--out", type=Path, default=Path("runs/uneven"), help="folder of traces")
+OPTIONS.add_argument("--picture", type=Path, default=Path("docs/uneven.png"))
+
+
+def sample(args: argparse.Namespace) -> None:
+    model, rank = Model(), dist.get_rank()
     ctx = FsdpContext(sync_module_states=True)
     for block in (*model.tower, *model.text):
         fully_shard(block, ctx)
@@ -57,29 +60,12 @@ def run_rank(args: argparse.Namespace) -> None:
 
     for _ in range(2):  # what follows what is known from now on
         step()
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        dist.barrier()
-        step()
-        dist.barrier()
-    profiler.export_chrome_trace(str(args.out / f"rank-{rank}.json.gz"))
-    processes.finish(None)
+    trace(step, 1, args.out / f"rank-{rank}.json.gz")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("runs/uneven"), help="folder of traces")
-    parser.add_argument("--picture", type=Path, default=Path("docs/uneven.png"))
-    parser.add_argument("--rate", default="2gbit", help="of the link, in tc's words")
-    parser.add_argument("--no-limit", action="store_true", help="plain loopback, needs no root")
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds, for the whole run")
-    args = parser.parse_args()
-    args.ranks = 2
-    if processes.is_rank():
-        return run_rank(args)
-    args.out.mkdir(parents=True, exist_ok=True)
-    slow_link.launch_on_link(args, sys.argv[1:])
+def draw(args: argparse.Namespace, _: None) -> None:
     write_png({"": read_report(*sorted(args.out.glob("rank-*.json.gz")), steps=1)}, args.picture)
 
 
 if __name__ == "__main__":
-    main()
+    runner.main(OPTIONS, sample, draw)

@@ -31,7 +31,6 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -45,16 +44,15 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed import fsdp as fsdp2
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_overlap
 from fsdp_overlap.weights import WeightResharder, exchange, export, export_weights, save_weights
 from fsdp_overlap.weights.plan_cache import plan_cache_of
-from harness import options, output, peaks, processes, slow_link, turns
-from harness.measurement import Ratio
+from harness import options, peaks, processes, runner, sharding, slow_link, turns
 from harness.real_models import units_of
+from harness.runner import Results
 
 OURS, EACH, STATE, LINK = "ours", "FSDP2, full_tensor()", "FSDP2, state dict", "the link alone"
 ALONE = "written by one rank"
@@ -211,8 +209,8 @@ def shapes_of_llama() -> nn.Module:
 
 
 def plan(args: argparse.Namespace) -> None:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.plan)
-    ctx = fsdp_overlap.FsdpContext(init_device_mesh("cpu", (args.plan,)))
+    processes.join_fake_ranks(args.plan)
+    ctx = fsdp_overlap.FsdpContext(sharding.cpu_mesh())
     model = shapes_of_llama()
     for block in model.children():
         fsdp_overlap.fully_shard(block, ctx)
@@ -239,17 +237,20 @@ def plan(args: argparse.Namespace) -> None:
             [(_, kept)] = plan_cache_of(ctx)._kept.values()
             timed(MESSAGES, lambda: [each.messages(0) for each in kept.rounds])  # noqa: B023
     weights = len(list(model.parameters()))
-    about = (
-        f"an export of {weights} weights of Llama-3 8B on a fake group of {args.plan} ranks; "
-        f"{args.rounds} rounds"
-    )
-    figures = output.figures_of(TIME, "ms", taken)
-    output.publish(options.measurement(args, about, figures), args.json, args.plot)
+    results = Results(f"an export of {weights} weights of Llama-3 8B on {args.plan} fake ranks")
+    results.add(TIME, "ms", taken)
+    runner.publish(args, results)
 
 
-def run_rank(args: argparse.Namespace) -> None:
-    """Measure on this rank; rank 0 reports the slowest rank's times, or the highest peaks."""
-    processes.join_ranks(timeout_s=args.timeout)
+OPTIONS = options.parser(__doc__, rate="2gbit", blocks=8, width=1024, rounds=7)
+OPTIONS.add_argument("--reshard", action="store_true", help="to other ranks, instead of to all")
+OPTIONS.add_argument("--files", help="into files in this folder, instead of to all")
+OPTIONS.add_argument("--plan", type=int, help="only plan, on a fake group of so many ranks")
+OPTIONS.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
+
+
+def sample(args: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds, or the highest peaks in MB."""
     moved = [0]
     if args.reshard:
         systems, resharding = movers(args)
@@ -258,72 +259,42 @@ def run_rank(args: argparse.Namespace) -> None:
         moved = total.tolist()
     else:
         systems = writers(args) if args.files else dict(exporters(args))
-    sample = partial(turns.weighed, unit=1e6) if args.memory else turns.timed
-    with turns.quiet_gc():
-        samplers = {name: sample(run) for name, run in systems.items()}
-        taken = turns.alternate(samplers, args.rounds, 1)
-    processes.finish({"samples": processes.of_slowest_rank(taken), "moved": moved[0]})
+    sampler = partial(turns.weighed, unit=1e6) if args.memory else turns.timed
+    samplers = {name: sampler(run) for name, run in systems.items()}
+    return {"samples": turns.slowest(samplers, args.rounds), "moved": moved[0]}
 
 
-def parse() -> argparse.Namespace:
-    parser = options.parser(
-        __doc__, rate="2gbit", no_limit=False, blocks=8, width=1024, rounds=7, timeout=600.0
-    )
-    parser.add_argument("--reshard", action="store_true", help="to other ranks, instead of to all")
-    parser.add_argument("--files", help="into files in this folder, instead of to all")
-    parser.add_argument("--plan", type=int, help="only plan, on a fake group of so many ranks")
-    parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+def launch(args: argparse.Namespace) -> dict[str, Any]:
     args.ranks = 4 if args.reshard or args.files else 2
     args.no_limit |= args.files is not None
-    return args
+    found = runner.launch_ranks(args)
+    if not (args.reshard or args.files):
+        few = ["--memory", f"--rounds={min(args.rounds, 3)}"]
+        found[EXTRA] = runner.launch_ranks(args, few, peaks.RETURNED)["samples"]
+    return found
 
 
-def main() -> None:
-    args = parse()
-    if processes.is_rank():
-        return run_rank(args)
-    if args.plan:
-        return plan(args)
-    found = slow_link.launch_on_link(args, sys.argv[1:])
-    samples = found["samples"]
-    nbytes = 12 * args.width**2 * 4 * args.blocks
-    about = (
-        f"{args.ranks} ranks, {slow_link.in_words(args)}, {args.blocks} blocks of "
-        f"12*{args.width}^2 float32 ({nbytes / 1e6:.0f} MB); {args.rounds} rounds"
-    )
+def report(args: argparse.Namespace, found: dict[str, Any]) -> Results:
+    samples, size = found["samples"], 12 * args.width**2 * 4 * args.blocks / 1e6
     if not args.no_limit:
-        samples[LINK] = [nbytes * 8 / slow_link.gbit(args.rate) / 1e6] * args.rounds
-    figures = [*output.figures_of(TIME, "ms", samples)]
-    timed_against = (
-        [] if args.no_limit else [Ratio.between(TIME, OURS, LINK, samples, at_most=TIME_TARGET)]
-    )
+        samples[LINK] = [size * 8 / slow_link.gbit(args.rate)] * args.rounds
+    results = Results(f"float32 ({size:.0f} MB)")
+    others = [(OURS, other) for other in (EACH, STATE, GATHERED, ALONE)]
+    if args.files:
+        others.reverse()
+    results.add(TIME, "ms", samples, (OURS, LINK, TIME_TARGET), *others)
     if args.reshard:
-        moved = {OURS: [found["moved"] / 1e6], GATHERED: [3 * nbytes / 1e6]}
-        moved["must"] = [nbytes / 1e6]
-        figures += output.figures_of(MOVED, "MB", moved)
-        ratios = [
-            *timed_against,
-            Ratio.between(TIME, OURS, GATHERED, samples),
-            Ratio.between(MOVED, OURS, "must", moved, at_most=BYTES_TARGET),
-        ]
-    elif args.files:
-        ratios = [Ratio.between(TIME, OURS, other, samples) for other in (ALONE, STATE)]
-    else:
-        args.rounds = min(args.rounds, 3)
-        weighed = slow_link.launch_on_link(args, [*sys.argv[1:], "--memory"], peaks.RETURNED)
-        peak = weighed["samples"]
-        peak["a unit"] = [nbytes / args.blocks / 1e6] * len(peak[OURS])
-        figures += output.figures_of(EXTRA, "MB", peak)
-        ratios = [
-            *timed_against,
-            Ratio.between(TIME, OURS, EACH, samples),
-            Ratio.between(TIME, OURS, STATE, samples),
-            Ratio.between(EXTRA, OURS, "a unit", peak, at_most=1.0),
-            Ratio.between(EXTRA, OURS, STATE, peak),
-        ]
-    output.publish(options.measurement(args, about, figures, ratios), args.json, args.plot)
+        moved = {OURS: [found["moved"] / 1e6], GATHERED: [3 * size], "must": [size]}
+        results.add(MOVED, "MB", moved, (OURS, "must", BYTES_TARGET))
+    elif not args.files:
+        peak = found[EXTRA]
+        peak["a unit"] = [size / args.blocks] * len(peak[OURS])
+        results.add(EXTRA, "MB", peak, (OURS, "a unit", 1.0), (OURS, STATE))
+    return results
 
 
 if __name__ == "__main__":
-    main()
+    if (args := OPTIONS.parse_args()).plan:
+        plan(args)
+    else:
+        runner.main(OPTIONS, sample, report, launch)

@@ -145,9 +145,10 @@ def test_training_has_a_target_for_what_overlap_gains(
 ) -> None:
     limit = ["--no-limit"] if rate is None else ["--rate", rate]
     monkeypatch.setattr(sys, "argv", ["link.py", "--optimizer", "muon", *limit])
-    args = link.parse()
+    args = link.OPTIONS.parse_args()
     samples = {link.ON: [9.0], link.OFF: [10.0], link.FSDP2: [20.0]}
-    [row] = [row for row in rows_of("training", link.measurement_of(args, samples)) if row.target]
+    found = link.report(args, samples).measurement(args)
+    [row] = [row for row in rows_of("training", found) if row.target]
     assert row.compared == "step: ours, overlap on / ours, overlap off"
     assert (row.target, row.is_met) == (f"{target:g}", target >= 0.9)
 
@@ -229,7 +230,6 @@ def test_a_script_that_fails_is_a_row_and_stops_no_other(
     summary_page = (tmp_path / "out" / "summary.md").read_text()
     assert "\n- silent: not measured: it wrote no figures\n" in summary_page
     assert "no tc here" in (tmp_path / "out" / "dies.log").read_text()
-    assert (tmp_path / "out" / "runs.png").exists()
 
 
 def test_a_claim_that_does_not_hold_is_a_failure(
@@ -369,27 +369,22 @@ def test_every_benchmark_has_its_script() -> None:
         assert (SCRIPTS / benchmark.script).is_file()
 
 
-@pytest.mark.parametrize("kind", ["bars", "lines", "claims"])
-def test_a_plot_is_drawn(kind: str, tmp_path: Path) -> None:
-    measurement = measured(0.5)
-    if kind == "lines":
-        figures = [
-            Figure("step", name, "ms", Spread.of(values), at=at)
-            for at in (1.0, 2.0)
-            for name, values in ROUNDS.items()
-        ]
-        ratios = [Ratio.between("step", "ours", "FSDP2", ROUNDS, at=at) for at in (1.0, 2.0)]
-        sweep = Sweep("link, Gbit/s", log_y=True)
-        measurement = Measurement("", {}, [], figures, ratios, sweep=sweep)
-    elif kind == "claims":
-        measurement = measured(0.5, [Claim("memory is flat", True, "+0.1 MiB")])
+def test_a_plot_is_drawn_of_a_sweep_alone(tmp_path: Path) -> None:
+    plot(measured(0.5), "a title", tmp_path / "none.svg")
+    assert not (tmp_path / "none.svg").exists()
+    figures = [
+        Figure("step", name, "ms", Spread.of(values), at=at)
+        for at in (1.0, 2.0)
+        for name, values in ROUNDS.items()
+    ]
+    ratios = [Ratio.between("step", "ours", "FSDP2", ROUNDS, at=at) for at in (1.0, 2.0)]
+    sweep = Sweep("link, Gbit/s", log_y=True)
     path = tmp_path / "plot.svg"
-    plot(measurement, "a title", path)
+    plot(Measurement("", {}, [], figures, ratios, sweep=sweep), "a title", path)
     drawing = path.read_text()
     # matplotlib says in a comment what each drawn text is.
-    expected = {"bars": "<!-- FSDP2 -->", "lines": "link, Gbit/s", "claims": "memory is flat"}
     assert "<!-- a title -->" in drawing
-    assert expected[kind] in drawing
+    assert "link, Gbit/s" in drawing
 
 
 @pytest.mark.slow
@@ -406,7 +401,6 @@ def test_the_cheapest_script_runs_under_the_command(
     assert floor["compared"] == "overhead a unit: bare / FSDP2"
     assert row["ratio"]["rounds"] == 3
     assert row["command"].endswith("bench/host_overhead.py --blocks 2 --rounds 3 --warmup 1")
-    assert (out / "host_overhead.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow
@@ -432,7 +426,7 @@ def test_the_soak_sees_a_leak_and_a_count_that_is_off(monkeypatch: pytest.Monkey
     assert soak.rise(flat) < 0.5
     assert soak.rise(leaking) > soak.MAX_RISE
     monkeypatch.setattr(sys, "argv", ["soak.py", "--steps", "100"])
-    args = soak.parse()
+    args = soak.OPTIONS.parse_args()
     alive = ("peak_full_buffers", "current_full_buffers", "peak_reduce_inputs")
     counted = {**soak.expected(100, 50, 4), **dict.fromkeys(alive, 0)}
     counted |= {"current_reduce_inputs": 1, "reduce_inputs_before": 2, "all_gathers": 1}

@@ -246,8 +246,8 @@ def test_every_printed_command_has_its_script_and_options(page: Path) -> None:
         if common := re.search(r"options\.parser\([^)]*\)", source):
             names = re.findall(r"(\w+)=", common[0])
             source += " ".join("--" + name.replace("_", "-") for name in names)
-        if common or "add_outputs(parser)" in source:
-            source += "--json --plot"
+        if common or "add_output(parser)" in source:
+            source += "--json"
         for option in (argument for argument in arguments if argument.startswith("--")):
             name = option.removeprefix("--").replace("-", "_")
             assert option in source or f" {name}: Annotated[" in source, f"{script} {option}"

@@ -18,7 +18,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed import fsdp as fsdp2
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 import fsdp_overlap
@@ -35,6 +34,7 @@ from fsdp_overlap.layout import (
 )
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
 from fsdp_overlap.schedule.reducer import MAX_INPUTS
+from harness import sharding
 from harness.optimizers import ADAMW, LR, torchs
 
 WIDTH = 512
@@ -209,14 +209,11 @@ def update_alone(model: nn.Module) -> Callable[[], None]:
 
 def shard_fsdp2(args: argparse.Namespace, with_our_collectives: bool = False) -> nn.Sequential:
     """A model sharded as users of FSDP2 do."""
-    model = build(args.blocks, args.sleep)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model:
-        fsdp2.fully_shard(block, mesh=mesh)
-        if with_our_collectives:
+    model = sharding.shard_fsdp2(build(args.blocks, args.sleep))
+    if with_our_collectives:
+        for block in model:
             block.set_custom_all_gather(OurAllGather())
             block.set_custom_reduce_scatter(OurReduceScatter())
-    fsdp2.fully_shard(model, mesh=mesh)
     return model
 
 
@@ -225,18 +222,10 @@ def shard_ours(
 ) -> tuple[nn.Sequential, fsdp_overlap.FsdpContext]:
     """A model sharded by ours, and its context."""
     model = build(args.blocks, args.sleep)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    ctx = fsdp_overlap.FsdpContext(
-        mesh,
-        prefetch=prefetch,
-        separate_reduce_scatter_group=not args.shared_group,
-        layout=LAYOUTS[layout],
-    )
+    mesh = sharding.cpu_mesh()
+    ctx = fsdp_overlap.FsdpContext(mesh, prefetch=prefetch, layout=LAYOUTS[layout])
     ctx.plan_layout([*model, model])
-    for block in model:
-        fsdp_overlap.fully_shard(block, ctx)
-    fsdp_overlap.fully_shard(model, ctx)
-    return model, ctx
+    return sharding.shard_ours(model, ctx), ctx
 
 
 def make_training(
@@ -265,20 +254,15 @@ def train_ours(
     args: argparse.Namespace, overlap: bool
 ) -> tuple[Callable[[], float], fsdp_overlap.FsdpContext]:
     prefetch = 0 if args.stage == 3 and not overlap else args.prefetch
-    model, ctx = shard_ours(args, args.layout, prefetch)
+    is_muon = args.optimizer == "muon"
+    model, ctx = shard_ours(args, "tensor-atomic" if is_muon else args.layout, prefetch)
     model.set_zero_stage(args.stage)
     optimizer: torch.optim.Optimizer
-    if args.optimizer == "muon":
-        optimizer = Muon(model, LR, adamw=ADAMW)
-    else:
-        optimizer = AdamW(model.parameters(), **ADAMW)
+    optimizer = Muon(model, LR, adamw=ADAMW) if is_muon else AdamW(model.parameters(), **ADAMW)
 
     def update() -> None:
         optimizer.step()
-        if overlap:
-            ctx.start_param_sync()
-        else:
-            ctx.finish_param_sync()
+        (ctx.start_param_sync if overlap else ctx.finish_param_sync)()
 
     return make_training(model, args, model.set_is_last_backward, update), ctx
 

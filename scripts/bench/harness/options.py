@@ -1,17 +1,14 @@
-"""The options that benchmarks have in common, and the measurement that is made with them."""
+"""The options that benchmarks have in common."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from harness import output, peaks, processes, slow_link
-from harness.measurement import Claim, Figure, Measurement, Ratio, Sweep
+from harness import output, slow_link
 
 _OPTIONS: dict[str, dict[str, Any]] = {
     "rate": {"type": slow_link.checked_rate, "help": "of the link: 2gbit, 500mbit, ..."},
@@ -29,15 +26,20 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "warmup": {"type": int, "help": "rounds thrown away"},
     "timeout": {"type": float, "help": "seconds, for the whole run"},
 }
-_NO_SETTINGS = {"json", "plot", "timeout", "no_limit", "memory", "measure", "profile", "calls"}
+_NO_SETTINGS = {"json", "timeout", "no_limit", "memory", "measure", "profile", "calls"}
 
 
 def parser(documentation: str, **defaults: Any) -> argparse.ArgumentParser:
-    """Return a parser of the outputs and of those options that have a default here."""
+    """Return a parser of the output, of those options that have a default here, and of what these
+    need."""
+    if "rate" in defaults:
+        defaults["no_limit"] = False
+    if "ranks" in defaults or "rate" in defaults:
+        defaults.setdefault("timeout", 600.0)
     made = argparse.ArgumentParser(description=documentation.splitlines()[0])
     for name, default in defaults.items():
         made.add_argument(f"--{name.replace('_', '-')}", default=default, **_OPTIONS[name])
-    output.add_outputs(made)
+    output.add_output(made)
     return made
 
 
@@ -49,25 +51,6 @@ def add_folder(parser: argparse.ArgumentParser, takes: str) -> None:
     )
 
 
-def launch_in_folder(
-    args: argparse.Namespace, arguments: Sequence[str] = (), env: Mapping[str, str] | None = None
-) -> Any:
-    """Run this script as ranks that save in a new folder of `--folder`, and return what they
-    report."""
-    with tempfile.TemporaryDirectory(prefix="fsdp_overlap_bench_", dir=args.folder) as folder:
-        argv = [*sys.argv[1:], f"--folder={folder}", *arguments]
-        return processes.launch_ranks(args.ranks, argv, args.timeout, env)
-
-
-def launch_to_measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what ranks report of times and, in ranks of their own in which freed memory goes back
-    to the system, of memory. Each knows what to measure by `--measure`."""
-    return {
-        what: launch_in_folder(args, [f"--measure={what}"], env)
-        for what, env in (("time", None), ("memory", peaks.RETURNED))
-    }
-
-
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     """Return what was measured with; ``rate`` is None if the link had no limit."""
     settings = {name: value for name, value in vars(args).items() if name not in _NO_SETTINGS}
@@ -76,22 +59,21 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     return {"torch": torch.__version__, **settings}
 
 
-def measurement(
-    args: argparse.Namespace,
-    about: str,
-    figures: Sequence[Figure],
-    ratios: Sequence[Ratio] = (),
-    claims: Sequence[Claim] = (),
-    sweep: Sweep | None = None,
-    **more: Any,
-) -> Measurement:
-    """Return what was measured, with the options and ``more`` as its settings."""
-    return Measurement(
-        f"torch {torch.__version__}, {about}",
-        settings_of(args) | more,
-        output.repeated_argv(),
-        list(figures),
-        list(ratios),
-        list(claims),
-        sweep,
-    )
+def in_words(args: argparse.Namespace) -> str:
+    """Return the common options in a line."""
+    given = {
+        name: ", ".join(map(str, value)) if isinstance(value, list) else value
+        for name, value in vars(args).items()
+    }
+    words = {
+        "ranks": "{ranks} ranks",
+        "world_size": "a fake group of {world_size} ranks",
+        "rate": slow_link.in_words(args) if "rate" in given else "",
+        "blocks": "{blocks} blocks" + (" of 12*{width}^2" if "width" in given else ""),
+        "microbatches": "{microbatches} microbatches a step",
+        "rows": "{rows} rows a rank",
+        "sleep": "a block sleeps {sleep:g} ms in forward, twice as long in backward",
+        "prefetch": "prefetch {prefetch}",
+        "rounds": "{rounds} rounds" + (" of {steps} steps" if "steps" in given else ""),
+    }
+    return ", ".join(text.format(**given) for name, text in words.items() if given.get(name))

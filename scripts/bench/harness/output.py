@@ -34,10 +34,9 @@ def figures_of(
     ]
 
 
-def add_outputs(parser: argparse.ArgumentParser) -> None:
-    """The options that `publish` follows."""
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """The option that `publish` follows."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw them: .png or .svg")
 
 
 def repeated_argv() -> list[str]:
@@ -46,14 +45,14 @@ def repeated_argv() -> list[str]:
     kept: list[str] = []
     is_output = False
     for argument in arguments:
-        is_value, is_output = is_output, argument in ("--json", "--plot")
-        if not (is_value or is_output or argument.startswith(("--json=", "--plot="))):
+        is_value, is_output = is_output, argument == "--json"
+        if not (is_value or is_output or argument.startswith("--json=")):
             kept.append(argument)
     return [f"scripts/bench/{Path(script).name}", *kept]
 
 
-def publish(measurement: Measurement, json_file: Path | None, plot_file: Path | None) -> None:
-    """Print `measurement`, and write it where that was asked for. End the program with exit code 1
+def publish(measurement: Measurement, json_file: Path | None) -> None:
+    """Print `measurement`, and write it if that was asked for. End the program with exit code 1
     if a claim does not hold."""
     print(measurement.about + "\n")
     for table in tables(measurement):
@@ -71,10 +70,6 @@ def publish(measurement: Measurement, json_file: Path | None, plot_file: Path | 
         print(f"{'holds' if claim.holds else 'BROKEN'}: {claim.text}: {claim.found}")
     if json_file is not None:
         measurement.write(json_file)
-    if plot_file is not None:
-        from harness.plot import plot  # needs matplotlib, as nothing else here
-
-        plot(measurement, measurement.about, plot_file)
     if broken := [claim for claim in measurement.claims if not claim.holds]:
         fail(f"{broken[0].text}: {broken[0].found}", code=1)
 

@@ -1,7 +1,7 @@
 """A picture of what one benchmark measured."""
 
 import textwrap
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
@@ -12,71 +12,21 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 from harness.measurement import Figure, Measurement, Sweep, number
 
 _COLORS = ("#4477aa", "#ee6677", "#777777", "#228833", "#ccbb44", "#66ccee", "#aa3377")
-_LINES_INCHES = 4.2
-_ROW_INCHES = 0.32
-_CLAIM_INCHES = 0.42
 
 
 def plot(measurement: Measurement, title: str, path: Path) -> None:
-    """Draws the quantities that are compared, have a target or vary along the sweep, each in a
-    panel of bars or lines; whiskers and bands are 10th to 90th percentile. Where there are claims,
-    those instead. `path` may end in .png or .svg."""
+    """Draws what is compared along the sweep as lines, with bands from 10th to 90th percentile.
+    `path` may end in .png or .svg. Does nothing without a sweep."""
+    figures = [figure for figure in measurement.figures if figure.at is not None]
+    compared = {ratio.quantity for ratio in measurement.ratios} or {f.quantity for f in figures}
+    figures = [figure for figure in figures if figure.quantity in compared]
+    if measurement.sweep is None or not figures:
+        return
     matplotlib.use("agg")
-    panels = _panels(measurement)
-    if measurement.claims:
-        picture = Picture(figsize=(9, 0.8 + _CLAIM_INCHES * len(measurement.claims)))
-        _draw_claims(picture, measurement)
-    else:
-        heights = [
-            _LINES_INCHES if _is_swept(figures) else 0.8 + _ROW_INCHES * len(figures)
-            for figures in panels
-        ]
-        picture = Picture(figsize=(7.5, sum(heights) + 0.5), layout="constrained")
-        drawn = picture.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
-        for axes, figures in zip(drawn, panels, strict=True):
-            if measurement.sweep is not None and _is_swept(figures):
-                _draw_lines(axes, figures, measurement.sweep)
-            else:
-                _draw_bars(axes, figures, {ratio.of for ratio in measurement.ratios})
+    picture = Picture(figsize=(7.5, 4.7), layout="constrained")
+    _draw_lines(picture.subplots(), figures, measurement.sweep)
     picture.suptitle("\n".join(textwrap.wrap(title, 100)), fontsize=9)
     picture.savefig(path, dpi=150)
-
-
-def _panels(measurement: Measurement) -> list[list[Figure]]:
-    wanted = {ratio.quantity for ratio in measurement.ratios}
-    wanted |= {figure.quantity for figure in measurement.figures if figure.at_most is not None}
-    if not measurement.ratios:  # else the sweep is of what is compared
-        wanted |= {figure.quantity for figure in measurement.figures if figure.at is not None}
-    quantities = dict.fromkeys(figure.quantity for figure in measurement.figures)
-    return [
-        [figure for figure in measurement.figures if figure.quantity == quantity]
-        for quantity in quantities
-        if quantity in wanted or not wanted
-    ]
-
-
-def _is_swept(figures: Sequence[Figure]) -> bool:
-    return any(figure.at is not None for figure in figures)
-
-
-def _draw_bars(axes: Axes, figures: Sequence[Figure], compared: Set[str]) -> None:
-    """`compared`: the systems that ratios are of."""
-    for row, figure in enumerate(figures):
-        spread = figure.spread
-        is_headline = figure.system in compared or figure.at_most is not None
-        color = _COLORS[0] if is_headline else _COLORS[2]
-        whiskers = [[spread.median - spread.p10], [spread.p90 - spread.median]]
-        axes.barh(row, spread.median, xerr=whiskers, color=color, ecolor="black", height=0.7)
-        end = max(spread.p90, figure.at_most or 0)
-        axes.text(end, row, f"  {number(spread.median)}", va="center", fontsize=8, clip_on=True)
-        if figure.at_most is not None:
-            axes.plot([figure.at_most] * 2, [row - 0.45, row + 0.45], color="red", lw=1.5)
-    axes.set_yticks(range(len(figures)), [figure.system for figure in figures], fontsize=8)
-    axes.set_xlim(0, 1.15 * max(max(f.spread.p90, f.at_most or 0) for f in figures) or 1)
-    axes.invert_yaxis()
-    has_targets = any(figure.at_most is not None for figure in figures)
-    axes.set_title(_name(figures[0]) + (" (red: target)" if has_targets else ""), fontsize=9)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _draw_lines(axes: Axes, figures: Sequence[Figure], sweep: Sweep) -> None:
@@ -116,15 +66,6 @@ def _draw_lines(axes: Axes, figures: Sequence[Figure], sweep: Sweep) -> None:
     axes.set_ylabel(_name(figures[0]))
     axes.grid(True, which="both", alpha=0.25)
     axes.legend(fontsize=8)
-
-
-def _draw_claims(picture: Picture, measurement: Measurement) -> None:
-    for k, claim in enumerate(measurement.claims):
-        height = 1 - (k + 1.5) / (len(measurement.claims) + 2)
-        mark, color = ("holds", "#228833") if claim.holds else ("broken", "#cc3311")
-        picture.text(0.02, height, mark, color=color, fontsize=9, weight="bold", va="center")
-        text = textwrap.fill(f"{claim.text}: {claim.found}", 120)
-        picture.text(0.12, height, text, fontsize=8, va="center")
 
 
 def _name(figure: Figure) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -9,7 +10,8 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from harness import peaks
+from harness import peaks, processes
+from harness.output import fail
 
 
 def alternate(
@@ -47,6 +49,31 @@ def quiet_gc() -> Iterator[None]:
     finally:
         gc.enable()
         gc.unfreeze()
+
+
+def slowest(
+    samplers: Mapping[str, Callable[[], float]], rounds: int, warmup: int = 1
+) -> dict[str, list[float]]:
+    """`alternate` with the cyclic collector off; of each round the sample of the rank with the
+    largest. Collective."""
+    with quiet_gc():
+        return processes.of_slowest_rank(alternate(samplers, rounds, warmup))
+
+
+def slowest_steps(
+    steps: Mapping[str, Callable[[], object]], args: argparse.Namespace
+) -> dict[str, list[float]]:
+    """Milliseconds of each step, as the options `rounds` and, if it is there, `steps` say."""
+    each = getattr(args, "steps", 1)
+    return slowest({name: timed(step, each) for name, step in steps.items()}, args.rounds)
+
+
+def same_losses(losses: Mapping[str, float], tolerance: float = 1e-4) -> None:
+    """End the program unless all systems compute the same: one that computes something else wins
+    nothing."""
+    low, high = min(losses.values()), max(losses.values())
+    if high - low > tolerance * abs(high):
+        fail(f"the systems compute different losses: {dict(losses)}", code=1)
 
 
 def timed(
