@@ -45,11 +45,11 @@ MATRICES: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 
 def plain(name: str, model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
     """Make the optimizers of an unsharded model. Return their step."""
-    parameters = list(model.parameters())
-    steps = [
-        MATRICES[name]([p for p in parameters if p.dim() == 2]).step,
-        torch.optim.AdamW([p for p in parameters if p.dim() != 2], **ADAMW, fused=True).step,
-    ]
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if p.dim() != 2]
+    steps = [MATRICES[name](matrices).step] if matrices else []
+    if others:
+        steps.append(torch.optim.AdamW(others, **ADAMW, fused=True).step)
 
     def step() -> None:
         for each in steps:

@@ -160,14 +160,14 @@ def measurement_of(planned: Sequence[Planned]) -> Measurement:
     for one in planned:
         if one.layout == "tensor-atomic":
             whole.setdefault(one.model, []).append(one)
-            over = {one.model: [one.balance.over(one.bound)]}
-            results.add("imbalance over the bound", "", over, at=one.ranks)
+            found = {one.model: [one.balance.over(one.bound)]}
+            results.add("imbalance over the bound", "", found, at=one.ranks)
     quantity = f"worst imbalance over the bound with {BALANCED_FROM} matrices a rank or more"
     for model, each in whole.items():
         if even := [one for one in each if one.matrices >= BALANCED_FROM * one.ranks]:
-            worst, ranks = max((one.balance.over(one.bound), one.ranks) for one in even)
-            system = f"{model} on {ranks} ranks"
-            results.add(quantity, "", {system: [worst]}, at_most={system: BALANCE_TARGET})
+            worst = max(even, key=lambda one: one.balance.over(one.bound))
+            system, over = f"{model} on {worst.ranks} ranks", worst.balance.over(worst.bound)
+            results.add(quantity, "", {system: [over]}, at_most={system: BALANCE_TARGET})
     for model, each in whole.items():
         slowest = max(each, key=lambda one: one.seconds)
         system = f"{model} on {slowest.ranks} ranks"

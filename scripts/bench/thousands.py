@@ -143,7 +143,9 @@ class Saving:
             )
             for number, item in enumerate(self.planner.finish_plan(plan).items)
         ]
-        return self.planner.written(results) if hasattr(self.planner, "written") else results
+        if isinstance(self.planner, ShardedSavePlanner):
+            return self.planner.write_result(results)
+        return results
 
 
 def steps_of(system: str, mesh: DeviceMesh) -> dict[str, float]:
