@@ -28,7 +28,7 @@ from harness.benchmarks import BENCHMARKS, Benchmark
 from harness.measurement import Measurement, read_measurement
 from harness.output import fail
 from harness.plot import plot
-from harness.summary import Circumstances, Row, rows_of, show_summary, write_summary
+from harness.summary import Circumstances, Row, page_of, rows_of, write_summary
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _POLL_SECONDS = 0.1
@@ -84,8 +84,8 @@ def bench(names: Sequence[str], out: Path, quick: bool, repository: Path = REPOS
             console.print(f"{benchmark.name}: {state} ({took})", markup=False)
             # After each, so that a run that is stopped keeps what it had.
             write_summary(rows, where, out)
-    show_summary(rows, where, console)
-    console.print(f"\n{out / 'summary.md'} and .json hold this table with all commands")
+    print(f"\n{page_of(rows, where, with_commands=False)}")
+    print(f"{out / 'summary.md'} and .json hold this table with all commands")
     return is_good
 
 

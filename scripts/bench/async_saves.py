@@ -1,15 +1,13 @@
 """What a training step loses to a checkpoint that is written beside it: ours against FSDP2's.
 
-Gloo ranks train one model of transformer blocks, every block a unit, with AdamW, sharded by each
-system. `dcp.async_save()` saves parameters and moments into a new folder and training goes on.
-Three systems take turns, round by round in the same processes:
+Ranks train with AdamW. `dcp.async_save()` saves parameters and moments into a new folder and
+training goes on:
 
 - ours with `ShardStager`, which reads shards where they lie until the optimizer's step, and then
   copies what is not written, up to `--copied` MiB;
 - ours, and FSDP2, with torch's stager, which copies everything within the call.
 
-A round is `--steps` steps without a save, and `async_save()` and as many steps with it. Each step
-begins at a barrier, and its time is that of the slowest rank:
+A round is `--steps` steps without a save, and `async_save()` and as many steps with it:
 
 - *step, no save*: the mean of the first;
 - *call*: how long `async_save()` takes;
@@ -17,14 +15,9 @@ begins at a barrier, and its time is that of the slowest rank:
 - *lost*: the call and all steps beside it, less as many steps without a save. If the save takes
   longer than these, the wait for it is lost too.
 
-With `--sleep` a block sleeps, which takes time and no core, as a GPU's compute does (see
-`link.py`). Without it ranks compute on the cores that the writers need.
-
 *Memory* is how far the peak of a rank's resident memory with the save is above that of the steps
-without. It is measured in ranks of its own, in which freed memory goes back to the system (see
-`checkpoint.py`), and nothing is timed there.
-
-Before anything is measured a save of each system must load as what was there when it was called.
+without, measured as in `checkpoint.py`. Without `--sleep` ranks compute on the cores that the
+writers need. A save of each system must load as what was there when it was called.
 """
 
 from __future__ import annotations

@@ -1,25 +1,22 @@
 """Saving and loading a sharded model: throughput and memory, ours against FSDP2's.
 
-Gloo ranks hold one model of about 200 million float32 parameters twice, sharded by each system,
-every block a unit. Both save with `torch.distributed.checkpoint.save` into a new folder, synced to
-the disk, and load in place with `load` what they saved themselves. FSDP2 uses torch's
-`FileSystemWriter` and `FileSystemReader`. Ours uses `SafeFileSystemWriter` and
-`SafeFileSystemReader`, which compares all checksums before it changes anything; ours is also loaded
-without comparing those of tensors, and by torch's reader, which compares none. All six take turns,
-round by round in the same processes.
+Ranks hold one model of about 200 million float32 parameters twice, sharded by each system. Both
+save with `torch.distributed.checkpoint.save` into a new folder, synced to the disk, and load in
+place with `load` what they saved themselves. FSDP2 uses torch's `FileSystemWriter` and
+`FileSystemReader`. Ours uses `SafeFileSystemWriter` and `SafeFileSystemReader`, which compares all
+checksums before it changes anything; ours is also loaded without comparing those of tensors, and by
+torch's reader, which compares none. Each reader must bring back every shard, bit by bit.
 
-*Time* is from a barrier to the end of the slowest rank, `state_dict()` included; throughput is the
-size of the whole model over it. Loads find the files in the page cache, as they were just written:
-they measure the software; with `--cold` they come from the disk, as after a restart. Saves wait for
-the disk, so `--folder /dev/shm` is the one to look at for what the software adds.
+*Time* includes `state_dict()`; throughput is the size of the whole model over it. Loads find the
+files in the page cache, as they were just written: they measure the software; with `--cold` they
+come from the disk, as after a restart. Saves wait for the disk, so `--folder /dev/shm` is the one
+to look at for what the software adds.
 
 *Memory* is the peak of a rank's resident memory during one save or load above what it was before,
 on the rank with most; files in the page cache do not count. It is measured in ranks of its own, in
 which freed blocks of 64 KiB and more go back to the system at once (MALLOC_MMAP_THRESHOLD_), so
 that none hides in what rested before. That slows down whoever takes large blocks, FSDP2's load to
 half its speed, and so nothing is timed there.
-
-Before anything is measured each reader must bring back every shard, bit by bit.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ each round). To try another, add it to CANDIDATES. Beside the time, of each:
 - extra: MiB by which the resident memory of a rank peaks above the buffers that every candidate
   is given (the full buffer and the slice), measured by the kernel in a run of its own.
 
-The results are compared with the expected ones in every warm-up round. Needs root and `tc` for
-the limited link; `--no-limit` leaves that part out.
+The results are compared with the expected ones in every warm-up round. `--no-limit` leaves the
+limited link out.
 """
 
 from __future__ import annotations

@@ -1,21 +1,15 @@
 """What it costs that ranks may run different units: a step of a model with a conditional tower.
 
-The tower is the first half of the blocks, or with `--before` it follows some of the others. Each
-block is a unit, and so is the tower. Systems are ours and take turns round by round in the same
-processes: the tower is not conditional; it is, and all ranks run it; it is, and every second rank
-runs it, while the others shadow it. With no conditional unit, ranks must exchange no message.
+The tower is the first half of the blocks, or with `--before` it follows some of the others, and is
+a unit too. Systems are ours: the tower is not conditional; it is, and all ranks run it; it is, and
+every second rank runs it, while the others shadow it. Of the last, a sample is of the ranks that
+run the tower. With no conditional unit, ranks must exchange no message at all.
 
 What they cost the host is the sum of two measurements, since gloo's threads on shared cores make
 single steps vary by more than it is. In one process with a fake process group, which answers with
 its own messages, a step with a conditional tower is timed against one without, of blocks so small
 that next to nothing but the host's work is left. And two ranks exchange messages of the same size,
 in a loop. Both are processor time of the thread that runs forward and backward.
-
-What they cost a step is measured over a slow link, limited to `--rate` in a network namespace made
-for the run (needs root and `tc`). A block sleeps `--sleep` milliseconds in forward and twice as
-long in backward, which takes time and no core, as a GPU's compute does. There a sample is the mean
-of `--steps` steps, in milliseconds, from a barrier to the end of the slowest of the ranks that run
-the tower.
 """
 
 from __future__ import annotations

@@ -1,20 +1,16 @@
 """A step of training against DDP's, which people pick where a model fits.
 
-A step is forward, backward, clipping by norm and AdamW. Gloo ranks train one model in four ways,
-which take turns round by round in the same processes:
+A step is forward, backward, clipping by norm and AdamW. Ranks train one model in four ways:
 
 - ours at stage 3;
 - ours at stage 2, where `start_param_sync()` after the optimizer's step gathers parameters under
   what follows;
-- FSDP2, every block a unit;
+- FSDP2;
 - DDP, as it is without options.
 
 Ours clips with `fsdp_overlap.optim.clip_grad_norm_` and steps with `fsdp_overlap.optim.AdamW`, the
 others with torch's, foreach and fused. DDP steps all parameters on every rank, the others a part.
-
-Each of `--shapes` is trained on plain loopback and on a link of `--rate`, limited in a network
-namespace made for the run (needs root and `tc`). A sample is the mean of as many steps as the shape
-says, from a barrier to the end of the slowest rank, in milliseconds. The first losses must agree.
+Each of `--shapes` is trained on plain loopback and on a limited link. The first losses must agree.
 """
 
 from __future__ import annotations

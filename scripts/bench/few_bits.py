@@ -1,19 +1,14 @@
 """Training with parameters and gradients sent in few bits, over a slow link.
 
-Gloo ranks on loopback, limited to `--rate` in a network namespace made for the run (needs root and
-`tc`), train one model with shards in float32 and compute in bfloat16. Systems take turns round by
-round in the same processes: ours with gathers in bfloat16, in 8 bits, and with reductions in 8 bits
-too, and FSDP2 with gathers in bfloat16. Without 8 bits, gradients are reduced in bfloat16.
+Shards are in float32, and compute in bfloat16: ours with gathers in bfloat16, in 8 bits, and with
+reductions in 8 bits too, and FSDP2 with gathers in bfloat16. Without 8 bits, gradients are reduced
+in bfloat16. Quantizing takes the cores, where a GPU would do it in a few thousandths of that time.
+So one system more sends the same bytes and leaves the quantizing out: it computes nothing of use,
+and shows what fewer bytes alone gain.
 
-A block sleeps `--sleep` milliseconds in forward and twice as long in backward. That takes time and
-no core, as a GPU's compute does. But quantizing takes the cores, where a GPU would do it in a few
-thousandths of that time. So one system more sends the same bytes and leaves the quantizing out: it
-computes nothing of use, and shows what fewer bytes alone gain.
-
-A step is forward, loss, backward and zero_grad. A sample is the mean of `--steps` steps, from a
-barrier to the end of the slowest rank. Bytes are those that the kernel counts on the interface
-during the samples, of all ranks together: what their collectives sent, and TCP's headers. The exit
-code is 1 unless they are what `ctx.stats` counts of collectives, to within a hundredth.
+Bytes are those that the kernel counts on the interface during the samples, of all ranks together:
+what their collectives sent, and TCP's headers. The exit code is 1 unless they are what `ctx.stats`
+counts of collectives, to within a hundredth.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ from fsdp_overlap.tools.profiling.report import ROWS
 from fsdp_overlap.tools.profiling.tables import ReportTable, kinds_table, ranks_table
 from harness import output, simulated_ranks, turns
 from harness.markdown import markdown_table
-from harness.measurement import Measurement, Ratio, Spread, interval, three_decimals
+from harness.measurement import Measurement, Spread, Sweep
+from harness.runner import Results
 from harness.simulated_training import (
     FSDP2,
     FULL,
@@ -263,19 +264,26 @@ def speed(scale: Scale, device: str, folder: Path, tell: Tell) -> None:
         f"{scale.world_size} simulated ranks, bfloat16 with float32 reduction; a step is forward, "
         f"backward and zero_grad. Medians of {rounds} alternating rounds. The "
         "bound is the larger of compute (the unsharded model) and sending (the same transfers with "
-        "no compute); ratio is what sending was meant to be of compute. A rank receives and sends "
+        "no compute). A rank receives and sends "
     )
     bytes_sent = {name: sum(t.nbytes for t in found) for name, found in sent.items()}
     page += ", ".join(f"{n / 1e9:.3g} GB a step ({name})" for name, n in bytes_sent.items())
-    rows: list[list[str]] = []
-    figures: list[dict[str, Any]] = []
+    results = Results(sweep=Sweep("sending was to be, of compute"))
     with turns.quiet_gc():
         for ratio in scale.ratios:
             bench.limit(ratio, least, compute)
             samples = turns.alternate(systems, rounds, scale.warmup)
-            _add_speed(rows, figures, ratio, bench.link.gigabytes_per_s, nbytes, samples)
-            found = {"bytes_sent": bytes_sent, "ratios": figures}
-            tell(Outcome(found, f"{page}.\n\n{markdown_table(SPEED, rows)}"))
+            medians = {name: statistics.median(samples[name]) for name in (UNSHARDED, "sending")}
+            samples["bound"] = samples[max(medians, key=medians.__getitem__)]
+            compared = (OURS, "bound"), (FSDP2, "bound"), (OURS, FSDP2)
+            results.add("step", "ms", samples, *compared, at=ratio)
+            speeds = {"measured": [nbytes / medians["sending"] / 1e6]}
+            if bench.link.gigabytes_per_s is not None:
+                speeds["asked"] = [bench.link.gigabytes_per_s]
+            results.add("link", "GB/s", speeds, at=ratio)
+            found = Measurement(page, {}, [], results.figures, results.ratios, [], results.sweep)
+            shown = "\n\n".join([f"{page}.", *output.tables(found), *output.lines(found)])
+            tell(Outcome({"bytes_sent": bytes_sent, "measurement": asdict(found)}, shown))
 
 
 def training(scale: Scale, device: str, folder: Path, tell: Tell) -> None:
@@ -294,50 +302,6 @@ def training(scale: Scale, device: str, folder: Path, tell: Tell) -> None:
 
         done.append(llama.measured(args, told))
         dist.destroy_process_group()
-
-
-SPEED = ["ratio", "GB/s asked", "measured", "compute ms", "sending ms", "ours ms (p10-p90)"]
-SPEED += ["FSDP2 ms (p10-p90)", "ours/bound", "FSDP2/bound", "ours/FSDP2"]
-
-
-def _add_speed(
-    rows: list[list[str]],
-    figures: list[dict[str, Any]],
-    ratio: float,
-    asked: float | None,
-    nbytes: int,
-    samples: Mapping[str, list[float]],
-) -> None:
-    """Adds to `rows` and `figures` what was measured at one speed of the link."""
-    ms = {name: Spread.of(values) for name, values in samples.items()}
-    got = nbytes / ms["sending"].median / 1e6
-    bound = max((UNSHARDED, "sending"), key=lambda name: ms[name].median)
-    ratios = [
-        Ratio.between("step", of, to, samples)
-        for of, to in ((OURS, bound), (FSDP2, bound), (OURS, FSDP2))
-    ]
-    rows.append(
-        [
-            f"{ratio:g}",
-            "no limit" if asked is None else f"{asked:.3g}",
-            f"{got:.3g}",
-            f"{ms[UNSHARDED].median:.2f}",
-            f"{ms['sending'].median:.2f}",
-            *(
-                f"{ms[name].median:.2f} ({interval(ms[name], '{:.2f}'.format)})"
-                for name in (OURS, FSDP2)
-            ),
-            *(three_decimals(one.spread.median) for one in ratios),
-        ]
-    )
-    figures.append(
-        {
-            "ratio": ratio,
-            "gigabytes_per_s": {"asked": asked, "measured": got},
-            "ms": {name: asdict(spread) for name, spread in ms.items()},
-            "ratios": [asdict(one) for one in ratios],
-        }
-    )
 
 
 def rounds_within(seconds: float, scale: Scale, compute: float) -> int:

@@ -1,16 +1,14 @@
 """What sharding costs the host: the time it adds to an unsharded step, ours against FSDP2's.
 
 Copies of one model of many tiny blocks (14 parameters of width 32 each, so that next to nothing but
-the host's work is left) take steps in turn, round by round in one process: unsharded, sharded by
-FSDP2, sharded by ours, also in rows as FSDP2 shards, and sharded as barely as can be
-(`bare_sharding.py`), which is the floor. A fake process group of 8 ranks stands for the network:
-its collectives return at once. A step is forward, backward and zero_grad; there is no optimizer.
+the host's work is left) take steps in turn in one process: unsharded, sharded by FSDP2, sharded by
+ours, also in rows as FSDP2 shards, and sharded as barely as can be (`bare_sharding.py`), which is
+the floor. A fake process group of 8 ranks stands for the network: its collectives return at once.
 
 Times are of the processor, which in one thread that never waits is the host's work, whatever else
 the machine runs. Overhead per unit = (sharded step - unsharded step of that round) / blocks, in
-microseconds. The headline is the ratio of ours to FSDP2's. With several numbers of `--blocks`, one
-after the other, it shows whether a unit costs the same in a deep model. CPU only, one process, one
-thread.
+microseconds. With several numbers of `--blocks`, one after the other, it shows whether a unit costs
+the same in a deep model.
 
 `--copies 2` shards over a mesh of two dimensions, with copies along the first. `--mixed` computes
 in bfloat16, the unsharded step too, and reduces in float32. Neither has a floor or a target.

@@ -1,16 +1,10 @@
 """Training on a mesh (replicate, shard) over a slow link: our step against FSDP2's.
 
-Four gloo ranks in two groups that hold copies of each other's shards, on a loopback that carries at
-most `--rate` in a network namespace made for the run (needs root and `tc`). A step has two
-microbatches: parameters are gathered and gradients reduced among shards in both, across replicas in
-the last alone (`set_requires_all_reduce`), and AdamW's, ours on ours and torch's fused on FSDP2.
-Ours runs with copies as they are and with `shard_optimizer_over_replicas`. The systems take turns
-round by round in the same processes. All traffic shares one link, where machines would have a
-faster one inside.
-
-Besides what it computes, a block sleeps `--sleep` ms in forward and twice as long in backward,
-which takes time and none of the host's cores, as a GPU's compute does. A sample is one step, in
-milliseconds, from a barrier to the end of the slowest rank.
+Four ranks in two groups that hold copies of each other's shards. A step has two microbatches:
+parameters are gathered and gradients reduced among shards in both, across replicas in the last
+alone (`set_requires_all_reduce`), and AdamW's, ours on ours and torch's fused on FSDP2. Ours runs
+with copies as they are and with `shard_optimizer_over_replicas`. All traffic shares one link, where
+machines would have a faster one inside.
 """
 
 from __future__ import annotations

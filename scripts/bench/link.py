@@ -1,10 +1,9 @@
 """Training over a slow link: our step against FSDP2's and against what its parts take alone.
 
-Gloo ranks on loopback, limited to `--rate` in a network namespace made for the run (needs root and
-`tc`). They train one model in five ways, which take turns round by round in the same processes:
+Ranks train one model in five ways:
 
-- ours and FSDP2: every block a unit, and the root; with `--layout`, ours also as `Flat()` lays it
-  out, because a layout must not cost anything;
+- ours and FSDP2; with `--layout`, ours also as `Flat()` lays it out, because a layout must not cost
+  anything;
 - FSDP2 with our collectives, which it waits for as it does for its own;
 - compute alone: the model unsharded, all ranks at the same time, nothing communicated;
 - communication alone: the collectives of a step of ours (each block gathered for forward, each but
@@ -17,29 +16,24 @@ and the host's work, of which ours has less.
 
 The larger of the last two is the bound: the samples of whichever has the larger median. The target
 is 1.02 of it where one of the two is at least twice the other, and 1.04 where they are nearer,
-because then neither can hide what the other adds.
+because then neither can hide what the other adds. Ranks and communication share the host's cores,
+which such a bound does not know; `--sleep` with few `--rows` shows the schedule alone.
 
-Here ranks and communication share the host's cores, which a bound of two separate measurements does
-not know. With `--sleep` a block also sleeps, once in forward and twice as long in backward, which
-takes time and no core, as a GPU's compute does: with few `--rows` that shows the schedule alone. It
-sleeps after each of its layers, in proportion to their parameters.
-
-A step is forward, loss, backward and zero_grad. With `--whole` it also clips gradients by their
-norm and steps AdamW: ours by ours, which also gathers for the next forward
-(`prefetch_next_forward=True`), FSDP2 by torch's, foreach and fused. Compute alone does that with
-as many elements as a rank has of the sharded model, a tensor for each block. A sample is the mean
-of `--steps` steps, from a barrier to the end of the slowest rank, in milliseconds.
+With `--whole` a step also clips gradients by their norm and steps AdamW: ours by ours, which also
+gathers for the next forward (`prefetch_next_forward=True`), FSDP2 by torch's, foreach and fused.
+Compute alone does that with as many elements as a rank has of the sharded model, a tensor for each
+block.
 
 With `--optimizer` the question is another one: what it buys to gather parameters under compute. A
 step is one of training then, of `--microbatches` forwards and backwards, and the systems are ours
-with overlap on and off, and FSDP2. At `--stage` 1 and 2 full buffers are kept
-between steps: on, their refresh is started after the optimizer's step and runs under the next
-forward; off, the step ends with it. At stage 3, off is a prefetch of 0. The target is a gain of 15%
-where communication is heavy, on links of 2 Gbit/s and less, and no loss on faster ones.
+with overlap on and off, and FSDP2. At `--stage` 1 and 2 full buffers are kept between steps: on,
+their refresh is started after the optimizer's step and runs under the next forward; off, the step
+ends with it. At stage 3, off is a prefetch of 0. The target is a gain of 15% where communication is
+heavy, on links of 2 Gbit/s and less, and no loss on faster ones.
 
-Muon is our optimizer, on whole matrices, and torch's on FSDP2, with products in float32 (see
-`muon.py`); AdamW is ours, and torch's fused. FSDP2 comes as near to the stage as it can: at 1
-and 2 it keeps parameters from forward to backward, and from one microbatch to the next.
+Muon is our optimizer, on whole matrices, and torch's on FSDP2, with products in float32; AdamW is
+ours, and torch's fused. FSDP2 comes as near to the stage as it can: at 1 and 2 it keeps parameters
+from forward to backward, and from one microbatch to the next.
 """
 
 from __future__ import annotations

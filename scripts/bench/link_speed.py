@@ -1,11 +1,9 @@
 """The time of a step against the speed of the link: ours, FSDP2's and the bound.
 
-At each of `--rates` gloo ranks run `link.py`, which says what is measured: ours, FSDP2,
-compute alone and communication alone take turns, round by round in the same processes. Rates follow
-each other, so compare systems at one rate; between rates the machine may have changed.
-
-`unlimited` is plain loopback. It is placed where its communication alone puts it: at the bytes of a
-step over that time, which is how a limited link's rate counts too. The others need root and `tc`.
+At each of `--rates` ranks run `link.py`. Rates follow each other, so compare systems at one rate;
+between rates the machine may have changed. `unlimited` is plain loopback. It is placed where its
+communication alone puts it: at the bytes of a step over that time, which is how a limited link's
+rate counts too.
 """
 
 from __future__ import annotations

@@ -52,7 +52,8 @@ import fsdp_overlap.optim
 from fsdp_overlap.layout import TensorAtomic
 from fsdp_overlap.tools.profiling import read_report
 from harness import output, simulated_ranks
-from harness.measurement import Measurement, Ratio
+from harness.measurement import Measurement
+from harness.runner import Results
 from harness.simulated_link import Link
 from harness.simulated_training import MIXED, SCALES, Block, Scale
 
@@ -347,19 +348,15 @@ def table(
     )
     shown = {quantity: dict(values) for quantity, values in samples.items()}
     shown["host"] = {k: [each - bare_host for each in v] for k, v in samples["host"].items()}
-    figures = [
-        figure
-        for quantity, (label, unit) in COLUMNS.items()
-        for figure in output.figures_of(label, unit, shown.get(quantity, {}))
-    ]
-    ratios = [
-        Ratio.between(COLUMNS[quantity][0], of, to, shown[quantity])
-        for quantity, of, to in RATIOS
-        if {of, to} <= shown.get(quantity, {}).keys() and all(shown[quantity][to])
-    ]
-    return Measurement(
-        about, vars(args) | {"where": where}, output.repeated_argv(), figures, ratios
-    )
+    results = Results()
+    for quantity, (label, unit) in COLUMNS.items():
+        values = shown.get(quantity, {})
+        compared = [
+            (of, to) for each, of, to in RATIOS if each == quantity and all(values.get(to, ()))
+        ]
+        results.add(label, unit, values, *compared)
+    settings = vars(args) | {"where": where}
+    return Measurement(about, settings, output.repeated_argv(), results.figures, results.ratios)
 
 
 # ------------------------------------------------------------------- main

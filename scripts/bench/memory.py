@@ -1,6 +1,5 @@
 """The memory of a step: ours against FSDP2's.
 
-Gloo ranks train one model of equal blocks, sharded by each system in turn in the same processes.
 A sample is how far the resident memory of a rank peaks in forward and backward above what rested
 before, less the gradient shards that stay, in units of one block's parameters: of the full
 buffers, reduce inputs and copies that exist at once. Batches are tiny, so that activations do not

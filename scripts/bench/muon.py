@@ -1,8 +1,7 @@
 """A step of Muon: ours on every kind of mesh, FSDP2's, a layer-wise optimizer's, and unsharded.
 
-Gloo ranks on loopback, each with a copy of one model: `--blocks` blocks of 12 * width^2 parameters
-in four matrices, and two norms. The matrices are stepped by Muon, the norms by AdamW, with the same
-settings everywhere:
+Each system has a copy of one model: `--blocks` blocks of 12 * width^2 parameters in four matrices,
+and two norms. The matrices are stepped by Muon, the norms by AdamW, with the same settings:
 
 - unsharded: `torch.optim.Muon` and `torch.optim.AdamW`, on every rank all of it, at the same time.
   So does DDP step;
@@ -16,14 +15,11 @@ settings everywhere:
   half of the matrices are cut by rows and half by columns.
 
 A second model has as many parameters in stacks of experts, which torch's Muon does not step: ours,
-with experts divided among two ranks and sharded over the rest, and ours unsharded.
+with experts divided among two ranks and sharded over the rest, and ours unsharded. Products are in
+bfloat16, the default of both, or in `--dtype float32`, for which torch's are replaced.
 
-Products are in bfloat16, the default of both, or in `--dtype float32`, for which torch's are
-replaced.
-
-A sample is one `step()`, from a barrier to the end of the slowest rank; gradients are there before.
-Collectives are those that torch's `CommDebugMode` counts in one step. Before anything is timed,
-every system must have stepped as the unsharded one.
+A sample is one `step()`; gradients are there before. Collectives are those that torch's
+`CommDebugMode` counts in one step. Every system must have stepped as the unsharded one.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""What the optimizer step and clipping by norm cost the host: ours against FSDP2's, in turn.
+"""What the optimizer step and clipping by norm cost the host: ours against FSDP2's.
 
-Every system has a copy of one model of many tiny blocks (14 parameters of width 32 each, so that
-next to nothing but the host's work is left), sharded over a fake process group of 8 ranks whose
-collectives return at once. This process is rank 0. Forward and backward run once per system; then
-the operation alone is timed, once per round, all systems in turn round by round. Before each sample
-and outside of its time the gradients are set to what an unsharded backward gives, because a fake
-reduce-scatter promises no values and because clipping changes them. With `--fresh-gradients` a
-whole forward and backward run there instead, as in training, so that nothing can be remembered of
-the gradients of the sample before.
+Every system has a copy of the model of `host_overhead.py`, sharded over a fake process group, of
+which this process is rank 0. Forward and backward run once per system; then the operation alone is
+timed, once per round. Before each sample and outside of its time the gradients are set to what an
+unsharded backward gives, because a fake reduce-scatter promises no values and because clipping
+changes them. With `--fresh-gradients` a whole forward and backward run there instead, as in
+training, so that nothing can be remembered of the gradients of the sample before.
 
 *Optimizer step*: `step()` of AdamW with the same settings everywhere, its states warmed up. The
 reference, 1.0, is torch's foreach AdamW on what FSDP2 shards. Our AdamW is a fused one, so it is
@@ -19,14 +17,13 @@ which makes the plain one, belongs to its time (the norm comes back replicated o
 torch that were looked at, so this is no second collective). The reference is the faster of FSDP2's
 two. Walking `model.parameters()` is part of every row, and is shown alone as well.
 
-Before anything is timed each system must show that it works: three steps on every system give what
-three plain steps give the unsharded model, on this rank's shard; and each clip returns the norm of
-this rank's gradients, which is what a fake all-reduce leaves, and scales them to half.
+Three steps on every system must give what three plain steps give the unsharded model, on this
+rank's shard; each clip must return the norm of this rank's gradients, which is what a fake
+all-reduce leaves, and scale them to half.
 
-The figures are of the host alone: a real all-reduce would cost all who clip about the same. FSDP2
-cuts every parameter, so each rank holds a piece of each; ours cuts the flat row of a unit's
+FSDP2 cuts every parameter, so each rank holds a piece of each; ours cuts the flat row of a unit's
 parameters, so rank 0 holds parts of 5 of a block's 14 here and nothing of the others. The number of
-elements is the same. CPU only, one process, one thread.
+elements is the same.
 """
 
 from __future__ import annotations

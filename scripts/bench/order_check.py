@@ -1,13 +1,9 @@
 """What it costs that ranks check that they run the same units: a step with the checks against one
 without, which is what a user cannot have.
 
-Two gloo ranks on plain loopback train `link.py`'s model. Both systems are ours and take turns
-round by round in the same processes; of one, nothing is noted, confirmed or compared. There a step
-is also measured that runs its blocks in another order each time, the same on both ranks, so that
-nothing can be expected and most all-gathers are confirmed: the dearest that the checks can be.
-
-A sample is the mean of `--steps` steps of forward and backward, in milliseconds, from a barrier to
-the end of the slowest rank.
+Both systems are ours; of one, nothing is noted, confirmed or compared. There a step is also
+measured that runs its blocks in another order each time, the same on both ranks, so that nothing
+can be expected and most all-gathers are confirmed: the dearest that the checks can be.
 """
 
 from __future__ import annotations

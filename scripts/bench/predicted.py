@@ -1,9 +1,7 @@
 """Steps on this machine, measured and predicted.
 
-Gloo ranks on loopback train the model of `link.py`, over links of several speeds, with one option
-changed at a time: ranks, link, prefetch, batch, layout, stage, microbatches, copies, and how long
-compute takes that leaves the cores alone. A sample is the mean of two steps, from a barrier to the
-end of the slowest rank.
+Ranks train the model of `link.py`, with one option changed at a time: ranks, link, prefetch, batch,
+layout, stage, microbatches, copies, and how long compute takes that leaves the cores alone.
 
 The first case runs under torch's profiler too. What operations took there is all that the
 predictions know of this machine's speed, beside the number of its cores and the speed of the link

@@ -1,8 +1,5 @@
 """Weights out of a sharded model, over a slow link: ours against FSDP2 and the link alone.
 
-Gloo ranks on a loopback that carries at most `--rate` in a network namespace made for the run
-(needs root and `tc`). Blocks of 12 * width^2 float32 parameters, each a unit.
-
 *export*, on two ranks: all ranks get all weights, one after the other. Ours is `export_weights()`;
 FSDP2's are `full_tensor()` of each parameter, and torch's full state dict. The link alone is
 reckoned: the bytes that must travel, at its rate. Memory is the peak of a rank's resident memory
@@ -22,8 +19,7 @@ takes a rank's host beside collectives and copies. *first*: the call that plans,
 ranks tell the same as this one; *again*: the next calls, to which the plan is known; *messages*:
 what this rank sends and receives in all rounds, reckoned one by one while weights travel.
 
-The systems take turns, round by round in the same processes. A sample is from a barrier to the end
-of the slowest rank, in milliseconds. Before anything is measured, all must give the same weights.
+All systems must give the same weights.
 """
 
 from __future__ import annotations

@@ -57,6 +57,16 @@ def publish(measurement: Measurement, json_file: Path | None) -> None:
     print(measurement.about + "\n")
     for table in tables(measurement):
         print(table + "\n")
+    for line in lines(measurement):
+        print(line)
+    if json_file is not None:
+        measurement.write(json_file)
+    if broken := [claim for claim in measurement.claims if not claim.holds]:
+        fail(f"{broken[0].text}: {broken[0].found}", code=1)
+
+
+def lines(measurement: Measurement) -> Iterator[str]:
+    """What is compared and claimed, a line each."""
     for ratio in measurement.ratios:
         where = "" if ratio.at is None else f" at {number(ratio.at)}"
         line = f"{ratio.of} / {ratio.to}, {ratio.quantity}{where}: "
@@ -65,13 +75,9 @@ def publish(measurement: Measurement, json_file: Path | None) -> None:
             line += f" ({spread})"
         if ratio.at_most is not None:
             line += f"; target: at most {ratio.at_most:g}"
-        print(line)
+        yield line
     for claim in measurement.claims:
-        print(f"{'holds' if claim.holds else 'BROKEN'}: {claim.text}: {claim.found}")
-    if json_file is not None:
-        measurement.write(json_file)
-    if broken := [claim for claim in measurement.claims if not claim.holds]:
-        fail(f"{broken[0].text}: {broken[0].found}", code=1)
+        yield f"{'holds' if claim.holds else 'BROKEN'}: {claim.text}: {claim.found}"
 
 
 def tables(measurement: Measurement) -> Iterator[str]:

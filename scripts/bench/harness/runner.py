@@ -10,6 +10,18 @@ A benchmark is a script of its documentation, its options, `sample`, which runs 
 
     if __name__ == "__main__":
         runner.main(OPTIONS, sample, report)
+
+Where a benchmark says nothing else:
+
+- Ranks talk by gloo over loopback. With `--rate` it is limited, in a network namespace made for the
+  run, which needs root and `tc`.
+- Systems take turns, round by round in the same processes. A sample is the mean of `--steps` steps,
+  from a barrier to the end of the slowest rank, in milliseconds. A step is forward, loss, backward
+  and zero_grad.
+- Every block of a model is a unit, and so is the root.
+- With `--sleep` a block also sleeps so many milliseconds in forward, after each of its layers in
+  proportion to their parameters, and twice as long in backward. That takes time and no core, as a
+  GPU's compute does.
 """
 
 from __future__ import annotations

@@ -13,8 +13,6 @@ from datetime import datetime
 from pathlib import Path
 
 import torch
-from rich.console import Console, JustifyMethod
-from rich.table import Table
 
 from fsdp_overlap.tools.cli.process_group import cores
 from harness.markdown import markdown_table
@@ -27,10 +25,9 @@ from harness.measurement import (
     three_decimals,
 )
 
-_WORDS = "compared"
 _HEADER = (
     "benchmark",
-    _WORDS,
+    "compared",
     "ours",
     "FSDP2, other",
     "ratio (p10-p90)",
@@ -170,15 +167,22 @@ def rows_of(benchmark: str, measurement: Measurement) -> list[Row]:
 
 
 def write_summary(rows: Sequence[Row], where: Circumstances, folder: Path) -> None:
-    """summary.json and summary.md in `folder`, which ends with what was not met."""
+    """summary.json and summary.md in `folder`."""
     record = {**asdict(where), "rows": [asdict(row) for row in rows]}
     (folder / "summary.json").write_text(json.dumps(record, indent=2) + "\n")
-    table = markdown_table(
-        (*_HEADER, "command"), [(*row.cells(), f"`{row.command}`") for row in rows], _LABELS
-    )
+    (folder / "summary.md").write_text(page_of(rows, where, with_commands=True))
+
+
+def page_of(rows: Sequence[Row], where: Circumstances, with_commands: bool) -> str:
+    """The table, and what was not met. A terminal is too narrow for commands."""
+    header: tuple[str, ...] = _HEADER
+    cells = [row.cells() for row in rows]
+    if with_commands:
+        header = (*_HEADER, "command")
+        cells = [(*row.cells(), f"`{row.command}`") for row in rows]
     missed = "\n".join(f"- {line}" for line in not_met(rows)) or "Nothing: all targets are met."
-    page = f"{where}.\n\n{_HOW}\n\n{table}\n\n## Not met\n\n{missed}\n"
-    (folder / "summary.md").write_text(page)
+    table = markdown_table(header, cells, _LABELS)
+    return f"{where}.\n\n{_HOW}\n\n{table}\n\n## Not met\n\n{missed}\n"
 
 
 def read_summary(path: Path) -> tuple[Circumstances, list[Row]]:
@@ -202,22 +206,6 @@ def not_met(rows: Sequence[Row]) -> list[str]:
             found = f": {row.found}, at most {row.target}" if row.found else ""
             lines.append(f"{row.benchmark}: {row.compared}{found}")
     return lines
-
-
-def show_summary(rows: Sequence[Row], where: Circumstances, console: Console) -> None:
-    """The table without the commands, for which a terminal is too narrow."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in _HEADER:
-        is_words = name == _WORDS  # which alone is cut into lines where the terminal is narrow
-        justify: JustifyMethod = "left" if name in _HEADER[:_LABELS] else "right"
-        table.add_column(name, justify=justify, overflow="fold", no_wrap=not is_words)
-    for row in rows:
-        is_bad = row.failure or row.is_met is False
-        table.add_row(*row.cells(), style="red" if is_bad else None)
-    console.print(f"\n{where}", f"{_HOW}\n", sep="\n", markup=False)
-    console.print(table)
-    for line in not_met(rows):
-        console.print(f"not met: {line}", markup=False, style="red")
 
 
 def _where(measurement: Measurement, at: float | None) -> str:
