@@ -13,7 +13,7 @@ class Uncertainty(NamedTuple):
     most: float
 
 
-# Of 20 rows of scripts/bench/published.py that devices are not fitted to, 28 November 2026.
+# Of 20 published rows (docs/scale.md) that devices are not fitted to, 28 November 2026.
 KNOWN = Uncertainty(0.91, 1.13, 1.60)
 
 
