@@ -158,7 +158,7 @@ def part(shape: torch.Size, dim: int) -> torch.Tensor:
 
 def writers(args: argparse.Namespace) -> dict[str, Callable[[], object]]:
     """Each writes all weights, and removes the files."""
-    mesh = DeviceMesh("cpu", range(args.ranks))
+    mesh = sharding.cpu_mesh()
     mine, others = sharded(args, mesh, True), sharded(args, mesh, False)
     folder, is_first = Path(args.files) / "weights", dist.get_rank() == 0
 
@@ -222,7 +222,7 @@ def plan(args: argparse.Namespace) -> None:
 
     with (
         patch.object(exchange, "gather_objects", alike),
-        patch.object(export, "checked", lambda weights: weights),  # which have no values
+        patch.object(export, "renamed", lambda own, _: own),  # refuses weights on the meta device
         turns.quiet_gc(),
     ):
         export_weights(model[0])  # makes the group
@@ -235,7 +235,8 @@ def plan(args: argparse.Namespace) -> None:
     weights = len(list(model.parameters()))
     results = Results(f"an export of {weights} weights of Llama-3 8B on {args.plan} fake ranks")
     results.add(TIME, "ms", taken)
-    runner.publish(args, results)
+    of_plan = {name: vars(args)[name] for name in ("plan", "rounds", "json")}
+    runner.publish(argparse.Namespace(**of_plan), results)
 
 
 OPTIONS = options.parser(__doc__, rate="2gbit", blocks=8, width=1024, rounds=7)
