@@ -788,7 +788,7 @@ def run_program(generator: random.Random) -> None:
             pair.step()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "programs"), [(2, 60), (3, 25), (4, 15)])
 def test_random_programs_train_as_unsharded(world_size: int, programs: int) -> None:
     run_ranks(random_programs, world_size, programs, "suite", timeout=150)

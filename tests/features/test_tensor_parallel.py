@@ -441,7 +441,7 @@ def load(folder: Path, make: str, expected: dict[str, Any], safely: bool) -> Non
         assert torch.equal(value, expected[name]), name
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("make", MAKES)
 def test_checkpoints_move_to_other_ranks_and_to_torch(tmp_path: Path, make: str) -> None:
     expected = run_ranks(save, 4, tmp_path, make)[0]

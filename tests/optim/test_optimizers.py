@@ -45,7 +45,7 @@ def test_optimizers_step_as_on_the_whole_model(name: str) -> None:
     run_ranks(optimize, 2, name, forms, True)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "reshard"), [(1, True), (3, False), (4, True)])
 def test_optimizers_step_at_other_world_sizes(world_size: int, reshard: bool) -> None:
     for name in ("AdamW", "Adafactor", "Rprop"):

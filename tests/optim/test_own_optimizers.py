@@ -323,7 +323,7 @@ def each_rearranged() -> None:
         rearranged(change)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_step_remembers_nothing_that_users_changed(world_size: int) -> None:
     run_ranks(each_rearranged, world_size)

@@ -128,7 +128,7 @@ def test_two_ranks_that_run_anything_issue_the_same(has_empty_root: bool) -> Non
     assert explore_all(2, has_empty_root) == 15**2 * len(OPTIONS)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("has_empty_root", [False, True])
 def test_three_ranks_that_run_anything_issue_the_same(has_empty_root: bool) -> None:
     assert explore_all(3, has_empty_root) == 15**3

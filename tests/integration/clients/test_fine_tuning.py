@@ -96,7 +96,7 @@ def check_saved(ours: Any, loaded: nn.Module, others: nn.Module, tolerance: floa
         )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("half", [False, True])
 def test_adapters_train_on_frozen_weights_and_are_saved_alone(tmp_path: Path, half: bool) -> None:
     run_ranks(adapters, 2, str(tmp_path), half, timeout=150)

@@ -86,7 +86,7 @@ def merged(layout: Any, dtype: torch.dtype) -> None:
             check("unloaded")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "dtype"),
     [(Flat(), torch.float32), (BlockAtomic(rows=1), torch.bfloat16), (PerTensor(), torch.float32)],

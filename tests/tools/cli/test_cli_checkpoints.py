@@ -99,7 +99,7 @@ def test_a_run_that_was_asked_to_stop_saves_and_goes_on_as_if_it_had_not(
     assert_is_the_run_left_alone(copy, runs)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("in_a_save", [False, True])
 def test_a_killed_run_resumes_as_if_it_had_not_been(
     runs: Path, tmp_path: Path, in_a_save: bool

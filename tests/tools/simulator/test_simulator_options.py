@@ -97,7 +97,7 @@ def test_losses_take_the_memory_of_their_logits(config: str) -> None:
     )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("tensor_parallel", [1, 4])
 def test_a_loss_may_be_eager_where_blocks_are_compiled(
     tmp_path: Path, tensor_parallel: int
