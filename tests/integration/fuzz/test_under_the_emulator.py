@@ -341,7 +341,6 @@ DEFECTS = [
 ]
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "defect", DEFECTS, ids=lambda defect: f"{defect.owner.__name__}.{defect.method}: {defect.old}"
 )
