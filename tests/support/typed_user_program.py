@@ -35,10 +35,10 @@ class Model(nn.Module):
 
 
 def readme(model: Model, batch: torch.Tensor) -> None:
-    ctx = FsdpContext()  # what the parts of one model share
+    ctx = FsdpContext()  # shards over all ranks
     for block in model.layers:
-        fully_shard(block, ctx)  # one part each, called a unit
-    fully_shard(model, ctx)  # takes the parameters that are left
+        fully_shard(block, ctx)  # a unit each
+    fully_shard(model, ctx)  # the parameters that are left
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
     loss = model(batch).mean()
