@@ -102,13 +102,13 @@ def describe_hang(positions: Mapping[int, RankPosition], silent: Sequence[int]) 
 
 def _ranks(ranks: Sequence[int]) -> str:
     """Return ``ranks`` in words: "ranks 0-511, 513"."""
-    spans: list[list[int]] = []
+    ranges: list[list[int]] = []
     for rank in sorted(ranks):
-        if spans and spans[-1][-1] == rank - 1:
-            spans[-1][1:] = [rank]
+        if ranges and ranges[-1][-1] == rank - 1:
+            ranges[-1][1:] = [rank]
         else:
-            spans.append([rank])
-    listed = ", ".join("-".join(map(str, span)) for span in spans)
+            ranges.append([rank])
+    listed = ", ".join("-".join(map(str, ends)) for ends in ranges)
     return f"rank{'s' if len(ranks) > 1 else ''} {listed}"
 
 

@@ -24,14 +24,14 @@ class ChunkIndex:
     def __init__(self, shape: Sequence[int], chunks: Iterable[Chunk]) -> None:
         self.chunks = sorted(chunks)
         self._strides = [*accumulate(reversed(shape[1:]), lambda a, b: a * b, initial=1)][::-1]
-        spans = [self._span(chunk) for chunk in self.chunks]
-        self._starts = [start for start, _ in spans]
+        bounds = [self._bounds_of(chunk) for chunk in self.chunks]
+        self._starts = [start for start, _ in bounds]
         # The last end so far. If chunks are ranges or rows, it is the chunk's own.
-        self._ends = [*accumulate((end for _, end in spans), max)]
+        self._ends = [*accumulate((end for _, end in bounds), max)]
 
     def overlapping(self, other: Chunk) -> list[Chunk]:
         """Return the chunks that have elements in common with ``other``, in order."""
-        start, end = self._span(other)
+        start, end = self._bounds_of(other)
         near = self.chunks[bisect_right(self._ends, start) : bisect_left(self._starts, end)]
         return [chunk for chunk in near if chunk & other is not None]
 
@@ -39,7 +39,7 @@ class ChunkIndex:
         """Return the place of ``chunk``, which is one of them."""
         return bisect_left(self.chunks, chunk)
 
-    def _span(self, chunk: Chunk) -> tuple[int, int]:
+    def _bounds_of(self, chunk: Chunk) -> tuple[int, int]:
         """Return where a chunk begins and ends in the flattened tensor."""
         start = end = 0
         for offset, size, stride in zip(chunk.offsets, chunk.sizes, self._strides, strict=False):

@@ -206,7 +206,7 @@ def _devices() -> Check:
         every = [torch.cuda.get_device_properties(index) for index in range(count)]
         names = [f"{each.name}, {each.total_memory / _GIB:.0f} GiB" for each in every]
     text = "; ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-    hint = "nothing was measured on a GPU yet; docs/commands.md has a suite that tries this one"
+    hint = "one H200 was measured so far; docs/gpu.md says how to try this device"
     return Check("devices", "note", text, hint)
 
 
