@@ -17,6 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from fsdp_overlap import FsdpContext, FsdpModule, PerTensor, TensorAtomic, fully_shard
 from fsdp_overlap.engine.param import owned_parameters
 from fsdp_overlap.layout import ParamSpec
+from support.fake_group import run_on_fake_group
 from support.ranks import run_ranks
 from support.zoo import Model, Tied
 
@@ -202,7 +203,7 @@ def expect(case: Callable[[], None]) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_bad_input_is_refused(case: Callable[[], None]) -> None:
-    run_ranks(expect, 2, case)
+    run_on_fake_group(expect, 2, case)
 
 
 def unchanged() -> None:
@@ -221,7 +222,7 @@ def unchanged() -> None:
 
 
 def test_a_refused_module_is_unchanged() -> None:
-    run_ranks(unchanged, 2)
+    run_on_fake_group(unchanged, 2)
 
 
 def refused_on_the_second_mesh() -> None:
@@ -267,7 +268,7 @@ def refused_on_the_second_mesh() -> None:
 
 
 def test_what_is_refused_on_one_mesh_changes_nothing_on_another() -> None:
-    run_ranks(refused_on_the_second_mesh, 2)
+    run_on_fake_group(refused_on_the_second_mesh, 2)
 
 
 def test_without_process_groups_the_error_says_how_to_get_them() -> None:

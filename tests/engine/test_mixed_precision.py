@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, fully_shard
+from support.fake_group import run_on_fake_group
 from support.ranks import run_ranks
 from support.twins import loss_of
 from support.zoo import Model
@@ -157,7 +158,7 @@ def sees_as_fsdp2() -> None:
 
 
 def test_what_is_cast_is_what_fsdp2_casts() -> None:
-    run_ranks(sees_as_fsdp2, 2)
+    run_on_fake_group(sees_as_fsdp2, 2)
 
 
 class Wave(nn.Module):

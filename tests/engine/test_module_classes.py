@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from fsdp_overlap import FsdpContext, FsdpModule, fully_shard
+from support.fake_group import run_on_fake_group
 from support.ranks import run_ranks
 from support.twins import Twins
 from support.zoo import VOCABULARY
@@ -190,4 +191,4 @@ def refused() -> None:
 
 
 def test_a_class_that_cannot_be_derived_from_is_refused_before_anything_changes() -> None:
-    run_ranks(refused, 2)
+    run_on_fake_group(refused, 2)

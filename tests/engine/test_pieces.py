@@ -21,6 +21,7 @@ from fsdp_overlap.engine.unit import unit_of
 from fsdp_overlap.layout import ParamSpec, pieces
 from fsdp_overlap.layout.pieces import MAX_PIECES, MIN_SHARD_BYTES, in_pieces
 from fsdp_overlap.optim import AdamW
+from support.fake_group import run_on_fake_group
 from support.ranks import run_ranks
 from support.recorded import GATHER, REDUCE, Entry, Recorded, layer, position
 from support.twins import Twins
@@ -100,7 +101,7 @@ def as_gradients_arrive() -> None:
 
 
 def test_pieces_are_reduced_as_their_gradients_arrive() -> None:
-    run_ranks(as_gradients_arrive, 2)
+    run_on_fake_group(as_gradients_arrive, 2)
 
 
 class Repeating(nn.Module):
@@ -175,4 +176,4 @@ def sizes_without_a_context() -> list[int]:
 
 
 def test_units_without_a_context_are_whole() -> None:
-    assert run_ranks(sizes_without_a_context, 2) == [[1, 1, 1, 1]] * 2
+    assert run_on_fake_group(sizes_without_a_context, 2) == [1, 1, 1, 1]

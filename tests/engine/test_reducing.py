@@ -12,6 +12,7 @@ from torch.distributed import fsdp as fsdp2
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_overlap import FsdpContext, fully_shard
+from support.fake_group import run_on_fake_group
 from support.ranks import run_ranks
 from support.reducing import as_fsdp2, divided, hooked, in_half_precision, only_sums, sees_means
 from support.zoo import Model, shard_layers
@@ -52,7 +53,7 @@ def a_stream_beside_copies() -> None:
 
 
 def test_a_stream_for_the_hook_is_refused_where_there_are_copies() -> None:
-    run_ranks(a_stream_beside_copies, 2)
+    run_on_fake_group(a_stream_beside_copies, 2)
 
 
 def shared_and_separate() -> None:
@@ -70,7 +71,7 @@ def shared_and_separate() -> None:
 
 
 def test_reductions_can_share_the_group_of_gathers() -> None:
-    run_ranks(shared_and_separate, 2)
+    run_on_fake_group(shared_and_separate, 2)
 
 
 def deprecated_name() -> None:

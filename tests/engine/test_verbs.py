@@ -20,6 +20,7 @@ from fsdp_overlap import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from support.fake_group import run_on_fake_group
 from support.ranks import run_ranks
 from support.recorded import GATHER, RecordingCommStream
 from support.twins import Twins, loss_of, same
@@ -315,4 +316,4 @@ def arguments() -> None:
 
 
 def test_verbs_take_their_arguments_as_in_fsdp2() -> None:
-    run_ranks(arguments, 2)
+    run_on_fake_group(arguments, 2)

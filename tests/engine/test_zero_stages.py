@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_overlap import FsdpContext, TensorAtomic, fully_shard
 from fsdp_overlap.optim import AdamW, Muon
+from support.fake_group import run_on_fake_group
 from support.layouts import forced_shards
 from support.ranks import run_ranks
 from support.recorded import GATHER, Recorded, layer, position
@@ -151,7 +152,7 @@ def in_order() -> None:
 
 
 def test_a_refresh_is_enqueued_in_the_order_of_forward_which_waits_unit_by_unit() -> None:
-    run_ranks(in_order, 2)
+    run_on_fake_group(in_order, 2)
 
 
 def ahead() -> None:
@@ -169,7 +170,7 @@ def ahead() -> None:
 
 
 def test_without_a_start_forward_refreshes_ahead_of_use() -> None:
-    run_ranks(ahead, 2)
+    run_on_fake_group(ahead, 2)
 
 
 def while_recording() -> None:

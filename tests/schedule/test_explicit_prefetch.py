@@ -13,6 +13,7 @@ from fsdp_overlap import (
     FsdpContext,
     fully_shard,
 )
+from support.fake_group import run_on_fake_group
 from support.ranks import run_ranks
 from support.recorded import GATHER, REDUCE, Recorded, RecordingCommStream, layer, position
 from support.twins import Twins
@@ -61,7 +62,7 @@ def two_ahead(prefetch: int) -> None:
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 def test_listed_modules_are_gathered_ahead_instead(prefetch: int) -> None:
-    run_ranks(two_ahead, 2, prefetch)
+    run_on_fake_group(two_ahead, 2, prefetch)
 
 
 def back_to_the_order() -> None:
@@ -74,7 +75,7 @@ def back_to_the_order() -> None:
 
 
 def test_an_empty_list_leaves_prefetch_to_the_order() -> None:
-    run_ranks(back_to_the_order, 2)
+    run_on_fake_group(back_to_the_order, 2)
 
 
 def train_with_lists(build: Callable[[], nn.Module], in_vain: bool) -> None:
@@ -107,7 +108,7 @@ def bad_lists() -> None:
 
 
 def test_lists_are_of_units_of_one_context() -> None:
-    run_ranks(bad_lists, 2)
+    run_on_fake_group(bad_lists, 2)
 
 
 # No unshard in backward

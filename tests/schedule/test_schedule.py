@@ -14,6 +14,7 @@ from fsdp_overlap import FsdpContext
 from fsdp_overlap.comm.comm_streams import ComputeEvent, HostCommStream
 from fsdp_overlap.schedule.stats import Stats
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
+from support.fake_group import run_on_fake_group
 from support.ranks import run_ranks
 from support.recorded import GATHER, REDUCE, Entry, Recorded, RecordingCommStream, layer, position
 from support.twins import NAMES, Twins
@@ -31,7 +32,7 @@ def next_gather_before_release() -> None:
 
 
 def test_next_all_gather_is_enqueued_before_release() -> None:
-    run_ranks(next_gather_before_release, 2)
+    run_on_fake_group(next_gather_before_release, 2)
 
 
 def second_gather_after_release() -> None:
@@ -41,7 +42,7 @@ def second_gather_after_release() -> None:
 
 
 def test_the_gather_after_next_is_enqueued_after_release() -> None:
-    run_ranks(second_gather_after_release, 2)
+    run_on_fake_group(second_gather_after_release, 2)
 
 
 def without_prediction() -> None:
@@ -54,7 +55,7 @@ def without_prediction() -> None:
 
 
 def test_delayed_release_alone_overlaps_in_the_first_forward() -> None:
-    run_ranks(without_prediction, 2)
+    run_on_fake_group(without_prediction, 2)
 
 
 COMPUTE = "compute"
@@ -116,7 +117,7 @@ def waits_for_its_own() -> None:
 
 
 def test_compute_waits_for_its_own_all_gather_only() -> None:
-    run_ranks(waits_for_its_own, 2)
+    run_on_fake_group(waits_for_its_own, 2)
 
 
 def gather_before_reduce() -> None:
@@ -127,7 +128,7 @@ def gather_before_reduce() -> None:
 
 
 def test_next_all_gather_is_enqueued_before_reduce_scatter() -> None:
-    run_ranks(gather_before_reduce, 2)
+    run_on_fake_group(gather_before_reduce, 2)
 
 
 def reduce_order() -> None:
@@ -141,7 +142,7 @@ def reduce_order() -> None:
 
 
 def test_reduce_scatters_run_in_the_reverse_of_forward() -> None:
-    run_ranks(reduce_order, 2)
+    run_on_fake_group(reduce_order, 2)
 
 
 def reduce_at_once() -> None:
@@ -160,7 +161,7 @@ def reduce_at_once() -> None:
 
 
 def test_reduce_scatters_are_enqueued_as_buckets_complete() -> None:
-    run_ranks(reduce_at_once, 2)
+    run_on_fake_group(reduce_at_once, 2)
 
 
 def most_alive(prefetch: int, iterations: int) -> None:
@@ -176,7 +177,7 @@ def most_alive(prefetch: int, iterations: int) -> None:
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 3])
 def test_full_buffers_never_exceed_prefetch_and_one(prefetch: int) -> None:
-    run_ranks(most_alive, 2, prefetch, 3)
+    run_on_fake_group(most_alive, 2, prefetch, 3)
 
 
 class Reordered(Model):
@@ -205,7 +206,7 @@ def most_alive_dynamic(prefetch: int) -> None:
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_wrong_predictions_stay_within_the_same_memory(prefetch: int) -> None:
-    run_ranks(most_alive_dynamic, 2, prefetch)
+    run_on_fake_group(most_alive_dynamic, 2, prefetch)
 
 
 def learns_again() -> None:
@@ -223,7 +224,7 @@ def learns_again() -> None:
 
 
 def test_a_new_order_is_learned_in_one_pass() -> None:
-    run_ranks(learns_again, 2)
+    run_on_fake_group(learns_again, 2)
 
 
 def separate(separate_reduce_scatter_group: bool) -> None:
@@ -237,7 +238,7 @@ def separate(separate_reduce_scatter_group: bool) -> None:
 
 @pytest.mark.parametrize("separate_reduce_scatter_group", [True, False])
 def test_lanes_have_groups_of_their_own(separate_reduce_scatter_group: bool) -> None:
-    run_ranks(separate, 2, separate_reduce_scatter_group)
+    run_on_fake_group(separate, 2, separate_reduce_scatter_group)
 
 
 def lazily_made() -> None:
@@ -298,7 +299,7 @@ def five_layers() -> nn.Module:
 def test_one_all_gather_a_use_and_one_reduce_scatter_a_backward(
     build: Callable[[], nn.Module], gathers: int, reduces: int, with_gradients: bool
 ) -> None:
-    run_ranks(counts, 2, build, gathers, reduces, with_gradients)
+    run_on_fake_group(counts, 2, build, gathers, reduces, with_gradients)
 
 
 def bytes_counted() -> None:
@@ -353,7 +354,7 @@ def used_then_kept_in_vain() -> None:
 
 
 def test_a_used_buffer_is_always_freed_after_its_compute() -> None:
-    run_ranks(used_then_kept_in_vain, 2)
+    run_on_fake_group(used_then_kept_in_vain, 2)
 
 
 def test_statistics_are_counted_anew_and_not_replaced() -> None:
