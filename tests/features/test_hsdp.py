@@ -17,13 +17,12 @@ from fsdp_overlap import FsdpContext, RaggedDTensor, fully_shard
 from fsdp_overlap.comm.comm_streams import WorkHandle
 from fsdp_overlap.engine import grads
 from fsdp_overlap.layout import TensorAtomic
-from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
+from fsdp_overlap.optim import AdamW, clip_grad_norm_
 from support.ranks import run_ranks
 from support.recorded import Entry, RecordingCommStream
 from support.twins import Twins, loss_of
 from support.zoo import ZOO, Model, shard_layers
 
-MUON: dict[str, Any] = {"optimizer": Muon, "ns_dtype": torch.double}
 MESHES = [(2, 2), (4, 1), (1, 4)]
 
 
@@ -31,8 +30,9 @@ def train(name: str, mesh: tuple[int, int], options: dict[str, Any]) -> None:
     Twins.of(name, mesh=mesh, **options).train(iterations=7 if "dynamic" in name else 3)
 
 
+# "layers" trains so in test_copies_stay_equal_to_the_bit.
 @pytest.mark.sampled(8)
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", [name for name in ZOO if name != "layers"])
 def test_training_equals_unsharded_training(name: str) -> None:
     run_ranks(train, 4, name, (2, 2), {})
 
@@ -47,14 +47,14 @@ def test_prefetch_changes_nothing(prefetch: int) -> None:
     run_ranks(train, 4, "layers", (2, 2), {"prefetch": prefetch})
 
 
-@pytest.mark.parametrize("options", [{"optimizer": AdamW}, MUON], ids=["AdamW", "Muon"])
-def test_own_optimizers_train_alike(options: dict[str, Any]) -> None:
-    run_ranks(train, 4, "layers", (2, 2), {"layout": TensorAtomic(), **options})
+# Muon does in tests/optim/test_muon_meshes.py.
+def test_own_adamw_trains_alike() -> None:
+    run_ranks(train, 4, "layers", (2, 2), {"layout": TensorAtomic(), "optimizer": AdamW})
 
 
 def copies() -> None:
     twins = Twins.of("layers", mesh=(2, 2))
-    twins.train(2)
+    twins.train(3)
     for parameter in twins.model.parameters():
         assert isinstance(parameter, RaggedDTensor)
         assert parameter.device_mesh.shape == (2, 2)

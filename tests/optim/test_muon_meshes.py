@@ -282,7 +282,7 @@ def train_copies(layout: str, divided: bool) -> Any:
         shard_optimizer_over_replicas=divided,
         ns_dtype=torch.float64,
     )
-    for batch in twins.batches(2):
+    for batch in twins.batches(3):
         twins.backward(*batch)
         seen = step_both_and_count(twins.optimizer, twins.twin_optimizer)
         twins.check_parameters()

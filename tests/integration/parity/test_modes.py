@@ -156,17 +156,18 @@ def reshard_modes(reshard: bool | None) -> None:
     for module in twins.model.modules():
         if hasattr(module, "set_reshard_after_forward") and reshard is not None:
             module.set_reshard_after_forward(reshard, recurse=False)
-    for tokens, targets in twins.batches(3):
+    for step, (tokens, targets) in enumerate(twins.batches(3), 1):
         loss, twin_loss = twins.losses(tokens, targets)
         # By default the root and the layer that ran last, which backward needs first.
         kept = {True: 0, None: 2, False: 4}[reshard]
         assert twins.ctx.stats.current_full_buffers == kept
         loss.backward()
         twin_loss.backward()
+        twins.check_loss(loss, twin_loss)
         twins.check_rest()
-        twins.check_gradients()
+        twins.check_gradients(whole=step == 3)
         twins.step()
-        twins.check_parameters()
+        twins.check_parameters(whole=step == 3)
 
 
 @pytest.mark.parametrize("reshard", [None, True, False])

@@ -15,10 +15,11 @@ def train(name: str, prefetch: int) -> None:
     Twins.of(name, prefetch=prefetch).train(iterations=7 if "dynamic" in name else 3)
 
 
-# On four ranks all of them train in test_hsdp.
+# "layers" trains so in test_modes, which counts full buffers too. On four ranks all train in
+# test_hsdp.
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", [name for name in ZOO if name != "layers"])
 def test_training_equals_unsharded_training(name: str, world_size: int) -> None:
     run_ranks(train, world_size, name, 1)
 
