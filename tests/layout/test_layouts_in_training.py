@@ -24,6 +24,7 @@ from fsdp_overlap.layout import (
     plan_units,
 )
 from fsdp_overlap.optim import AdamW
+from support.fake_group import run_on_fake_group
 from support.layouts import LAYOUTS, forced_shards, train
 from support.ranks import expect_rank_errors, run_ranks
 from support.twins import Twins
@@ -93,7 +94,7 @@ def travels_plainly() -> None:
 
 
 def test_equal_shards_on_request_take_the_plain_collectives() -> None:
-    run_ranks(travels_plainly, 3)
+    run_on_fake_group(travels_plainly, 3)
 
 
 def low_precision(layout: str) -> None:
@@ -177,7 +178,7 @@ def planned_otherwise() -> None:
 
 
 def test_a_unit_must_own_what_was_planned() -> None:
-    run_ranks(planned_otherwise, 2)
+    run_on_fake_group(planned_otherwise, 2)
 
 
 def plans_differ(kind: str) -> None:

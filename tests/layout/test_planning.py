@@ -26,6 +26,7 @@ from fsdp_overlap import (
 from fsdp_overlap.engine.mesh import LayoutRegistry, rollback_on_error
 from fsdp_overlap.layout import ParamSpec
 from fsdp_overlap.optim import Muon
+from support.fake_group import run_on_fake_group
 from support.ranks import expect_rank_errors, run_ranks
 from support.twins import COPIES, Twins, same
 from support.zoo import WIDTH, Model, shard_layers
@@ -121,7 +122,7 @@ def unit_context(model: Any) -> FsdpContext:
 
 
 def test_options_of_fully_shard_model_are_those_of_fully_shard() -> None:
-    run_ranks(with_options, 4)
+    run_on_fake_group(with_options, 4)
 
 
 def train(options: dict[str, Any]) -> None:

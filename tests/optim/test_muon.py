@@ -22,6 +22,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from fsdp_overlap import BlockAtomic, Flat, FsdpContext, TensorAtomic, fully_shard
 from fsdp_overlap.layout import LayoutRule
 from fsdp_overlap.optim import AdamW, Muon, exchange, orthogonalization
+from support.fake_group import run_on_fake_group
 from support.ranks import run_ranks
 from support.twins import Twins, same
 from support.zoo import Model, shard_layers
@@ -359,7 +360,7 @@ def foreign() -> None:
 
 
 def test_parameters_of_fsdp2_are_refused() -> None:
-    run_ranks(foreign, 2)
+    run_on_fake_group(foreign, 2)
 
 
 # Schedulers, states, copies

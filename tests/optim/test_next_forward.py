@@ -12,6 +12,7 @@ from torch import nn
 from fsdp_overlap.engine.comm_context import CommContext
 from fsdp_overlap.layout import Flat, LayoutRule, TensorAtomic
 from fsdp_overlap.optim import AdamW, Muon, adamw, orthogonalization
+from support.fake_group import run_on_fake_group
 from support.ranks import run_ranks
 from support.recorded import GATHER, Entry, Recorded
 from support.twins import Twins
@@ -47,7 +48,7 @@ def under_adamw() -> None:
 
 
 def test_the_first_unit_is_gathered_under_the_step_of_the_others() -> None:
-    run_ranks(under_adamw, 2)
+    run_on_fake_group(under_adamw, 2)
 
 
 def products_under_gathers(layout: LayoutRule) -> bool:

@@ -23,6 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fsdp_overlap import FsdpContext, RaggedDTensor, fully_shard, optim
 from fsdp_overlap.optim import adamw
 from fsdp_overlap.optim.contiguous import find_runs, flatten
+from support.fake_group import run_on_fake_group
 from support.ranks import run_ranks
 from support.twins import Twins, same
 from support.zoo import Model, shard_layers
@@ -216,7 +217,7 @@ def pickled() -> None:
 
 
 def test_the_state_dict_can_be_saved_locally() -> None:
-    run_ranks(pickled, 2)
+    run_on_fake_group(pickled, 2)
 
 
 def steps_written() -> None:
@@ -365,7 +366,7 @@ def let_go() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_states_and_gradients_are_freed_when_they_are_let_go(world_size: int) -> None:
-    run_ranks(let_go, world_size)
+    run_on_fake_group(let_go, world_size)
 
 
 def not_sharded() -> None:
@@ -522,7 +523,7 @@ def count_collectives() -> None:
 
 
 def test_clipping_takes_one_collective_of_one_number() -> None:
-    run_ranks(count_collectives, 2)
+    run_on_fake_group(count_collectives, 2)
 
 
 def nonfinite() -> None:

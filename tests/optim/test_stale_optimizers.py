@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from fsdp_overlap import FsdpContext, fully_shard, optim
+from support.fake_group import run_on_fake_group
 from support.ranks import run_ranks
 
 
@@ -113,9 +114,9 @@ def not_concerned() -> None:
 
 
 def test_an_optimizer_made_before_its_parameters_were_replaced_says_so() -> None:
-    run_ranks(made_before, 2)
-    run_ranks(added_later, 1)
-    run_ranks(given_memory, 2)
+    run_on_fake_group(made_before, 2)
+    run_on_fake_group(added_later, 1)
+    run_on_fake_group(given_memory, 2)
 
 
 def test_optimizers_of_other_parameters_hear_nothing() -> None:

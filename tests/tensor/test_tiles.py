@@ -22,6 +22,7 @@ from fsdp_overlap import RaggedDTensor, RaggedShard, distribute_tensor
 from fsdp_overlap.checkpoint import SafeFileSystemReader
 from fsdp_overlap.optim import clip_grad_norm_
 from fsdp_overlap.tensor.placement import Tile, contiguous_spec, tile_of
+from support.fake_group import run_on_fake_group
 from support.optimizers import FORMS, OPTIMIZERS
 from support.pointwise import POINTWISE
 from support.ranks import run_ranks
@@ -243,7 +244,7 @@ def refused() -> None:
 
 
 def test_other_placements_are_refused() -> None:
-    run_ranks(refused, 4)
+    run_on_fake_group(refused, 4)
 
 
 def pickles() -> None:

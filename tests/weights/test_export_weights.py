@@ -28,6 +28,7 @@ from fsdp_overlap.weights.exchange import WeightExchange
 from fsdp_overlap.weights.plan_cache import plan_cache_of
 from support import experts
 from support import tensor_parallel as tp
+from support.fake_group import run_on_fake_group
 from support.layouts import LAYOUTS, Giant
 from support.ranks import run_ranks
 from support.twins import COPIES, Twins, impatient
@@ -413,7 +414,7 @@ def _on_meta() -> None:
 
 
 def test_weights_without_values_are_refused() -> None:
-    run_ranks(_on_meta, 2)
+    run_on_fake_group(_on_meta, 2)
 
 
 def go_on(twins: Twins) -> None:
