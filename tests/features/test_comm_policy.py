@@ -31,6 +31,7 @@ from fsdp_overlap import (
 from fsdp_overlap.comm.quantized import QuantizedFormat, QuantizedRangesGather
 from fsdp_overlap.layout import LayoutRule, ParamGroupPlan, ParamSpec, Plan, RowsPlan, plan_units
 from fsdp_overlap.layout.quantized_plan import Block
+from support.fake_group import run_on_fake_group
 from support.one_process import OneProcessCollectives
 from support.quantized import LARGEST, as_gathered, quantize_twin
 from support.ranks import RankError, run_ranks
@@ -399,7 +400,7 @@ def refuse(layout: LayoutRule, options: dict[str, Any], message: str, planned: b
 def test_blocks_that_parameters_cannot_have(
     layout: LayoutRule, policy: QuantizedCommPolicy, message: str, planned: bool
 ) -> None:
-    run_ranks(refuse, 3, layout, {"comm_policy": policy}, message, planned)
+    run_on_fake_group(refuse, 3, layout, {"comm_policy": policy}, message, planned)
 
 
 def columns(parameter: nn.Parameter) -> Shard | None:
@@ -409,7 +410,7 @@ def columns(parameter: nn.Parameter) -> Shard | None:
 @pytest.mark.parametrize("policy", [FP8, replace(FP8, keep=("*",))])
 def test_rows_that_are_cut_along_their_columns(policy: QuantizedCommPolicy) -> None:
     options = {"comm_policy": policy, "shard_placement_fn": columns}
-    run_ranks(refuse, 2, PerTensor(), options, "along dimension 1", False)
+    run_on_fake_group(refuse, 2, PerTensor(), options, "along dimension 1", False)
 
 
 def disagree(other: QuantizedCommPolicy | None) -> None:

@@ -32,6 +32,7 @@ from fsdp_overlap.schedule.prefetch import Prefetcher
 from fsdp_overlap.tools.emulator import EmulatedDevice, compare_issued, running
 from fsdp_overlap.tools.emulator.nccl_like import BACKEND, unseen
 from support.extensions import Rounded, with_matrices_of
+from support.fake_group import run_on_fake_group
 from support.held import held_of
 from support.ranks import run_ranks
 from support.tensor_parallel import (
@@ -634,7 +635,7 @@ def refused() -> None:
 
 
 def test_what_cannot_be_right_is_refused() -> None:
-    run_ranks(refused, 2)
+    run_on_fake_group(refused, 2)
 
 
 class Stop(Exception):

@@ -14,6 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 
 from fsdp_overlap import FsdpContext, QuantizedCommPolicy, fully_shard
 from fsdp_overlap.layout import TensorAtomic
+from support.fake_group import run_on_fake_group
 from support.ranks import run_ranks
 from support.twins import Twins
 
@@ -165,7 +166,7 @@ def ragged() -> None:
 
 
 def test_ragged_shards_are_refused() -> None:
-    run_ranks(ragged, 2)
+    run_on_fake_group(ragged, 2)
 
 
 def memory_of_others() -> None:
@@ -188,4 +189,4 @@ def reduce_in_few_bits() -> None:
 
 
 def test_a_custom_reduction_beside_one_in_few_bits_is_refused() -> None:
-    run_ranks(reduce_in_few_bits, 2)
+    run_on_fake_group(reduce_in_few_bits, 2)

@@ -18,6 +18,7 @@ from torch.distributed.tensor import Shard
 from fsdp_overlap import Flat, FsdpContext, PerTensor, QuantizedCommPolicy, fully_shard
 from support.extension_twins import batches, both, train
 from support.extensions import Net, Rounded, Same, Wrapped, parts
+from support.fake_group import run_on_fake_group
 from support.ranks import run_ranks
 from support.twins import NAMES
 
@@ -138,7 +139,7 @@ def what_cannot_be_is_refused() -> None:
 
 
 def test_what_cannot_be_is_refused_before_anything_is_changed() -> None:
-    run_ranks(what_cannot_be_is_refused, 4)
+    run_on_fake_group(what_cannot_be_is_refused, 4)
 
 
 def methods_come_late() -> None:

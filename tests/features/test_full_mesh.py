@@ -30,6 +30,7 @@ from fsdp_overlap.layout import Flat, LayoutRule, TensorAtomic
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
 from fsdp_overlap.tensor.spmd_mesh import SPMDPlacement, spmd_mesh
 from support import annotated
+from support.fake_group import run_on_fake_group
 from support.full_mesh import WIDTH, distributed, loss_of, plain, shard
 from support.ranks import run_ranks
 from support.rows import check_alike
@@ -417,4 +418,4 @@ def refused(case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_cannot_be_right_is_refused(case: str) -> None:
-    run_ranks(refused, 2, case)
+    run_on_fake_group(refused, 2, case)

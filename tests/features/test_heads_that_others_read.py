@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_overlap import FsdpContext, fully_shard
+from support.fake_group import run_on_fake_group
 from support.module_lists import Normed, shard_ends, shard_last_two
 from support.ranks import run_ranks
 from support.twins import LENGTH, Twins
@@ -274,7 +275,7 @@ def freed_early() -> None:
 
 
 def test_a_graph_that_reads_what_was_freed_is_an_error() -> None:
-    run_ranks(freed_early, 2)
+    run_on_fake_group(freed_early, 2)
 
 
 def walked_again() -> None:
@@ -287,7 +288,7 @@ def walked_again() -> None:
 
 
 def test_a_part_of_a_graph_that_is_left_when_its_pass_is_done_is_an_error() -> None:
-    run_ranks(walked_again, 2)
+    run_on_fake_group(walked_again, 2)
 
 
 def differentiated_again() -> None:

@@ -18,6 +18,7 @@ from fsdp_overlap.comm.comm_streams import WorkHandle
 from fsdp_overlap.engine import grads
 from fsdp_overlap.layout import TensorAtomic
 from fsdp_overlap.optim import AdamW, clip_grad_norm_
+from support.fake_group import run_on_fake_group
 from support.ranks import run_ranks
 from support.recorded import Entry, RecordingCommStream
 from support.twins import Twins, loss_of
@@ -170,7 +171,7 @@ def all_reduces_on_its_own() -> None:
 
 
 def test_copies_are_reduced_on_a_lane_and_group_of_their_own() -> None:
-    run_ranks(all_reduces_on_its_own, 4)
+    run_on_fake_group(all_reduces_on_its_own, 4)
 
 
 def against_fsdp2() -> None:

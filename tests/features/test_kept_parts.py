@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_overlap import FsdpContext, fully_shard
 from fsdp_overlap.layout import BlockAtomic, LayoutRule, TensorAtomic
+from support.fake_group import run_on_fake_group
 from support.ranks import run_ranks
 from support.twins import Twins
 from support.zoo import ZOO, Model, shard_layers
@@ -170,4 +171,4 @@ def refused() -> None:
 
 
 def test_a_number_that_does_not_divide_the_ranks_is_refused() -> None:
-    run_ranks(refused, 4)
+    run_on_fake_group(refused, 4)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_overlap import FsdpContext, FsdpModule, RaggedDTensor, fully_shard
+from support.fake_group import run_on_fake_group
 from support.module_lists import Normed, shard_ends, shard_last_two
 from support.ranks import run_ranks
 from support.recorded import GATHER, REDUCE, Entry, RecordingCommStream
@@ -394,4 +395,4 @@ def refusals() -> None:
 
 
 def test_bad_lists_are_refused_before_anything_is_changed() -> None:
-    run_ranks(refusals, 2)
+    run_on_fake_group(refusals, 2)

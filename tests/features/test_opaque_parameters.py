@@ -27,6 +27,7 @@ from fsdp_overlap import (
 )
 from fsdp_overlap.checkpoint import SafeFileSystemReader
 from fsdp_overlap.layout import BlockAtomic, Flat, LayoutRule
+from support.fake_group import run_on_fake_group
 from support.opaque import (
     WIDTH,
     Adapted,
@@ -409,7 +410,7 @@ def refuse() -> None:
 
 
 def test_what_cannot_be_right_is_refused() -> None:
-    run_ranks(refuse, 2)
+    run_on_fake_group(refuse, 2)
 
 
 def refuse_later() -> None:
@@ -443,7 +444,7 @@ def returned() -> None:
 
 
 def test_a_parameter_that_leaves_its_unit_is_an_error() -> None:
-    run_ranks(returned, 2)
+    run_on_fake_group(returned, 2)
 
 
 class Repacks(FourBits):

@@ -23,6 +23,7 @@ from fsdp_overlap.engine import param_group
 from fsdp_overlap.layout import Flat, ParamSpec, RowsPlan, TensorAtomic, plan_units
 from fsdp_overlap.optim import AdamW, Muon
 from support import tensor_parallel
+from support.fake_group import run_on_fake_group
 from support.ranks import run_ranks
 from support.rows import check_alike, deep, tokens, torchs
 from support.twins import COPIES, NAMES, Twins
@@ -247,4 +248,4 @@ def refused() -> None:
 
 
 def test_what_cannot_be_cut_into_rows_is_refused_before_anything_changes() -> None:
-    run_ranks(refused, 2)
+    run_on_fake_group(refused, 2)

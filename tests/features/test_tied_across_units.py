@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_overlap import FsdpContext, fully_shard, patch_fsdp2, register_fsdp_forward_method
 from fsdp_overlap.layout import PerTensor, TensorAtomic
+from support.fake_group import run_on_fake_group
 from support.ranks import run_ranks
 from support.twins import Twins
 from support.zoo import VOCABULARY, WIDTH, Block, Model, shard_layers
@@ -500,4 +501,4 @@ def refused() -> None:
 
 
 def test_what_one_unit_cannot_read_of_another_is_refused_before_anything_is_changed() -> None:
-    run_ranks(refused, 2)
+    run_on_fake_group(refused, 2)

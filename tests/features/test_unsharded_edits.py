@@ -19,6 +19,7 @@ from fsdp_overlap import FsdpContext, fully_shard
 from fsdp_overlap.debug import check_parameters
 from fsdp_overlap.tensor import flat_buffer
 from support import zoo
+from support.fake_group import run_on_fake_group
 from support.ranks import run_ranks
 from support.twins import Twins
 from support.zoo import VOCABULARY, WIDTH, shard_layers
@@ -214,7 +215,7 @@ def edits_of_a_dtensor() -> None:
 
 
 def test_edits_of_tensor_parallel_parameters_are_refused() -> None:
-    run_ranks(edits_of_a_dtensor, 2)
+    run_on_fake_group(edits_of_a_dtensor, 2)
 
 
 class Quantizer(nn.Module):
