@@ -170,7 +170,7 @@ def all_reduces_on_its_own() -> None:
     assert "reduce_scatter" in order[first:], order
 
 
-def test_copies_are_reduced_on_a_lane_and_group_of_their_own() -> None:
+def test_copies_are_reduced_on_a_stream_and_group_of_their_own() -> None:
     run_on_fake_group(all_reduces_on_its_own, 4)
 
 
