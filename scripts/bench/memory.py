@@ -15,16 +15,14 @@ from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from harness import options, peaks, processes, runner, sharding, turns
 from harness.runner import Results
-from host_overhead import build, shard_ours
+from host_overhead import build, make_batch, shard_ours
 
-ROWS = 4
 PEAK, FSDP2, FSDP2_AHEAD = "peak", "FSDP2", "FSDP2, prefetch 1"
 OURS = {
     "ours, prefetch 0": 0,
@@ -46,7 +44,7 @@ def gather_ahead(model: nn.Sequential) -> None:
 
 def weighed(model: nn.Module, device: str, width: int, unit: int) -> Callable[[], float]:
     """A sample: units above rest and gradient shards."""
-    batch = torch.linspace(-1.0, 1.0, ROWS * width, device=device).view(ROWS, width)
+    batch = make_batch(width).to(device)
 
     def sample() -> float:
         gc.collect()

@@ -157,8 +157,8 @@ def steps_of(system: str, mesh: DeviceMesh) -> dict[str, float]:
         host_overhead.shard_ours(model, mesh, prefetch=1)
     else:
         sharding.shard_fsdp2(model, mesh)
-    step = host_overhead.timed(host_overhead.make_step(model, WIDTH), 1)
-    floor = host_overhead.timed(host_overhead.make_step(bare, WIDTH), 1)
+    step = host_overhead.timed(host_overhead.make_step(model, WIDTH))
+    floor = host_overhead.timed(host_overhead.make_step(bare, WIDTH))
     floor()
     first = step()
     with turns.quiet_gc():
