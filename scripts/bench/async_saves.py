@@ -4,26 +4,22 @@ Ranks train with AdamW. `dcp.async_save()` saves parameters and moments into a n
 training goes on:
 
 - ours with `ShardStager`, which reads shards where they lie until the optimizer's step, and then
-  copies what is not written, up to `--copied` MiB;
+  copies what is not written, up to a GiB;
 - ours, and FSDP2, with torch's stager, which copies everything within the call.
 
-A round is `--steps` steps without a save, and `async_save()` and as many steps with it:
+A round is `async_save()` and `--steps` steps with it:
 
-- *step, no save*: the mean of the first;
 - *call*: how long `async_save()` takes;
-- *slowest step beside*: of the second;
-- *lost*: the call and all steps beside it, less as many steps without a save. If the save takes
-  longer than these, the wait for it is lost too.
+- *slowest step beside*: of the steps.
 
-*Memory* is how far the peak of a rank's resident memory with the save is above that of the steps
-without, measured as in `checkpoint.py`. Without `--sleep` ranks compute on the cores that the
+*Memory* is how far the peak of a rank's resident memory with the save is above that of the same
+steps without, measured as in `checkpoint.py`. Without `--sleep` ranks compute on the cores that the
 writers need. A save of each system must load as what was there when it was called.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -42,7 +38,7 @@ from harness import link_training, options, output, peaks, runner, sharding, tur
 from harness.runner import Results
 
 OURS, OURS_TORCHS, FSDP2 = "ours, ShardStager", "ours, torch's stager", "FSDP2"
-STEP, CALL, SLOWEST, LOST = "step, no save", "call", "slowest step beside", "lost"
+CALL, SLOWEST = "call", "slowest step beside"
 EXTRA = "extra memory a rank"
 
 
@@ -52,7 +48,7 @@ class System:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    step: Callable[[], None]
+    step: Callable[[], object]
     writer: type[dcp.FileSystemWriter]
     stager: ShardStager | None
     new_folder: Callable[[], Path]
@@ -60,13 +56,11 @@ class System:
     folder: Path = Path()
     times: dict[str, list[float]] = field(default_factory=dict)
 
-    def state(self) -> dict[str, Any]:
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-
     def save(self) -> Any:
-        """Begins a save; returns its future."""
+        """Begins a save in a new folder; returns its future."""
+        self.folder = self.new_folder()
         saving = dcp.async_save(
-            self.state(),
+            {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()},
             storage_writer=self.writer(self.folder),
             process_group=self.group,
             async_stager=self.stager,
@@ -74,7 +68,6 @@ class System:
         return getattr(saving, "upload_completion", saving)
 
     def run_beside(self, steps: int) -> None:
-        self.folder = self.new_folder()
         saving = self.save()
         for _ in range(steps):
             self.step()
@@ -92,20 +85,15 @@ def build(
     else:
         sharding.shard_ours(model)
         optimizer = AdamW(model.parameters())
-    batch = link_training.make_batch(dist.get_rank(), args.rows, args.width)
-
-    def step() -> None:
-        model(batch).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
+    batch = link_training.make_batch(args.rows, args.width)
+    step = link_training.make_step(model, batch, optimizer.step)
     writer = dcp.FileSystemWriter if system == FSDP2 else SafeFileSystemWriter
-    stager = ShardStager(args.copied << 20) if system == OURS else None
+    stager = ShardStager() if system == OURS else None
     return System(model, optimizer, step, writer, stager, new_folder, group)
 
 
 def timed(system: System, steps: int) -> Callable[[], float]:
-    """A sample: what a save takes from training, in seconds."""
+    """A sample: the longest of a save's call and the steps beside it, in seconds."""
 
     def slowest(run: Callable[[], Any]) -> float:
         dist.barrier()
@@ -116,17 +104,13 @@ def timed(system: System, steps: int) -> Callable[[], float]:
         return seconds.item()
 
     def sample() -> float:
-        alone = [slowest(system.step) for _ in range(steps)]
         savings: list[Any] = []
-        system.folder = system.new_folder()
         call = slowest(lambda: savings.append(system.save()))
-        beside = [slowest(system.step) for _ in range(steps)]
-        rest = slowest(savings[0].result)
-        lost = call + sum(beside) + rest - sum(alone)
-        found = {STEP: statistics.mean(alone), CALL: call, SLOWEST: max(beside), LOST: lost}
-        for name, seconds in found.items():
+        beside = max(slowest(system.step) for _ in range(steps))
+        savings[0].result()
+        for name, seconds in ((CALL, call), (SLOWEST, beside)):
             system.times.setdefault(name, []).append(seconds)
-        return lost
+        return max(call, beside)
 
     return sample
 
@@ -164,7 +148,6 @@ OPTIONS = options.parser(
     __doc__, ranks=2, blocks=8, width=512, rows=64, sleep=15.0, steps=4, rounds=7
 )
 options.add_folder(OPTIONS, "one checkpoint")
-OPTIONS.add_argument("--copied", type=int, default=1024, metavar="MIB", help="of ShardStager")
 OPTIONS.add_argument("--measure", choices=list(SAMPLERS), help=argparse.SUPPRESS)
 
 
@@ -178,29 +161,16 @@ def sample(args: argparse.Namespace) -> dict[str, Any]:
     sampler = SAMPLERS[args.measure]
     samplers = {name: sampler(system, args.steps) for name, system in systems.items()}
     samples = turns.slowest(samplers, args.rounds)
-    stager = systems[OURS].stager
-    assert stager is not None
-    return {
-        "nbytes": 12 * sum(each.numel() for each in systems[OURS].model.parameters()),
-        "samples": samples,
-        "times": {name: system.times for name, system in systems.items()},
-        "copied": stager.peak_copied_bytes,
-    }
+    return {"samples": samples, "times": {name: each.times for name, each in systems.items()}}
 
 
 def report(args: argparse.Namespace, measured: dict[str, Any]) -> Results:
     """`measured` is what ranks reported of times and of memory."""
-    seconds = measured["time"]
-    results = Results(
-        f"a checkpoint of {seconds['nbytes'] / 1e6:.0f} MB in {args.folder} beside the steps, at "
-        f"most {args.copied} MiB copied, {seconds['copied'] / 1e6:.0f} MB were",
-        nbytes=seconds["nbytes"],
-    )
+    results = Results(f"a checkpoint of parameters and moments in {args.folder} beside the steps")
     compared = (OURS, FSDP2, 1.0), (OURS_TORCHS, FSDP2)
-    for quantity in (STEP, CALL, SLOWEST, LOST):
-        times = {name: found[quantity][1:] for name, found in seconds["times"].items()}
-        # What is lost may be nothing, so it has no ratio.
-        results.add(quantity, "s", times, *(compared if quantity in (CALL, SLOWEST) else ()))
+    for quantity in (CALL, SLOWEST):
+        times = {name: each[quantity][1:] for name, each in measured["time"]["times"].items()}
+        results.add(quantity, "s", times, *compared)
     results.add(EXTRA, "MB", megabytes(measured["memory"]["samples"]), *compared)
     return results
 

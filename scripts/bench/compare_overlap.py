@@ -32,8 +32,8 @@ def sample(args: argparse.Namespace) -> None:
     theirs = link_training.shard_fsdp2(args)
     updates = {OURS: link_training.update_ours, FSDP2: link_training.update_torchs}
     for name, model in ((OURS, ours), (FSDP2, theirs)):
-        update = updates[name](model) if args.whole else None
-        step = link_training.make_step(model, dist.get_rank(), args.rows, update)
+        update = updates[name](model) if args.whole else lambda: None
+        step = link_training.make_step(model, link_training.make_batch(args.rows), update)
         step()  # the order is known from now on
         trace(step, args.steps, args.out / name / f"rank-{dist.get_rank()}.json.gz")
 

@@ -59,22 +59,13 @@ class Model(nn.Module):
 def prepare(args: argparse.Namespace, name: str, width: int) -> Callable[[], float]:
     """Return a step of the system ``name``."""
     model = Model(args.blocks, args.before, args.sleep, width)
-    rank = dist.get_rank()
     ctx = FsdpContext(sharding.cpu_mesh())
     for block in (*model.first, *model.tower, *model.last):
         fully_shard(block, ctx)
     fully_shard(model.tower, ctx, conditional=name != PLAIN)
     fully_shard(model, ctx)
-    model.runs_tower = name != HALF or rank % 2 == 0
-    batch = link_training.make_batch(rank, args.rows, width)
-
-    def step() -> float:
-        loss = model(batch).square().mean()
-        loss.backward()
-        model.zero_grad(set_to_none=True)
-        return loss.item()
-
-    return step
+    model.runs_tower = name != HALF or dist.get_rank() % 2 == 0
+    return link_training.make_step(model, link_training.make_batch(args.rows, width))
 
 
 def messages_in(step: Callable[[], float]) -> list[float]:

@@ -20,20 +20,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_
 
-from fsdp_overlap import FsdpContext, optim
+from fsdp_overlap import FsdpContext
 from harness import link_training, options, runner, sharding, slow_link, turns
-from harness.optimizers import ADAMW
 from harness.runner import Results
 from link import FSDP2
 
 STAGE3, STAGE2, DDP = "ours, stage 3", "ours, stage 2", "DDP"
 LOOPBACK = "loopback"
-MAX_NORM = 1.0
 # Of ours to DDP.
 TARGETS = {STAGE3: 1.10, STAGE2: 1.00, FSDP2: None}
 # So many losses are compared. Later ones drift apart by rounding alone, because AdamW takes steps
@@ -58,49 +54,27 @@ SHAPES = {
 }
 
 
-def make_step(
-    model: nn.Module,
-    batch: torch.Tensor,
-    clip: Callable[[list[nn.Parameter]], object],
-    optimizer: torch.optim.Optimizer,
-    after: Callable[[], None] = lambda: None,
-) -> Callable[[], float]:
-    """A step of training, which returns the loss."""
-    parameters = list(model.parameters())
-
-    def step() -> float:
-        loss = model(batch).square().mean()
-        loss.backward()
-        clip(parameters)
-        optimizer.step()
-        after()
-        optimizer.zero_grad()
-        return loss.item()
-
-    return step
-
-
 def ours(model: nn.Sequential, stage: int, batch: torch.Tensor) -> Callable[[], float]:
     ctx = FsdpContext(sharding.cpu_mesh())
     ctx.plan_layout([*model, model])
     sharding.shard_ours(model, ctx).set_zero_stage(stage)
-    optimizer = optim.AdamW(model.parameters(), **ADAMW)
-    after = ctx.start_param_sync if stage < 3 else lambda: None
-    return make_step(
-        model, batch, lambda each: optim.clip_grad_norm_(each, MAX_NORM), optimizer, after
-    )
+    clip_and_step = link_training.update_ours(model, prefetch_next_forward=False)
+
+    def update() -> None:
+        clip_and_step()
+        if stage < 3:
+            ctx.start_param_sync()
+
+    return link_training.make_step(model, batch, update)
 
 
 def theirs(model: nn.Module, batch: torch.Tensor) -> Callable[[], float]:
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW, fused=True)
-    return make_step(
-        model, batch, lambda each: clip_grad_norm_(each, MAX_NORM, foreach=True), optimizer
-    )
+    return link_training.make_step(model, batch, link_training.update_torchs(model))
 
 
-def make_steps(shape: Shape, names: list[str]) -> dict[str, Callable[[], float]]:
+def make_steps(shape: Shape) -> dict[str, Callable[[], float]]:
     """A step of each system. Collective."""
-    batch = link_training.make_batch(dist.get_rank(), shape.rows, shape.width)
+    batch = link_training.make_batch(shape.rows, shape.width)
     makers: dict[str, Callable[[nn.Sequential], Callable[[], float]]] = {
         STAGE3: lambda model: ours(model, 3, batch),
         STAGE2: lambda model: ours(model, 2, batch),
@@ -108,14 +82,13 @@ def make_steps(shape: Shape, names: list[str]) -> dict[str, Callable[[], float]]
         DDP: lambda model: theirs(DistributedDataParallel(model), batch),
     }
     return {
-        name: makers[name](link_training.build(shape.blocks, width=shape.width)) for name in names
+        name: make(link_training.build(shape.blocks, width=shape.width))
+        for name, make in makers.items()
     }
 
 
 OPTIONS = options.parser(__doc__, ranks=2, rounds=9)
-SYSTEMS = [STAGE3, STAGE2, FSDP2, DDP]
 OPTIONS.add_argument("--shapes", choices=SHAPES, nargs="+", default=list(SHAPES))
-OPTIONS.add_argument("--systems", choices=SYSTEMS, nargs="+", default=SYSTEMS)
 OPTIONS.add_argument(
     "--rates",
     type=lambda text: text if text == LOOPBACK else slow_link.checked_rate(text),
@@ -128,7 +101,7 @@ OPTIONS.add_argument(
 def sample(args: argparse.Namespace) -> dict[str, list[float]]:
     """Milliseconds of a step of one shape, by system."""
     [name] = args.shapes
-    steps = make_steps(SHAPES[name], args.systems)
+    steps = make_steps(SHAPES[name])
     for _ in range(FIRST_STEPS):
         turns.same_losses({name: step() for name, step in steps.items()})
     args.steps = SHAPES[name].steps

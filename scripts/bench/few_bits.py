@@ -118,7 +118,7 @@ def sample(args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
     losses, counted = {}, {}
     for name, megabytes in sent.items():
         model, ctx = shard(args, name)
-        step = link_training.make_step(model, dist.get_rank(), args.rows)
+        step = link_training.make_step(model, link_training.make_batch(args.rows))
         losses[name] = step()
         if name == ONLY_BYTES:
             step = without_quantizing(step)

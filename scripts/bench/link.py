@@ -94,10 +94,11 @@ OPTIONS.add_argument("--stage", type=int, choices=[1, 2, 3], default=2, help="of
 def sample(args: argparse.Namespace) -> dict[str, list[float]]:
     """Milliseconds of a step of each system."""
     plain = link_training.build(args.blocks, args.sleep)
+    batch = link_training.make_batch(args.rows)
 
     def make_step(name: str, model: nn.Module) -> Callable[[], float]:
-        update = UPDATES[name](model) if args.whole else None
-        return link_training.make_step(model, dist.get_rank(), args.rows, update)
+        update = UPDATES[name](model) if args.whole else lambda: None
+        return link_training.make_step(model, batch, update)
 
     steps = {COMPUTE: make_step(COMPUTE, plain)}
     if args.optimizer is None:

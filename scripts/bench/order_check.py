@@ -56,7 +56,7 @@ def prepare(
             mesh_info.__dict__["order_check"] = Unchecked(
                 mesh_info.device, False, list, str, ctx.stats.count_confirmation
             )
-    run = link_training.make_step(model, dist.get_rank(), args.rows)
+    run = link_training.make_step(model, link_training.make_batch(args.rows))
     order = random.Random(0)  # the same on both ranks
     before = 0
 

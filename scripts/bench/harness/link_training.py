@@ -97,22 +97,28 @@ def build(blocks: int, sleep_ms: float = 0.0, width: int = WIDTH) -> nn.Sequenti
     return nn.Sequential(*(Block(sleep_ms, width) for _ in range(blocks)))
 
 
-def make_batch(rank: int, rows: int, width: int = WIDTH) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(rank)
+def make_batch(rows: int, width: int = WIDTH) -> torch.Tensor:
+    """This rank's."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
     return torch.randn(rows // SEQUENCE, SEQUENCE, width, generator=generator)
 
 
 def make_step(
-    model: nn.Module, rank: int, rows: int, update: Callable[[], None] | None = None
+    model: nn.Module,
+    batch: torch.Tensor,
+    update: Callable[[], object] = lambda: None,
+    microbatches: int = 1,
+    begin: Callable[[bool], object] = lambda is_last: None,
 ) -> Callable[[], float]:
-    """Forward and backward on this rank's rows, and `update`; returns the loss."""
-    batch = make_batch(rank, rows)
+    """Forwards and backwards, and `update`; `begin` is told before each microbatch whether it is
+    the last. Returns the loss of the last."""
 
     def step() -> float:
-        loss = model(batch).square().mean()
-        loss.backward()
-        if update is not None:
-            update()
+        for index in range(microbatches):
+            begin(index == microbatches - 1)
+            loss = model(batch).square().mean()
+            loss.backward()
+        update()
         model.zero_grad(set_to_none=True)
         return loss.item()
 
@@ -183,9 +189,9 @@ def make_update(
     return update
 
 
-def update_ours(model: nn.Module) -> Callable[[], None]:
+def update_ours(model: nn.Module, prefetch_next_forward: bool = True) -> Callable[[], None]:
     parameters = list(model.parameters())
-    optimizer = AdamW(parameters, **ADAMW, prefetch_next_forward=True)
+    optimizer = AdamW(parameters, **ADAMW, prefetch_next_forward=prefetch_next_forward)
     return make_update(parameters, clip_grad_norm_, optimizer)
 
 
@@ -228,28 +234,6 @@ def shard_ours(
     return sharding.shard_ours(model, ctx), ctx
 
 
-def make_training(
-    model: nn.Module,
-    args: argparse.Namespace,
-    begin: Callable[[bool], None],
-    update: Callable[[], None],
-) -> Callable[[], float]:
-    """A step of training; `begin` is told before each microbatch whether it is the last, `update`
-    follows them. Returns the loss of the last."""
-    batch = make_batch(dist.get_rank(), args.rows)
-
-    def step() -> float:
-        for index in range(args.microbatches):
-            begin(index == args.microbatches - 1)
-            loss = model(batch).square().mean()
-            loss.backward()
-        update()
-        model.zero_grad(set_to_none=True)
-        return loss.item()
-
-    return step
-
-
 def train_ours(
     args: argparse.Namespace, overlap: bool
 ) -> tuple[Callable[[], float], fsdp_overlap.FsdpContext]:
@@ -264,7 +248,8 @@ def train_ours(
         optimizer.step()
         (ctx.start_param_sync if overlap else ctx.finish_param_sync)()
 
-    return make_training(model, args, model.set_is_last_backward, update), ctx
+    begin = model.set_is_last_backward
+    return make_step(model, make_batch(args.rows), update, args.microbatches, begin), ctx
 
 
 def train_fsdp2(args: argparse.Namespace) -> Callable[[], float]:
@@ -283,7 +268,7 @@ def train_fsdp2(args: argparse.Namespace) -> Callable[[], float]:
         update = torchs(model, torch.float32)
     else:
         update = torch.optim.AdamW(model.parameters(), **ADAMW, fused=True).step
-    return make_training(model, args, begin, update)
+    return make_step(model, make_batch(args.rows), update, args.microbatches, begin)
 
 
 def make_communication(
