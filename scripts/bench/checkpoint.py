@@ -7,10 +7,9 @@ place with `load` what they saved themselves. FSDP2 uses torch's `FileSystemWrit
 checksums before it changes anything; ours is also loaded without comparing those of tensors, and by
 torch's reader, which compares none. Each reader must bring back every shard, bit by bit.
 
-*Time* includes `state_dict()`; throughput is the size of the whole model over it. Loads find the
-files in the page cache, as they were just written: they measure the software; with `--cold` they
-come from the disk, as after a restart. Saves wait for the disk, so `--folder /dev/shm` is the one
-to look at for what the software adds.
+*Time* includes `state_dict()`. Loads find the files in the page cache, as they were just written:
+they measure the software. Saves wait for the disk, so `--folder /dev/shm` is the one to look at for
+what the software adds.
 
 *Memory* is the peak of a rank's resident memory during one save or load above what it was before,
 on the rank with most; files in the page cache do not count. It is measured in ranks of its own, in
@@ -23,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -65,7 +63,7 @@ def build(blocks: int, width: int, shard: Callable[[nn.Module], Any]) -> nn.Sequ
     return model
 
 
-TIME, RATE, EXTRA = "time", "throughput", "extra memory a rank"
+TIME, EXTRA = "time", "extra memory a rank"
 TARGETS = {(TIME, SAVE_OURS): 0.8}  # of FSDP2's, where not 1
 PAGE = 4096  # bytes; of less than that memory cannot be seen to be taken
 
@@ -112,20 +110,6 @@ def new_folders(parent: Path) -> Callable[[], Path]:
     return next_folder
 
 
-def kept_folder(folder: Path, cold: bool) -> Callable[[], Path]:
-    """`folder` each time; its files are out of the page cache if `cold`."""
-
-    def same_folder() -> Path:
-        if cold and dist.get_rank() == 0:
-            for path in folder.iterdir():
-                with path.open("rb") as file:  # synced when it was saved, so nothing is dirty
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        dist.barrier()
-        return folder
-
-    return same_folder
-
-
 def check(name: str, model: nn.Module, load: Operation, folder: Path) -> None:
     """Fails unless `load` brings back what was saved in `folder` and is in `model`."""
     shards = [parameter.detach().to_local() for parameter in model.parameters()]
@@ -139,7 +123,6 @@ def check(name: str, model: nn.Module, load: Operation, folder: Path) -> None:
 
 OPTIONS = options.parser(__doc__, ranks=2, blocks=16, width=1024, rounds=11)
 options.add_folder(OPTIONS, "three checkpoints")
-OPTIONS.add_argument("--cold", action="store_true", help="loads find nothing in the page cache")
 OPTIONS.add_argument("--measure", choices=["time", "memory"], help=argparse.SUPPRESS)
 
 
@@ -170,7 +153,7 @@ def sample(args: argparse.Namespace) -> dict[str, Any]:
     folders = new_folders(folder / "saved")
     samplers = {name: sampled(save, folders, args.measure) for name, (_, save) in saves.items()}
     for name, (model, load) in loads.items():
-        samplers[name] = sampled(load, kept_folder(kept[model], args.cold), args.measure)
+        samplers[name] = sampled(load, partial(Path, kept[model]), args.measure)
     numel = sum(parameter.numel() for parameter in ours.parameters())
     return {"numel": numel, "samples": turns.slowest(samplers, args.rounds)}
 
@@ -180,16 +163,14 @@ def report(args: argparse.Namespace, measured: dict[str, Any]) -> Results:
     numel = measured["time"]["numel"]
     times = measured["time"]["samples"]
     seconds = {name: [ms / 1e3 for ms in values] for name, values in times.items()}
-    rates = {name: [4 * numel / 1e9 / s for s in values] for name, values in seconds.items()}
     extra = megabytes(measured["memory"]["samples"])
-    about = f"{numel / 1e6:.0f} million parameters in float32, in {args.folder}, "
-    results = Results(about + ("cold files" if args.cold else "cached files"), numel=numel)
+    about = f"{numel / 1e6:.0f} million parameters in float32, in {args.folder}"
+    results = Results(about, numel=numel)
     for quantity, unit, samples in ((TIME, "s", seconds), (EXTRA, "MB", extra)):
         compared = [
             (name, other, TARGETS.get((quantity, name), 1.0)) for name, other in COMPARED.items()
         ]
         results.add(quantity, unit, samples, *compared)
-    results.add(RATE, "GB/s", rates)
     return results
 
 

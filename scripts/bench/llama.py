@@ -35,6 +35,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,7 +50,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fsdp_overlap
 import fsdp_overlap.optim
-from fsdp_overlap.layout import TensorAtomic
+from fsdp_overlap.layout import Flat, Layout, TensorAtomic
 from fsdp_overlap.tools.profiling import read_report
 from harness import output, simulated_ranks
 from harness.measurement import Measurement
@@ -154,32 +155,13 @@ def ours(
     model: Any,
     setting: Setting,
     optimizers: Callable[[nn.Module], list[torch.optim.Optimizer]] = adamw,
-    layout: Any = None,
+    layout: Layout = Flat(),  # noqa: B008, frozen
     **options: Any,
 ) -> Trained:
-    ctx = fsdp_overlap.FsdpContext(setting.mesh, **({"layout": layout} if layout else {}))
+    ctx = fsdp_overlap.FsdpContext(setting.mesh, layout=layout)
     for module in (*model.blocks, model):
         fsdp_overlap.fully_shard(module, ctx, mp_policy=MIXED, **options)
     return Trained(model, optimizers(model))
-
-
-def ours_muon(model: nn.Module, setting: Setting) -> Trained:
-    def muon(sharded: nn.Module) -> list[torch.optim.Optimizer]:
-        return [fsdp_overlap.optim.Muon(sharded, lr=LR)]
-
-    return ours(model, setting, muon, TensorAtomic())
-
-
-def ours_adamw(model: nn.Module, setting: Setting) -> Trained:
-    return ours(model, setting, lambda m: [fsdp_overlap.optim.AdamW(m.parameters(), lr=LR)])
-
-
-def torchs_offloaded(model: nn.Module, setting: Setting) -> Trained:
-    return torchs(model, setting, offload_policy=fsdp2.CPUOffloadPolicy())
-
-
-def ours_offloaded(model: nn.Module, setting: Setting) -> Trained:
-    return ours(model, setting, offload_policy=fsdp_overlap.CPUOffloadPolicy())
 
 
 SYSTEMS: dict[str, Build] = {
@@ -187,11 +169,15 @@ SYSTEMS: dict[str, Build] = {
     DDP: ddp,
     FSDP2: torchs,
     OURS: ours,
-    "ours, its own AdamW": ours_adamw,
+    "ours, its own AdamW": partial(
+        ours, optimizers=lambda m: [fsdp_overlap.optim.AdamW(m.parameters(), lr=LR)]
+    ),
     "unsharded, torch's Muon": unsharded_muon,
-    "ours, Muon": ours_muon,
-    "FSDP2, offloaded": torchs_offloaded,
-    "ours, offloaded": ours_offloaded,
+    "ours, Muon": partial(
+        ours, optimizers=lambda m: [fsdp_overlap.optim.Muon(m, lr=LR)], layout=TensorAtomic()
+    ),
+    "FSDP2, offloaded": partial(torchs, offload_policy=fsdp2.CPUOffloadPolicy()),
+    "ours, offloaded": partial(ours, offload_policy=fsdp_overlap.CPUOffloadPolicy()),
 }
 ON_CUDA = ("FSDP2, offloaded", "ours, offloaded")  # a CPU's parameters are there already
 

@@ -3,11 +3,9 @@
 from pathlib import Path
 from typing import Annotated
 
-import matplotlib
 import torch
 import typer
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from fsdp_overlap.layout import (
@@ -19,6 +17,7 @@ from fsdp_overlap.layout import (
     TensorAtomic,
     plan_units,
 )
+from pictures import new_picture, save
 
 RANKS = 4
 SHAPES = {
@@ -63,21 +62,13 @@ def main(
 ) -> None:
     """One block of width 256 on four ranks. A bar is what a rank holds."""
     specs = [ParamSpec(fqn, shape, torch.float32) for fqn, shape in SHAPES.items()]
-    matplotlib.rcParams.update({"svg.hashsalt": "layouts", "svg.fonttype": "none"})
-    figure = Figure(figsize=(7.5, 5.2), layout="constrained")
+    figure = new_picture(7.5, 5.2)
     plans = {title: plan_units([specs], RANKS, rule)[0] for title, rule in LAYOUTS.items()}
     width = max(max(plan.shard_numels) for plan in plans.values())
     for axes, (title, plan) in zip(figure.subplots(len(plans)), plans.items(), strict=True):
         draw(axes, plan, title, width)
     names = {fqn: f"{fqn} {' x '.join(map(str, shape))}" for fqn, shape in SHAPES.items()}
-    figure.legend(
-        handles=[Patch(color=COLORS[fqn], label=names[fqn]) for fqn in SHAPES],
-        loc="outside lower center",
-        ncols=len(SHAPES),
-        fontsize=8,
-        frameon=False,
-    )
-    figure.savefig(out, metadata={"Date": None})
+    save(figure, out, [Patch(color=COLORS[fqn], label=names[fqn]) for fqn in SHAPES])
 
 
 if __name__ == "__main__":

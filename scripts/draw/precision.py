@@ -5,15 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, cast
 
-import matplotlib
 import torch
 import typer
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from fsdp_overlap import QuantizedCommPolicy
 from fsdp_overlap.layout import BlockAtomic, ParamGroupPlan, ParamSpec, plan_units
+from pictures import new_picture, save
 
 RANKS = 2
 SHAPES = {"qkv": (96, 32), "project": (32, 32), "up": (128, 32), "down": (32, 128), "norms": (256,)}
@@ -90,17 +89,9 @@ def main(
     out: Annotated[Path, typer.Option(help="The picture.")] = Path("docs/precision.svg"),
 ) -> None:
     """A block of width 32 on two ranks. A bar is as long as its bytes."""
-    matplotlib.rcParams.update({"svg.hashsalt": "precision", "svg.fonttype": "none"})
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    figure = new_picture(9, 3.6)
     draw(figure.subplots(), rows(plan_of(POLICY)), 4)
-    figure.legend(
-        handles=[Patch(color=color, label=label) for color, label in NAMES.items()],
-        loc="outside lower center",
-        ncols=len(NAMES),
-        fontsize=8,
-        frameon=False,
-    )
-    figure.savefig(out, metadata={"Date": None})
+    save(figure, out, [Patch(color=color, label=label) for color, label in NAMES.items()])
 
 
 if __name__ == "__main__":

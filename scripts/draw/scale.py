@@ -8,13 +8,13 @@ ragged: docs/scale_ragged.svg, layouts whose shards differ in size, and the time
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated
 
-import matplotlib
 import typer
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -23,6 +23,7 @@ from rich.console import Console
 from fsdp_overlap import BlockAtomic, Flat, TensorAtomic
 from fsdp_overlap.layout import LayoutRule
 from fsdp_overlap.tools.simulator import Costs, Device, Fabric, Training, simulate
+from pictures import new_picture, save
 
 DEVICE, FABRIC = "h100_sxm", "nvlink4_400g"
 LARGE = "h200_sxm"  # for what does not fit the other
@@ -32,11 +33,9 @@ COLORS = ["#4477aa", "#228833", "#aa3377", "#ccbb44", "#66ccee"]
 
 @dataclass(frozen=True)
 class Found:
-    """Seconds of a step and of what it waits for in it; bytes that the allocator takes."""
+    """Seconds of a step, bytes that the allocator takes, and tokens."""
 
     seconds: float
-    gathers: float
-    reductions: float
     reserved: int
     tokens: int
 
@@ -45,24 +44,17 @@ class Found:
 def predict(training: Training, device: str = DEVICE) -> Found:
     costs = Costs(Device.read(device), Fabric.read(FABRIC))
     found = simulate(training.program, training.gpus, costs)
-    waits = {"all_gather": 0.0, "reduce_scatter": 0.0}
+    waits: Counter[str] = Counter()
     for each in found.report.collectives:
-        waits[each.kind] = waits.get(each.kind, 0.0) + each.exposed / 1e6
-    result = Found(
-        found.seconds,
-        waits["all_gather"],
-        waits["reduce_scatter"],
-        found.reserved,
-        training.tokens,
-    )
+        waits[each.kind] += each.exposed / 1e6
     Console(stderr=True, highlight=False, soft_wrap=True).print(
         f"{training.model} on {training.gpus} {device} in {training.replicas} copies, "
         f"{training.blocks_per_unit} blocks a unit, prefetch {training.prefetch}, "
         f"{training.layout}: "
-        f"{result.seconds:.3f} s, of which it waits for gathers {result.gathers:.3f} s and for "
-        f"reductions {result.reductions:.3f} s, {result.reserved / GIB:.1f} GiB"
+        f"{found.seconds:.3f} s, of which it waits for gathers {waits['all_gather']:.3f} s and for "
+        f"reductions {waits['reduce_scatter']:.3f} s, {found.reserved / GIB:.1f} GiB"
     )
-    return result
+    return Found(found.seconds, found.reserved, training.tokens)
 
 
 def draw_gpus(figure: Figure) -> None:
@@ -83,11 +75,10 @@ def draw_gpus(figure: Figure) -> None:
             shown = [100 * _rate(predict(training, device)) / rates[0] for training in copies]
             numbers, name = [each.gpus for each in copies], "8B, a copy on every 256"
             axes.plot(numbers, shown, "s--", color=color, markersize=4, label=name)
-    axes.set_xscale("log", base=2)
-    axes.set(xlabel="GPUs", ylabel="percent", ylim=(70, 101), xticks=counts)
-    axes.set_xticklabels([f"{count:,}" for count in counts])
-    _title(axes, "Predicted tokens a second and GPU; 100% on the fewest GPUs of each model")
-    axes.legend(frameon=False, fontsize=8)
+    axes.set_ylim(70, 101)
+    _finish(
+        axes, "Predicted tokens a second and GPU; 100% on the fewest GPUs of each model", counts
+    )
 
 
 def _rate(found: Found) -> float:
@@ -112,8 +103,7 @@ def draw_prefetch(figure: Figure) -> None:
     limit = Device.read(DEVICE).memory_size / GIB
     axes.axvline(limit, color="#888888", linewidth=1, linestyle=":")
     axes.set(xlabel="GiB a GPU (dotted: what it has)", ylabel="seconds a step")
-    _title(axes, "Llama-3 70B on 256 H100, predicted; the numbers are prefetch")
-    axes.legend(frameon=False, fontsize=8)
+    _finish(axes, "Llama-3 70B on 256 H100, predicted; the numbers are prefetch")
 
 
 LAYOUTS: dict[str, tuple[LayoutRule, int]] = {
@@ -140,17 +130,19 @@ def draw_ragged(figure: Figure) -> None:
             )
             more.append(100 * (other.seconds / flat.seconds - 1))
         axes.plot(used, more, "o-", color=color, label=label)
-    axes.set_xscale("log", base=2)
-    axes.set(xlabel="GPUs", ylabel="percent", xticks=counts)
-    axes.set_xticklabels([f"{count:,}" for count in counts])
-    _title(axes, "Llama-3 8B on H100, predicted: time of a step above that of Flat()")
-    axes.legend(frameon=False, fontsize=8)
+    _finish(axes, "Llama-3 8B on H100, predicted: time of a step above that of Flat()", counts)
 
 
-def _title(axes: Axes, title: str) -> None:
+def _finish(axes: Axes, title: str, counts: Sequence[int] = ()) -> None:
+    """Title and legend; ``counts``: of GPUs, where percents are drawn by them."""
+    if counts:
+        axes.set_xscale("log", base=2)
+        axes.set(xlabel="GPUs", ylabel="percent", xticks=counts)
+        axes.set_xticklabels([f"{count:,}" for count in counts])
     axes.set_title(title, loc="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize=8)
 
 
 PICTURES: dict[str, Callable[[Figure], None]] = {
@@ -168,11 +160,11 @@ def main(
     for name in pictures or PICTURES:
         if name not in PICTURES:
             raise typer.BadParameter(f"{name}: there are {', '.join(PICTURES)}")
-    matplotlib.rcParams.update({"svg.hashsalt": "scale", "svg.fonttype": "none"})
     for name in pictures or PICTURES:
-        figure = Figure(figsize=(7.5, 3.8), layout="constrained")
+        path = out / f"scale_{name}.svg"
+        figure = new_picture(7.5, 3.8)
         PICTURES[name](figure)
-        figure.savefig(out / f"scale_{name}.svg", metadata={"Date": None})
+        save(figure, path)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import matplotlib
 import typer
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
+
+from pictures import new_picture, save
 
 BLOCKS = 4
 KINDS = ("parameters", "gradients", "optimizer states")
@@ -53,10 +53,9 @@ def draw(axes: Axes, held: dict[str, tuple[str, ...]], moment: int, rank: int) -
 def main(
     out: Annotated[Path, typer.Option(help="The picture.")] = Path("docs/tutorial.svg"),
 ) -> None:
-    matplotlib.rcParams.update({"svg.hashsalt": "tutorial", "svg.fonttype": "none"})
     rows = [("each rank,\nunsharded", "plain", 0)]
     rows += [(f"rank {rank},\nsharded", "sharded", rank) for rank in range(2)]
-    figure = Figure(figsize=(7.5, 5.2), layout="constrained")
+    figure = new_picture(7.5, 5.2)
     grid = figure.subplots(len(rows), len(MOMENTS))
     for (title, way, rank), line in zip(rows, grid, strict=True):
         for moment, axes in enumerate(line):
@@ -66,18 +65,12 @@ def main(
         line[0].set_ylabel(title, fontsize=9, rotation=0, ha="right", va="center")
     for axes, title in zip(grid[0], MOMENTS, strict=True):
         axes.set_title(title, fontsize=9)
-    figure.legend(
-        handles=[
-            Patch(color=HALVES[0], label="the half that rank 0 keeps"),
-            Patch(color=HALVES[1], label="the half that rank 1 keeps"),
-            Patch(facecolor="white", edgecolor=EDGE, label="not in memory"),
-        ],
-        loc="outside lower center",
-        ncols=3,
-        fontsize=8,
-        frameon=False,
-    )
-    figure.savefig(out, metadata={"Date": None})
+    legend = [
+        Patch(color=HALVES[0], label="the half that rank 0 keeps"),
+        Patch(color=HALVES[1], label="the half that rank 1 keeps"),
+        Patch(facecolor="white", edgecolor=EDGE, label="not in memory"),
+    ]
+    save(figure, out, legend)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import typer
 from torch.distributed.tensor.debug import CommDebugMode
 

@@ -6,7 +6,6 @@ import ast
 import contextlib
 import inspect
 import re
-import runpy
 import shlex
 import tomllib
 from collections.abc import Iterator
@@ -104,19 +103,6 @@ def test_the_commands_on_checkpoints_run(tmp_path: Path) -> None:
     run_commands(DOCS / "checkpoints.md", tmp_path)
     assert (tmp_path / "small.pt").exists()
     assert (tmp_path / "small.safetensors").exists()
-
-
-def formulas_and_measurements() -> dict[str, list[list[int]]]:
-    script = runpy.run_path(str(ROOT / "scripts" / "draw" / "memory.py"))
-    return script["compared"](dist.get_rank(), dist.get_world_size())
-
-
-@pytest.mark.slow
-def test_the_formulas_of_memory_are_what_ranks_allocate() -> None:
-    found = run_ranks(formulas_and_measurements, 2)[0]
-    assert len(found) == 2 * 2 * 3  # ranks, optimizers and stages
-    for name, pairs in found.items():
-        assert all(formula == measured for formula, measured in pairs), (name, pairs)
 
 
 def test_every_fault_names_tests_that_exist() -> None:
