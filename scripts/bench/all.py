@@ -31,7 +31,6 @@ from harness.plot import plot
 from harness.summary import Circumstances, Row, page_of, rows_of, write_summary
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-_POLL_SECONDS = 0.1
 # What the scripts say when a rank has said it before.
 _SAID_BEFORE = "its error is above"
 
@@ -109,13 +108,10 @@ def run_one(
             stderr=subprocess.STDOUT,
         )
         try:
-            # Progress is drawn by a thread of its own meanwhile.
-            while process.poll() is None:
-                time.sleep(_POLL_SECONDS)
+            process.wait()  # progress is drawn by a thread of its own meanwhile
         finally:
-            if process.poll() is None:
-                process.terminate()  # it ends its ranks
-                process.wait()
+            process.terminate()  # if it still runs, when it ends its ranks
+            process.wait()
     found = failure = None
     try:
         found = read_measurement(record)

@@ -28,7 +28,6 @@ from fsdp_overlap.layout import (
 )
 from harness import output
 from harness.balance_bound import least_imbalance
-from harness.markdown import markdown_table
 from harness.measurement import Measurement, Sweep
 from harness.real_models import MODELS, units_of
 from harness.runner import Results
@@ -97,39 +96,19 @@ class Balance:
         held = self.held / bound.held
         return held if not self.work or not bound.work else max(held, self.work / bound.work)
 
-    def __str__(self) -> str:
-        return f"{self.held:.3f}" if self.work is None else f"{self.held:.3f} / {self.work:.3f}"
-
 
 @dataclass(frozen=True)
 class Planned:
     """A model on so many ranks under a layout. matrices: in the whole model. padding: a part of all
-    parameters. ragged: units whose shards are not equal. seconds: to plan all units."""
+    parameters. seconds: to plan all units."""
 
     model: str
     ranks: int
     layout: str
     matrices: int
-    units: int
     padding: float
-    balance: Balance
-    bound: Balance
-    ragged: int
+    over_bound: float
     seconds: float
-
-    def cells(self) -> list[str]:
-        return [
-            self.model,
-            str(self.ranks),
-            self.layout,
-            f"{self.matrices / self.ranks:.1f}",
-            f"{100 * self.padding:.4f}",
-            str(self.balance),
-            str(self.bound),
-            f"{self.balance.over(self.bound):.3f}",
-            "equal" if not self.ragged else f"{self.ragged} of {self.units} ragged",
-            f"{self.seconds:.3f}",
-        ]
 
 
 def plan(model: str, ranks: int, kind: str) -> Planned:
@@ -144,11 +123,8 @@ def plan(model: str, ranks: int, kind: str) -> Planned:
         ranks,
         kind,
         (len(units) - 1) * sum(s[0] if len(s) == 3 else 1 for s in shapes),
-        len(units),
         padding / (sum(plan.numel for plan in plans) - padding),
-        Balance.of(plans, rule),
-        Balance.bound(units, ranks, rule),
-        sum(not plan.is_equal for plan in plans),
+        Balance.of(plans, rule).over(Balance.bound(units, ranks, rule)),
         seconds,
     )
 
@@ -158,15 +134,18 @@ def measurement_of(planned: Sequence[Planned]) -> Measurement:
     results = Results(sweep=Sweep("ranks"))
     whole: dict[str, list[Planned]] = {}
     for one in planned:
+        for what, unit, value in (
+            ("imbalance over the bound", "", one.over_bound),
+            ("padding", "%", 100 * one.padding),
+        ):
+            results.add(f"{one.layout}: {what}", unit, {one.model: [value]}, at=one.ranks)
         if one.layout == "tensor-atomic":
             whole.setdefault(one.model, []).append(one)
-            found = {one.model: [one.balance.over(one.bound)]}
-            results.add("imbalance over the bound", "", found, at=one.ranks)
     quantity = f"worst imbalance over the bound with {BALANCED_FROM} matrices a rank or more"
     for model, each in whole.items():
         if even := [one for one in each if one.matrices >= BALANCED_FROM * one.ranks]:
-            worst = max(even, key=lambda one: one.balance.over(one.bound))
-            system, over = f"{model} on {worst.ranks} ranks", worst.balance.over(worst.bound)
+            worst = max(even, key=lambda one: one.over_bound)
+            system, over = f"{model} on {worst.ranks} ranks", worst.over_bound
             results.add(quantity, "", {system: [over]}, at_most={system: BALANCE_TARGET})
     for model, each in whole.items():
         slowest = max(each, key=lambda one: one.seconds)
@@ -190,8 +169,6 @@ def main(
     json: Annotated[Path | None, typer.Option(help="Also write the figures here.")] = None,
 ) -> None:
     """One unit a block. Imbalance is the largest over the mean."""
-    columns = "model,ranks,layout,matrices a rank,padding %,imbalance of bytes / of work,bound"
-    columns += ",over it,shards,planning s"
     planned = [
         plan(name, world_size, kind)
         for name in MODELS
@@ -200,7 +177,6 @@ def main(
         for kind in LAYOUTS
         if layout in (None, kind)
     ]
-    print(markdown_table(columns.split(","), [one.cells() for one in planned]), end="\n\n")
     output.publish(measurement_of(planned), json)
 
 

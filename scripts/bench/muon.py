@@ -1,4 +1,4 @@
-"""A step of Muon: ours on every kind of mesh, FSDP2's, a layer-wise optimizer's, and unsharded.
+"""A step of Muon: ours, FSDP2's, a layer-wise optimizer's, and unsharded.
 
 Each system has a copy of one model: `--blocks` blocks of 12 * width^2 parameters in four matrices,
 and two norms. The matrices are stepped by Muon, the norms by AdamW, with the same settings:
@@ -11,8 +11,6 @@ and two norms. The matrices are stepped by Muon, the norms by AdamW, with the sa
 - FSDP2: the same two on what `torch.distributed.fsdp.fully_shard` shards;
 - ours: `fsdp_overlap.optim.Muon` under `TensorAtomic()`, under `Flat()`, and unsharded, which
   shows what of a difference is due to its products alone;
-- on four ranks and more, ours with two copies, and with tensor parallelism over two ranks, by which
-  half of the matrices are cut by rows and half by columns.
 
 A second model has as many parameters in stacks of experts, which torch's Muon does not step: ours,
 with experts divided among two ranks and sharded over the rest, and ours unsharded. Products are in
@@ -47,7 +45,6 @@ from harness.runner import Results
 
 UNSHARDED, LAYER_WISE, FSDP2 = "unsharded, torch's", "layer-wise, torch's", "FSDP2, torch's"
 WHOLE, FLAT, ALONE = "ours, TensorAtomic()", "ours, Flat()", "ours, unsharded"
-COPIES, TENSOR_PARALLEL = "ours, two copies", "ours, tensor parallel"
 EXPERTS, EXPERTS_ALONE = "ours, experts", "ours, experts unsharded"
 STEP, COLLECTIVES = "step", "collectives a step"
 # WHOLE's time over that of these, by the number of ranks.
@@ -84,26 +81,8 @@ def shard(model: nn.Sequential, layout: Layout, mesh: DeviceMesh | None = None) 
     sharding.shard_ours(model, ctx)
 
 
-def grid(*names: str) -> DeviceMesh:
-    """Two ranks along the second dimension, or along the first if that is copies."""
-    half = dist.get_world_size() // 2
-    shape = (2, half) if names[0] == "replicate" else (half, 2)
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
-
-
-def parallelize(model: nn.Sequential) -> None:
-    """Cuts matrices that are tall by rows, and wide ones by columns."""
-    mesh = grid("dp", "tp")
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            dim = 0 if module.out_features > module.in_features else 1
-            weight = torch_distribute(module.weight.detach(), mesh["tp"], [Shard(dim)])
-            module.weight = nn.Parameter(weight)
-    shard(model, Flat(), mesh["dp"])
-
-
 def divide_experts(model: nn.Sequential) -> None:
-    mesh = grid("shard", "ep")
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("shard", "ep"))
     for module in model.modules():
         if isinstance(module, Experts):
             weight = torch_distribute(module.weight.detach(), mesh["ep"], [Shard(0)])
@@ -112,7 +91,7 @@ def divide_experts(model: nn.Sequential) -> None:
 
 
 def systems() -> dict[str, System]:
-    found = {
+    return {
         UNSHARDED: System(lambda model: None, torchs),
         LAYER_WISE: System(lambda model: None, layer_wise),
         FSDP2: System(sharding.shard_fsdp2, torchs),
@@ -122,12 +101,6 @@ def systems() -> dict[str, System]:
         EXPERTS_ALONE: System(lambda model: None, ours, EXPERTS_ALONE, Experts),
         EXPERTS: System(divide_experts, ours, EXPERTS_ALONE, Experts),
     }
-    if dist.get_world_size() >= 4:
-        found[COPIES] = System(
-            lambda model: shard(model, TensorAtomic(), grid("replicate", "shard")), ours
-        )
-        found[TENSOR_PARALLEL] = System(parallelize, ours)
-    return found
 
 
 def build(args: argparse.Namespace, block: type[nn.Module] = link_training.Block) -> nn.Sequential:
@@ -194,8 +167,6 @@ def report(args: argparse.Namespace, found: dict[str, Any]) -> Results:
         *((WHOLE, other, targets.get(other)) for other in (UNSHARDED, LAYER_WISE, FSDP2)),
         (FLAT, FSDP2),
         (EXPERTS, EXPERTS_ALONE),
-        (COPIES, ALONE),
-        (TENSOR_PARALLEL, ALONE),
     )
     results.add(COLLECTIVES, "", found[COLLECTIVES], at_most={WHOLE: 0, EXPERTS: 0})
     return results

@@ -24,7 +24,6 @@ from harness.runner import Results
 
 CHECKED, UNCHECKED = "checked", "unchecked"
 STEP, SHUFFLED = "step", "step in an order that nobody expects"
-CONFIRMED = "confirmations in a step"
 TARGET = 1.01
 
 
@@ -43,10 +42,8 @@ class Unchecked(OrderCheck):
         return self.flags
 
 
-def prepare(
-    args: argparse.Namespace, checked: bool, shuffled: bool
-) -> tuple[Callable[[], float], Callable[[], float]]:
-    """A step, and how many confirmations the last one took."""
+def prepare(args: argparse.Namespace, checked: bool, shuffled: bool) -> Callable[[], float]:
+    """A step."""
     model = link_training.build(args.blocks)
     blocks = list(model)
     ctx = FsdpContext()
@@ -58,31 +55,26 @@ def prepare(
             )
     run = link_training.make_step(model, link_training.make_batch(args.rows))
     order = random.Random(0)  # the same on both ranks
-    before = 0
 
     def step() -> float:
-        nonlocal before
-        before = ctx.stats.confirmations
         if shuffled:
             order.shuffle(blocks)
             model._modules.update((str(index), block) for index, block in enumerate(blocks))
         return run()
 
-    return step, lambda: ctx.stats.confirmations - before
+    return step
 
 
 OPTIONS = options.parser(__doc__, ranks=2, blocks=8, rows=256, steps=2, rounds=15)
 
 
-def sample(args: argparse.Namespace) -> dict[str, Any]:
-    found: dict[str, Any] = {CONFIRMED: {}}
+def sample(args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
+    found = {}
     for quantity, shuffled in ((STEP, False), (SHUFFLED, True)):
-        prepared = {name: prepare(args, name == CHECKED, shuffled) for name in (CHECKED, UNCHECKED)}
-        steps = {name: step for name, (step, _) in prepared.items()}
+        steps = {name: prepare(args, name == CHECKED, shuffled) for name in (CHECKED, UNCHECKED)}
         for _ in range(2):
             turns.same_losses({name: step() for name, step in steps.items()})
         found[quantity] = turns.slowest_steps(steps, args)
-        found[CONFIRMED][quantity] = [float(prepared[CHECKED][1]())]
     return found
 
 
@@ -90,7 +82,6 @@ def report(args: argparse.Namespace, found: dict[str, Any]) -> Results:
     results = Results(f"blocks of 12*{link_training.WIDTH}^2")
     results.add(STEP, "ms", found[STEP], (CHECKED, UNCHECKED, TARGET))
     results.add(SHUFFLED, "ms", found[SHUFFLED], (CHECKED, UNCHECKED))
-    results.add(CONFIRMED, "", found[CONFIRMED])
     return results
 
 

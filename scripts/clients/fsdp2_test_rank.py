@@ -19,6 +19,7 @@ from functools import partial, wraps
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 REWRITES = [
     (r"torch\.device\(\"cuda\", (0|torch\.cuda\.current_device\(\))\)", 'torch.device("cpu")'),
@@ -79,47 +80,15 @@ class Outcome:
 # ---- a CPU in the place of GPUs ----
 
 
-class _Event:
-    """An event of a device on which everything is done when the call that asks for it returns."""
-
-    def __init__(self, enable_timing: bool = False) -> None:
-        self._time = 0.0
-
-    def record(self, stream: object = None) -> None:
-        self._time = time.perf_counter()
-
-    def wait(self, stream: object = None) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, end: _Event) -> float:
-        return (end._time - self._time) * 1000
-
-
-class _Stream:
-    def wait_stream(self, stream: object) -> None: ...
-
-    def wait_event(self, event: object) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def record_event(self, event: _Event | None = None) -> _Event:
-        event = event or _Event()
-        event.record()
-        return event
-
-
 def _cpu_as_gpu(ranks: int) -> types.SimpleNamespace:
-    """What the tests find in the place of `torch.cuda`. A CPU does not have what is not here."""
+    """What the tests find in the place of `torch.cuda`. A CPU does not have what is not here. All
+    is done when the call that asks for it returns, so events and streams have nothing to do."""
     return types.SimpleNamespace(
-        Event=_Event,
-        Stream=_Stream,
+        Event=MagicMock,
+        Stream=MagicMock,
         _sleep=lambda milliseconds: time.sleep(milliseconds / 1000),
         current_device=lambda: 0,
-        current_stream=_Stream,
+        current_stream=MagicMock,
         device_count=lambda: ranks,
         empty_cache=lambda: None,
         is_available=lambda: True,

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import ast
 import hashlib
-import json
 import multiprocessing
 import os
 import re
@@ -27,7 +26,7 @@ import time
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -278,7 +277,6 @@ def main() -> None:
     parser.add_argument("--only", default="", help="run the tests whose names this regex finds")
     parser.add_argument("--ranks", type=int, default=2, help="some tests need 4")
     parser.add_argument("--seconds", type=float, default=90, help="that a test may take")
-    parser.add_argument("--results", type=Path, help="write all outcomes there, as JSON")
     parser.add_argument("--verbose", action="store_true", help="print tracebacks too")
     options = parser.parse_args()
     os.environ.update(VARIABLES)
@@ -293,8 +291,6 @@ def main() -> None:
         rows += [Row(f"{file.stem}.{test}", fsdp2[test], ours[test]) for test in tests]
     if options.verbose:
         print(*(f"---- {row.name}\n{row.ours.details}" for row in rows if row.is_loss), sep="\n")
-    if options.results:
-        options.results.write_text(json.dumps([asdict(row) for row in rows], indent=1))
     print(table_of(rows, known), summary_of(rows, known), sep="\n\n")
     complaints = [complaint for row in rows if (complaint := complaint_of(row, known))]
     print(*complaints, sep="\n")

@@ -42,12 +42,9 @@ def add_output(parser: argparse.ArgumentParser) -> None:
 def repeated_argv() -> list[str]:
     """Script and arguments that repeat this run, from the repository."""
     script, *arguments = sys.argv
-    kept: list[str] = []
-    is_output = False
-    for argument in arguments:
-        is_value, is_output = is_output, argument == "--json"
-        if not (is_value or is_output or argument.startswith("--json=")):
-            kept.append(argument)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_output(parser)
+    _, kept = parser.parse_known_args(arguments)
     return [f"scripts/bench/{Path(script).name}", *kept]
 
 

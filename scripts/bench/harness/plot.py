@@ -15,13 +15,13 @@ _COLORS = ("#4477aa", "#ee6677", "#777777", "#228833", "#ccbb44", "#66ccee", "#a
 
 
 def plot(measurement: Measurement, title: str, path: Path) -> None:
-    """Draws what is compared along the sweep as lines, with bands from 10th to 90th percentile.
-    `path` may end in .png or .svg. Does nothing without a sweep."""
+    """Draws the first quantity that is compared, along the sweep, as lines with bands from 10th to
+    90th percentile. `path` may end in .png or .svg. Does nothing without a sweep."""
     figures = [figure for figure in measurement.figures if figure.at is not None]
-    compared = {ratio.quantity for ratio in measurement.ratios} or {f.quantity for f in figures}
-    figures = [figure for figure in figures if figure.quantity in compared]
     if measurement.sweep is None or not figures:
         return
+    compared = (*measurement.ratios, *figures)[0].quantity
+    figures = [figure for figure in figures if figure.quantity == compared]
     matplotlib.use("agg")
     picture = Picture(figsize=(7.5, 4.7), layout="constrained")
     _draw_lines(picture.subplots(), figures, measurement.sweep)

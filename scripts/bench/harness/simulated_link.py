@@ -4,10 +4,11 @@ tensors of collectives, and takes the time that their bytes would need."""
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -26,7 +27,7 @@ class Transfer(NamedTuple):
     nbytes: int
 
 
-class Link(Protocol):
+class Link(ABC):
     """What carries the bytes of all simulated groups of this process.
 
     gigabytes_per_s: 1e9 bytes received by a rank in a second; None for no limit but memory.
@@ -34,44 +35,34 @@ class Link(Protocol):
     sent: what it carried; empty it at will.
     """
 
-    gigabytes_per_s: float | None
-    waiting_blocks: int
-    sent: list[Transfer]
-
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, world_size: int) -> None:
-        """Fills each of the `world_size` ranges of `full` with `shard`, which may be the first."""
-        ...
-
-    def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor, world_size: int) -> None:
-        """Reads all of `whole` and fills `own` with its first range."""
-        ...
-
-    def all_reduce(self, tensor: torch.Tensor, world_size: int) -> None:
-        """Takes the time of a ring all-reduce, and leaves `tensor` as it is."""
-        ...
-
-    def fill(self, kind: str, ranges: Sequence[torch.Tensor], source: torch.Tensor) -> None:
-        """Fills each of `ranges`, of any sizes, with `source`, which may be the first."""
-        ...
-
-    def read(self, kind: str, own: torch.Tensor, ranges: Sequence[torch.Tensor]) -> None:
-        """Reads all `ranges`, of any sizes, and fills `own` with the first."""
-        ...
-
-
-class HostLink:
-    """A CPU's: the caller waits for the whole transfer."""
-
     def __init__(self) -> None:
         self.gigabytes_per_s: float | None = None
         self.waiting_blocks = 1
         self.sent: list[Transfer] = []
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, world_size: int) -> None:
+        """Fills each of the `world_size` ranges of `full` with `shard`, which may be the first."""
         self.fill("all_gather", full.view(world_size, -1).unbind(), shard)
 
     def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor, world_size: int) -> None:
+        """Reads all of `whole` and fills `own` with its first range."""
         self.read("reduce_scatter", own.view(-1), whole.view(world_size, -1).unbind())
+
+    @abstractmethod
+    def all_reduce(self, tensor: torch.Tensor, world_size: int) -> None:
+        """Takes the time of a ring all-reduce, and leaves `tensor` as it is."""
+
+    @abstractmethod
+    def fill(self, kind: str, ranges: Sequence[torch.Tensor], source: torch.Tensor) -> None:
+        """Fills each of `ranges`, of any sizes, with `source`, which may be the first."""
+
+    @abstractmethod
+    def read(self, kind: str, own: torch.Tensor, ranges: Sequence[torch.Tensor]) -> None:
+        """Reads all `ranges`, of any sizes, and fills `own` with the first."""
+
+
+class HostLink(Link):
+    """A CPU's: the caller waits for the whole transfer."""
 
     def all_reduce(self, tensor: torch.Tensor, world_size: int) -> None:
         self._carry(_all_reduce(tensor, world_size), lambda: None)
@@ -95,13 +86,11 @@ class HostLink:
             time.sleep(rest)
 
 
-class CudaLink:
+class CudaLink(Link):
     """A GPU's: kernels that share one word of its memory, the moment when the link is free."""
 
     def __init__(self) -> None:
-        self.gigabytes_per_s: float | None = None
-        self.waiting_blocks = 1
-        self.sent: list[Transfer] = []
+        super().__init__()
         self._free_at = torch.zeros(1, dtype=torch.int64, device="cuda")
         self._launches = 0
         # A word for each of the kernels that may run at once, which are far fewer.
