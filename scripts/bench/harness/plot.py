@@ -20,7 +20,7 @@ def plot(measurement: Measurement, title: str, path: Path) -> None:
     figures = [figure for figure in measurement.figures if figure.at is not None]
     if measurement.sweep is None or not figures:
         return
-    compared = (*measurement.ratios, *figures)[0].quantity
+    compared = (measurement.ratios[0] if measurement.ratios else figures[0]).quantity
     figures = [figure for figure in figures if figure.quantity == compared]
     matplotlib.use("agg")
     picture = Picture(figsize=(7.5, 4.7), layout="constrained")
