@@ -19,7 +19,8 @@ were issued, whatever the caller does meanwhile: on a thread of its own.
 
 On the emulated device a synchronous call is an operation of the current stream. An asynchronous one
 runs on the stream of the group, and `wait()` lets the current stream wait for it, and not the host.
-Lists of unequal ranges are groups of broadcasts, or of reductions.
+Lists of unequal ranges are groups of broadcasts, or of reductions. Of calls that the program
+coalesces, the work of the whole alone can be waited for, if they are asynchronous.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ import torch.distributed as dist
 from fsdp_overlap.tools.emulator import graphs
 from fsdp_overlap.tools.emulator import torch_module as streams
 from fsdp_overlap.tools.emulator.dispatch import unseen
-from fsdp_overlap.tools.emulator.works import EmulatedWork
+from fsdp_overlap.tools.emulator.works import EmulatedWork, FinishedWork
 from fsdp_overlap.tools.torch_internals import names_of_groups
 
 # As NCCL's name is spoken. Written, it would stand for a GPU.
@@ -170,6 +171,7 @@ class NcclLikeGroup(_ProcessGroup):
         self._last: Future[Any] = Future()
         self._last.set_result(None)
         self._coalesced: list[dist.Work] | None = None
+        self._is_coalesced_async = True
         self.pools: list[Any] = []
         self._thread = ThreadPoolExecutor(1, f"{BACKEND}-{rank}")
 
@@ -205,8 +207,11 @@ class NcclLikeGroup(_ProcessGroup):
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalesced = []
 
-    def _end_coalescing(self, device: torch.device) -> dist.Work:
+    def _end_coalescing(self, device: torch.device) -> dist.Work | None:
         works, self._coalesced = self._coalesced or [], None
+        if works and not self._is_coalesced_async:
+            NcclLikeGroup.unwatched += 1
+            return None
         return _together(works)
 
     def _get_backend(self, device: torch.device) -> Any:
@@ -265,14 +270,15 @@ class NcclLikeGroup(_ProcessGroup):
             NcclLikeGroup.unwatched += 1
         enqueued = None
         if streams.is_available():
-            is_async = self._coalesced is not None or collective.is_async
             for part in collective.parts or [Part(kind, reads, writes)]:
-                enqueued = streams.active().issue(self, *part, is_async)
+                enqueued = streams.active().issue(self, *part, collective.is_async)
         with unseen():
             work = self._carry(collective, start)
         work.enqueued, work.outputs = enqueued, list(writes)
         if self._coalesced is not None:
             self._coalesced.append(work)
+            self._is_coalesced_async = collective.is_async
+            return FinishedWork()  # the event of this one is recorded nowhere
         return work
 
     def _carry(self, collective: CollectiveCall, start: Callable[[], Arrival]) -> Delivery:
@@ -392,11 +398,13 @@ class NcclLikeGroup(_ProcessGroup):
     allreduce_coalesced = allreduce
 
     @replayable
+    @replayable
     def reduce(self, tensors: Any, opts: Any) -> dist.Work:
         [tensor] = tensors
         is_root = self.rank() == opts.rootRank
         sends = [tensor if rank == opts.rootRank else tensor[:0] for rank in range(self.size())]
-        return self._all(_reduction("reduce", [tensor] if is_root else [], [tensor], opts), sends)
+        kind = f"reduce to {opts.rootRank}"
+        return self._all(_reduction(kind, [tensor] if is_root else [], [tensor], opts), sends)
 
     @replayable
     def broadcast(self, tensors: Any, opts: Any) -> dist.Work:

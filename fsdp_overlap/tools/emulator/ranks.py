@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdp_overlap.tools.emulator.device import EnqueuedCollective
 from fsdp_overlap.tools.emulator.dispatch import tensors_in, unseen
 from fsdp_overlap.tools.emulator.torch_module import active, is_available
 from fsdp_overlap.tools.emulator.works import FinishedWork
@@ -43,7 +44,9 @@ class FakeProcessGroup(_ProcessGroup):
     backend = BACKEND
     """The name that it goes by."""
 
-    _coalesced: list[FinishedWork] | None = None
+    _coalesced: list[tuple[str, Sequence[torch.Tensor], Sequence[torch.Tensor], bool]] | None = None
+    """The calls that are coalesced: their kinds, what they read and write, and whether they are
+    asynchronous."""
 
     def name(self) -> str:
         return self.backend
@@ -61,21 +64,38 @@ class FakeProcessGroup(_ProcessGroup):
     def _issue(self, kind: str, writes: Any, reads: Any = (), opts: object = None) -> dist.Work:
         outputs = tensors_in(writes)
         reads, writes = ([t for t in tensors_in(each) if t.numel()] for each in (reads, writes))
-        work = FinishedWork(outputs)
+        is_async = getattr(opts, "asyncOp", True)
+        if self._coalesced is not None:
+            self._coalesced.append((kind, reads, writes, is_async))
+            return FinishedWork(outputs)  # as NCCL's: it orders nothing
+        return FinishedWork(outputs, self._enqueue(kind, reads, writes, is_async))
+
+    def _enqueue(
+        self,
+        kind: str,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        is_async: bool,
+    ) -> EnqueuedCollective | None:
         # Of each tensor torch itself would say that it is on the host, within its own collectives.
         if is_available() and any(map(active().is_here, (*reads, *writes))):
-            is_async = self._coalesced is not None or getattr(opts, "asyncOp", True)
-            work = FinishedWork(outputs, active().issue(self, kind, reads, writes, is_async))
-        if self._coalesced is not None:
-            self._coalesced.append(work)
-        return work
+            return active().issue(self, kind, reads, writes, is_async)
+        return None
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalesced = []
 
-    def _end_coalescing(self, device: torch.device) -> dist.Work:
-        works, self._coalesced = self._coalesced or [], None
-        return works[-1] if works else FinishedWork()  # they are on one stream
+    def _end_coalescing(self, device: torch.device) -> dist.Work | None:
+        calls, self._coalesced = self._coalesced or [], None
+        kinds = {kind for kind, *_ in calls}
+        if len(kinds) == 1 and kinds <= {"broadcast", "reduce"}:  # one launch
+            reads = [tensor for _, each, _, _ in calls for tensor in each]
+            writes = [tensor for _, _, each, _ in calls for tensor in each]
+            calls = [(kinds.pop(), reads, writes, calls[-1][-1])]
+        enqueued = None
+        for call in calls:
+            enqueued = self._enqueue(*call)  # they are on one stream
+        return FinishedWork((), enqueued) if not calls or calls[-1][-1] else None
 
     def _allgather_base(self, output: Any, input: Any, opts: object = None) -> dist.Work:
         _copy_to_all(output, input, self.size())

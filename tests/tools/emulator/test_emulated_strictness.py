@@ -814,6 +814,37 @@ def on_real_ranks() -> None:
             assert kinds(device) == ([] if waits else ["race"])
 
 
+def coalesced_calls() -> None:
+    """The work of one call orders nothing. A watchdog does not see synchronous ones hang."""
+    rank = dist.get_rank()
+    group: Any = dist.group.WORLD
+    for is_async, waits_for, found in (
+        (True, "all", []),
+        (True, "one", ["race"]),
+        (False, "none", []),
+    ):
+        NcclLikeGroup.unwatched = 0
+        with running(EmulatedDevice()) as device:
+            values = [torch.full((4,), rank + 1.0, device=HERE) for _ in range(2)]
+            group._start_coalescing(torch.device(HERE))
+            works = []
+            for root, each in enumerate(values):
+                options = dist.BroadcastOptions()
+                options.rootRank, options.asyncOp = root, is_async
+                works.append(group.broadcast([each], options))
+            whole = group._end_coalescing(torch.device(HERE))
+            assert (whole is None) == (not is_async)
+            if waits_for == "all":
+                whole.wait()
+            elif waits_for == "one":
+                works[1 - rank].wait()
+                values[1 - rank].sum()
+                whole.wait()
+            assert [each.tolist() for each in values] == [[1.0] * 4, [2.0] * 4]
+            assert kinds(device) == found
+        assert NcclLikeGroup.unwatched == (not is_async)
+
+
 def lists_differ() -> None:
     rank = dist.get_rank()
     sizes = (2, 3) if rank else (2, 2)
@@ -832,7 +863,9 @@ def memory_before_a_collective() -> None:
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("claim", [on_real_ranks, lists_differ, memory_before_a_collective])
+@pytest.mark.parametrize(
+    "claim", [on_real_ranks, coalesced_calls, lists_differ, memory_before_a_collective]
+)
 def test_a_group_of_real_ranks_is_as_nccls(claim: Callable[[], None]) -> None:
     run_ranks(claim, 2, backend=BACKEND)
 
