@@ -38,6 +38,11 @@ def _reducing(options: Any, op: Op, async_op: bool = False) -> Any:
 GATHER = AllgatherOptions()
 GATHER.asyncOp = False
 REDUCE_SCATTER = {op: _reducing(dist.ReduceScatterOptions(), op) for op in (AVG, SUM)}
+_GATHER_LIST = AllgatherOptions()
+_GATHER_LIST.asyncOp = True
+_REDUCE_SCATTER_LIST = {
+    op: _reducing(dist.ReduceScatterOptions(), op, async_op=True) for op in (AVG, SUM)
+}
 _ALL_REDUCE = {
     (op, async_op): _reducing(dist.AllreduceOptions(), op, async_op)
     for op in (AVG, SUM)
@@ -50,10 +55,18 @@ for _async_op, _options in _ALL_TO_ALL.items():
 
 
 @cache
-def _from_rank(rank: int) -> Any:
-    """Return options for an asynchronous broadcast from ``rank``, a place in the group."""
+def _from_rank(rank: int, async_op: bool = True) -> Any:
+    """Return options for a broadcast from ``rank``, a place in the group."""
     options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor, options.asyncOp = rank, 0, True
+    options.rootRank, options.rootTensor, options.asyncOp = rank, 0, async_op
+    return options
+
+
+@cache
+def _to_rank(rank: int, op: Op, async_op: bool) -> Any:
+    """Return options for a reduction to ``rank``, a place in the group."""
+    options = _reducing(dist.ReduceOptions(), op, async_op)
+    options.rootRank, options.rootTensor = rank, 0
     return options
 
 
@@ -193,8 +206,8 @@ class NcclCollectives(TensorCollectives):
 
 
 class RaggedTensorCollectives(TensorCollectives):
-    """For ragged shards on NCCL: lists of ranges of different sizes. NCCL makes one group of
-    broadcasts or reduces of a list; from 2.29 on, which comes with torch 2.13, it runs the
+    """For ragged shards on NCCL: lists of ranges of different sizes. torch makes one NCCL group of
+    broadcasts or reduces of a list; from 2.29 on, which comes with torch 2.13, NCCL runs the
     broadcasts as one.
 
     The calls are asynchronous, and the current stream waits at once. Of synchronous ones torch
@@ -206,15 +219,83 @@ class RaggedTensorCollectives(TensorCollectives):
         self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup
     ) -> PendingCollective:
         own_range(full, self.plan, group).copy_(shard, non_blocking=True)
-        ranges = comm_dtype_ranges(full, self.plan.shard_numels)
-        end(dist.all_gather(list(ranges), ranges[group.rank()], group, async_op=True))
+        self._gather(full, group)
         return PendingCollective((), lambda: full)
+
+    def _gather(self, full: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Fill ``full``, which has this rank's range."""
+        ranges = list(comm_dtype_ranges(full, self.plan.shard_numels))
+        end(group.allgather([ranges], [ranges[group.rank()]], _GATHER_LIST))
 
     def _reduce(
         self, own: torch.Tensor, gradients: torch.Tensor, group: dist.ProcessGroup, op: Op
     ) -> None:
         ranges = list(as_real(gradients).split(list(self.plan.shard_numels)))
-        end(dist.reduce_scatter(as_real(own), ranges, op, group, async_op=True))
+        end(group.reduce_scatter([as_real(own)], [ranges], _REDUCE_SCATTER_LIST[op]))
+
+
+class OwnerCollectives(RaggedTensorCollectives):
+    """For ragged shards of which some are empty: a broadcast from each rank that holds something,
+    or a reduce to it, in one launch.
+
+    Of a list torch's NCCL group makes a call for each rank, also for those that hold nothing, and
+    each costs the host as much as a collective. Calls that are coalesced are asynchronous, for the
+    reason of :class:`RaggedTensorCollectives`, and the work of the whole alone can be waited for. A
+    single call is synchronous: it runs on the current stream.
+    """
+
+    def __init__(self, plan: ParamGroupPlan) -> None:
+        super().__init__(plan)
+        self._owned = _owned(plan)
+
+    def for_plan(self, plan: ParamGroupPlan) -> RangeCollectives:
+        if plan.is_equal:
+            return TensorCollectives(plan)
+        return (type(self) if 0 in plan.shard_numels else RaggedTensorCollectives)(plan)
+
+    def _gather(self, full: torch.Tensor, group: dist.ProcessGroup) -> None:
+        is_async = len(self._owned) > 1
+        calls = [
+            (as_comm_dtype(full.narrow(0, start, numel)), _from_rank(rank, is_async))
+            for rank, start, numel in self._owned
+        ]
+        _launch(group.broadcast, calls, group)
+
+    def _reduce(
+        self, own: torch.Tensor, gradients: torch.Tensor, group: dist.ProcessGroup, op: Op
+    ) -> None:
+        is_async, here, calls = len(self._owned) > 1, group.rank(), []
+        for rank, start, numel in self._owned:
+            held = gradients.narrow(0, start, numel)
+            if rank == here:
+                held = own.copy_(held)  # reduced in place
+            calls.append((as_real(held), _to_rank(rank, op, is_async)))
+        _launch(group.reduce, calls, group)
+
+
+def _owned(plan: ParamGroupPlan) -> Sequence[tuple[int, int, int]]:
+    """Return the rank, the start and the size of each range that is not empty."""
+    ranges = zip(plan.shard_starts, plan.shard_numels, strict=True)
+    return [(rank, start, numel) for rank, (start, numel) in enumerate(ranges) if numel]
+
+
+def _launch(
+    call: Callable[[list[torch.Tensor], Any], dist.Work | None],
+    calls: Sequence[tuple[torch.Tensor, Any]],
+    group: dist.ProcessGroup,
+) -> None:
+    """Make several calls of ``group``, each with a tensor and its options, in one launch."""
+    tensor, options = calls[0]
+    if len(calls) == 1:
+        end(call([tensor], options))
+        return
+    group._start_coalescing(tensor.device)
+    try:
+        for tensor, options in calls:
+            call([tensor], options)
+    finally:
+        work = group._end_coalescing(tensor.device)
+    end(work)
 
 
 class GlooCollectives(RangeCollectives):
@@ -342,10 +423,18 @@ def choose(group: dist.ProcessGroup, device_type: str, plan: ParamGroupPlan) -> 
         return LocalCollectives(plan)
     if device_type == "cpu" and backend_name(group, device_type) == "gloo":
         return GlooPairCollectives(plan) if group.size() == 2 else GlooCollectives(plan)
-    if not plan.is_equal or is_in_python(group, device_type):
+    if is_in_python(group, device_type):
         return RaggedTensorCollectives(plan)
-    is_nccl = backend_name(group, device_type) == "nccl"
-    return NcclCollectives(plan) if is_nccl else TensorCollectives(plan)
+    name = backend_name(group, device_type)
+    if not plan.is_equal:
+        owners = len(_owned(plan))
+        # "nccl2", which torch 2.15 makes in NCCL's place, launches coalesced calls one by one. Its
+        # lists are one launch, and a rank that holds nothing is no work of its own there.
+        is_one_launch = (name == "nccl" and owners < plan.world_size) or (
+            name == "nccl2" and owners == 1
+        )
+        return (OwnerCollectives if is_one_launch else RaggedTensorCollectives)(plan)
+    return NcclCollectives(plan) if name == "nccl" else TensorCollectives(plan)
 
 
 @cache

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_overlap import FsdpContext, QuantizedCommPolicy, fully_shard
+from fsdp_overlap.comm import collectives
 from fsdp_overlap.layout import BlockAtomic, Flat, LayoutRule, PerTensor, TensorAtomic
 from fsdp_overlap.optim import Muon, clip_grad_norm_, exchange
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
@@ -214,13 +215,7 @@ def watch_ragged() -> None:
     NcclLikeGroup.unwatched = 0
     layouts.train("whole", "giant")
     assert NcclLikeGroup.unwatched == 0
-    gather = dist.all_gather
-
-    def synchronous(outputs: list[torch.Tensor], *rest: Any, async_op: bool) -> Any:
-        is_ragged = len({len(output) for output in outputs}) > 1
-        return gather(outputs, *rest, async_op=async_op and not is_ragged)
-
-    with patch.object(dist, "all_gather", synchronous):
+    with patch.object(collectives, "_GATHER_LIST", collectives.GATHER):
         layouts.train("whole", "giant")
     assert NcclLikeGroup.unwatched > 0
 
