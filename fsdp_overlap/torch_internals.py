@@ -310,6 +310,16 @@ def unwrapped(backend: Any) -> Any:
     return backend
 
 
+_NCCL2: Any = getattr(c10d, "ProcessGroupNCCL2", ())
+
+
+def is_split_by_options(backend: Any) -> bool:
+    """Return whether NCCL's options take ``backend`` as what to split a communicator from. They
+    refuse the ProcessGroupNCCL2 that torch 2.15 makes of ``"nccl"``, which torch's Python splits
+    from the default group alone."""
+    return not isinstance(backend, _NCCL2)
+
+
 def make_group(
     name: str,
     ranks: Sequence[int],
@@ -317,10 +327,11 @@ def make_group(
     options: Any,
     timeout: timedelta,
     split_from: Any = None,
+    split_color: int = 0,
 ) -> dist.ProcessGroup:
     """Make a process group of ``ranks``, in this order. Only they take part in making it. NCCL
-    splits its communicator from that of the backend ``split_from``, which connects the same
-    ranks.
+    splits its communicator from that of the backend ``split_from`` (:func:`is_split_by_options`).
+    Then all ranks of that one take part, each with the ``split_color`` of its own new group.
 
     ``torch.distributed.new_group()`` cannot do that. It sorts the ranks. And it names a group by
     how many this rank has made, a number that may differ on other ranks.
@@ -328,7 +339,7 @@ def make_group(
     """
     default = default_group()
     if split_from is not None:
-        options.split_from, options.split_color = split_from, 0  # all ranks have one color
+        options.split_from, options.split_color = split_from, split_color
     # If the default group is bound to a device, NCCL would split it, which takes all its ranks.
     bound, default.bound_device_id = default.bound_device_id, None
     try:

@@ -662,6 +662,21 @@ def groups_are_made_by_their_members() -> None:
         options.split_from, options.split_color = None, 0
 
 
+@canary("is_split_by_options")
+def some_backends_are_not_split_by_options() -> None:
+    """fully_shard() raises where groups are split, or communicators are made anew in place of
+    split."""
+    assert internals.is_split_by_options(object())
+    one, other = (getattr(dist, f"ProcessGroupNCCL{end}", None) for end in ("", "2"))
+    if one is None or other is None:  # not in builds for CPUs
+        return
+    assert internals.is_split_by_options(one.__new__(one))
+    assert not internals.is_split_by_options(other.__new__(other))
+    assert one.Options is other.Options
+    with pytest.raises(TypeError, match="incompatible function arguments"):
+        one.Options().split_from = object()
+
+
 @canary("let_go_of_groups")
 def meshes_forget_their_groups() -> None:
     """A thread of gloo outlives Python, and the process is aborted at its end."""

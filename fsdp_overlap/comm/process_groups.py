@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import copy
 import gc
+import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from fsdp_overlap.torch_internals import (
     default_group,
     default_timeout,
     is_registered,
+    is_split_by_options,
     let_go_of_groups,
     make_group,
     unwrapped,
@@ -106,6 +108,16 @@ def can_split(group: dist.ProcessGroup, device_type: str) -> bool:
     if backend_name(group, device_type) == "fake":  # says so from torch 2.15 on, and connects none
         return False
     return is_there and bool(getattr(backend_of(group, device_type), "supports_splitting", False))
+
+
+def splits_apart(group: dist.ProcessGroup, device_type: str) -> bool:
+    """Return whether a communicator can be split from that of ``group``, and shares nothing with it
+    then. Where they share, to abort one ends the other, and they may not be used at once."""
+    if not can_split(group, device_type) or not is_split_by_options(backend_of(group, device_type)):
+        return False
+    config = getattr(options_of(group, device_type), "config", None)
+    shares = os.environ.get("NCCL_COMM_SPLIT_SHARE_RESOURCES", getattr(config, "split_share", 0))
+    return str(shares) != "1"
 
 
 def connect(group: dist.ProcessGroup, device_type: str) -> None:
@@ -228,11 +240,16 @@ def own_group(
     device_type: str,
     options: object = None,
     for_hosts: bool = False,
+    color: int | None = None,
 ) -> OwnGroup:
     """Return a group of ``ranks``, in this order, with the backend and the timeout of ``like``. It
-    has ``options``, or without them those of ``like``. One ``for_hosts`` is of gloo. Collective
-    over ``ranks``, which must ask for their groups in the same order. If ``like`` connects only
-    some of them, each rank gives its own, made in the same way. See Note [own groups].
+    has ``options``, or without them those of ``like`` on a stream of high priority; a mapping is
+    what to change in those (:func:`with_fields`). One ``for_hosts`` is of gloo. Collective over
+    ``ranks``, which must ask for their groups in the same order. If ``like`` connects only some of
+    them, each rank gives its own, made in the same way. See Note [own groups].
+
+    ``color``: given if the other ranks of ``like`` ask for groups among themselves at the same
+    time, as an equal number on the ranks of each.
 
     Raises:
         RuntimeError: the ranks did not all come in time.
@@ -247,7 +264,9 @@ def own_group(
     is_common = set(ranks) <= set(dist.get_process_group_ranks(like))
     # A group along one dimension of a mesh has another name on other ranks.
     key = f"{like.group_name if is_common else f'{backend} {timeout}'} {ranks}"
-    if options is not None:
+    if isinstance(options, Mapping):
+        key += f" fields {sorted(options.items())}"
+    elif options is not None:
         given = registry.options.setdefault(f"{purpose} {key}", [])
         if all(options is not other for other in given):
             given.append(options)
@@ -259,15 +278,21 @@ def own_group(
         return shared
     number = registry.made[name]
     registry.made[name] += 1
-    if options is None and not for_hosts:
-        options = options_of(like, device_type)
+    if (options is None or isinstance(options, Mapping)) and not for_hosts:
+        options = with_fields(options_of(like, device_type), options or {})
     options, split_from = _copied(options, timeout), None
     try:
-        is_alike = not for_hosts and ranks == dist.get_process_group_ranks(like)
-        if is_alike and can_split(like, device_type):
+        # A split is collective over all ranks of `like`. With a color they all ask for a group, but
+        # only the first time: if a fault ended one of these groups, the ranks of the others still
+        # have theirs. Only its own ranks ask for an optimizer's group.
+        takes_all = ranks == dist.get_process_group_ranks(like)
+        takes_all |= color is not None and number == 0
+        if takes_all and not for_hosts and splits_apart(like, device_type):
             connect(like, device_type)
             split_from = backend_of(like, device_type)
-        group = make_group(f"{name}_{number}", ranks, backend, options, timeout, split_from)
+        group = make_group(
+            f"{name}_{number}", ranks, backend, options, timeout, split_from, color or 0
+        )
         connect(group, device_type)
     except RuntimeError as error:
         raise RuntimeError(
@@ -279,6 +304,38 @@ def own_group(
     if not own.is_closable:
         registry.shared[name] = own
     return own
+
+
+def with_fields(options: Any, fields: Mapping[str, object]) -> Any:
+    """Return a copy of a backend's ``options`` with high priority and ``fields``, by name: those of
+    the options themselves or, of NCCL, those of their ``config``. What cannot be copied is returned
+    as it is.
+
+    Kernels of collectives wait for room on the device, so that without priority they start after
+    compute that came later. An asynchronous one runs on a stream of the group, whatever the stream
+    is that it is called from.
+
+    Raises:
+        ValueError: there is no such field.
+        TypeError: a value does not suit its field, or there are fields, and no options that could
+            be copied.
+    """
+    try:
+        made = copy.deepcopy(options)
+    except TypeError:
+        made = None
+    if made is None:
+        if fields:
+            raise TypeError(f"a {type(options).__name__} takes no {', '.join(fields)}")
+        return options
+    if hasattr(made, "is_high_priority_stream"):
+        made.is_high_priority_stream = True
+    for name, value in fields.items():
+        owner = made if hasattr(made, name) else getattr(made, "config", None)
+        if not hasattr(owner, name):
+            raise ValueError(f"a {type(made).__qualname__} has no {name!r}")
+        setattr(owner, name, value)
+    return made
 
 
 def _copied(options: Any, timeout: timedelta) -> Any:
@@ -465,8 +522,9 @@ class GroupCache:
     Args:
         separate: whether reductions run on another group than all-gathers.
         given: the groups that the user handed in, by mesh.
-        options: the backend's options for the groups of a comm stream, by its name. Groups of other
-            comm streams have those of the mesh's group.
+        options: the backend's options for the groups of a comm stream, by its name, or what to
+            change in those of the mesh's group (:func:`with_fields`). Groups of other comm streams
+            have those of the mesh's group.
 
     Raises:
         TypeError: what was given for a mesh is no :class:`MeshGroups`, or a group in it is none of
@@ -541,7 +599,12 @@ class GroupCache:
             if backend == "gloo":
                 raise TypeError(f"pg_options: gloo, which {mesh} has, takes none; leave them out")
             suitable = options_of(shard, mesh.device_type)
-            if suitable is not None and not isinstance(options, type(suitable)):
+            if isinstance(options, Mapping):
+                try:
+                    with_fields(suitable, options)
+                except (TypeError, ValueError) as error:
+                    raise type(error)(f"pg_options: {comm_stream}: {error}") from error
+            elif suitable is not None and not isinstance(options, type(suitable)):
                 raise TypeError(
                     f"pg_options: those of {comm_stream} are a {type(options).__name__}; "
                     f"{backend}, which {mesh} has, takes a {type(suitable).__qualname__}"
@@ -575,7 +638,7 @@ class GroupCache:
         ranks = dist.get_process_group_ranks(shard)[first : first + size]
         key = "part", tuple(ranks)
         if key not in self._groups:
-            self._make(key, shard, mesh.device_type, "all_gather")
+            self._make(key, shard, mesh.device_type, "all_gather", color=first)
         return alive(self._groups[key])
 
     def get_for_hosts(self, mesh: DeviceMesh) -> dist.ProcessGroup:
@@ -692,10 +755,11 @@ class GroupCache:
         device_type: str,
         comm_stream: str,
         for_hosts: bool = False,
+        color: int | None = None,
     ) -> dist.ProcessGroup:
         purpose, ranks = key
         options = self.options.get(comm_stream)
-        own = own_group(purpose, like, ranks, device_type, options, for_hosts)
+        own = own_group(purpose, like, ranks, device_type, options, for_hosts, color)
         group = own.group
         self._groups[key] = own.reference
         self._own[group.group_name] = own

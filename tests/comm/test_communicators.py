@@ -5,6 +5,7 @@ On real ranks and the emulated device, by the group that behaves as NCCL's.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +27,7 @@ def nothing(*_: object) -> None:
     pass
 
 
-connect = process_groups.connect
+connect, with_fields = process_groups.connect, process_groups.with_fields
 
 
 def connect_users(group: dist.ProcessGroup, device_type: str) -> None:
@@ -34,10 +35,17 @@ def connect_users(group: dist.ProcessGroup, device_type: str) -> None:
         connect(group, device_type)
 
 
+def without_priority(options: Any, fields: dict[str, Any]) -> Any:
+    made = with_fields(options, fields)
+    made.is_high_priority_stream = False
+    return made
+
+
 DEFECTS: dict[str, tuple[str, Callable[..., Any]]] = {
     "": ("connect", connect),
     "own groups not connected": ("connect", connect_users),
-    "not split": ("can_split", lambda *_: False),
+    "not split": ("splits_apart", lambda *_: False),
+    "of normal priority": ("with_fields", without_priority),
 }
 
 
@@ -51,14 +59,17 @@ def check_groups(twins: Twins) -> list[NcclLikeGroup]:
         if group is not None:
             assert isinstance(group, NcclLikeGroup)
             assert group.connected_by == "barrier"
-            assert group.options.split_from is (None if group is parent else parent)
+            is_own = group is not parent
+            assert group.options.split_from is (parent if is_own else None)
+            assert group.options.is_high_priority_stream == is_own
             found.append(group)
     return found
 
 
 def connect_in_settle(options: dict[str, Any], defect: str) -> None:
     """Also again after a fault that ended the library's groups, and with the user's options."""
-    given = {"reduce_scatter": Options(), "all_reduce": Options()}
+    given = {"reduce_scatter": Options(), "all_reduce": {"max_ctas": 8}}
+    given["reduce_scatter"].is_high_priority_stream = True
     with patch.object(process_groups, *DEFECTS[defect]), running(EmulatedDevice()):
         for more in ({}, given):
             twins = Trained.of("layers", **options)
@@ -129,3 +140,58 @@ def test_nothing_is_under_way_on_a_communicator_that_is_split() -> None:
     expect_rank_errors(
         split_beside_a_collective, 2, False, backend=BACKEND, match="work is outstanding"
     )
+
+
+def split_parts() -> None:
+    """Parts that neighbors keep: all ranks of the mesh make a group at once, in twos."""
+    with running(EmulatedDevice()):
+        twins = Trained.of("layers")
+        cache, shard = twins.ctx.mesh_infos[0].group_cache, twins.ctx.mesh.get_group()
+        part: Any = cache.get_neighbors(twins.ctx.mesh, 2)
+        first = dist.get_rank() // 2 * 2
+        assert dist.get_process_group_ranks(part) == [first, first + 1]
+        assert (part.options.split_from, part.options.split_color) == (shard, first)
+        assert part.options.is_high_priority_stream
+        # A fault ends one of the groups alone. Its ranks make another without the others.
+        if first == 0:
+            cache.abort(part.group_name)
+            cache.renew()
+        other: Any = cache.get_neighbors(twins.ctx.mesh, 2)
+        assert (other is part) == (first > 0)
+        assert other.options.split_from is (shard if first else None)
+        values = torch.ones(2, device="emulated")
+        dist.all_reduce(values, group=other)
+        assert values.tolist() == [2.0] * 2
+
+
+def test_parts_are_split_from_the_meshs_group() -> None:
+    run_ranks(split_parts, 4, backend=BACKEND)
+
+
+def make_of_one_color() -> None:
+    make = process_groups.make_group
+
+    def made(*args: Any) -> Any:
+        return make(*args[:6], 0)
+
+    with patch.object(process_groups, "make_group", made):
+        split_parts()
+
+
+def test_parts_of_one_color_are_found() -> None:
+    expect_rank_errors(make_of_one_color, 4, backend=BACKEND, match="AssertionError: colors")
+
+
+def share() -> None:
+    """What shares the parent's resources would end with it."""
+    group: Any = dist.group.WORLD
+    with running(EmulatedDevice()):
+        assert process_groups.splits_apart(group, "emulated")
+        group.options.config.split_share = 1
+        assert not process_groups.splits_apart(group, "emulated")
+        with patch.dict(os.environ, NCCL_COMM_SPLIT_SHARE_RESOURCES="0"):
+            assert process_groups.splits_apart(group, "emulated")
+
+
+def test_nothing_is_split_that_would_share_resources() -> None:
+    run_ranks(share, 2, backend=BACKEND)

@@ -281,6 +281,8 @@ def refuse_others_options() -> None:
     wrong: Any = object()
     with pytest.raises(TypeError, match=r"all_gather are a object; lagging, .* takes a Options"):
         FsdpContext(pg_options={"all_gather": wrong})
+    with pytest.raises(ValueError, match=r"pg_options: all_reduce: a Options has no 'max_cta'"):
+        FsdpContext(pg_options={"all_reduce": {"max_cta": 8}})
 
 
 def test_options_of_another_backend_are_refused() -> None:
@@ -313,6 +315,17 @@ def by_comm_stream() -> None:
     assert FsdpContext(mesh).groups.gather is mesh.get_group(1)
     reduce = lagging(FsdpContext(mesh).groups.reduce)
     assert reduce.given.max_ctas == 4
+    assert reduce.given.is_high_priority_stream
+    assert not theirs.is_high_priority_stream
+    assert not lagging(first.gather).given.is_high_priority_stream  # as it was given
+    # What to change in the mesh's, which contexts that give the same share.
+    for _ in range(2):
+        few = FsdpContext(mesh, pg_options={"reduce_scatter": {"max_ctas": 8}}).groups.reduce
+        made = lagging(few).given
+        assert (made.max_ctas, made.is_high_priority_stream, theirs.max_ctas) == (8, True, 4)
+        assert few is not reduce
+    again = FsdpContext(mesh, pg_options={"reduce_scatter": {"max_ctas": 8}}).groups.reduce
+    assert again is few
     # Another object may hold other options.
     other = FsdpContext(mesh, pg_options={"all_gather": Options(max_ctas=32)})
     assert lagging(other.groups.gather).given.max_ctas == 32

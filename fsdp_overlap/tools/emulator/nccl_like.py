@@ -33,6 +33,7 @@ from contextlib import contextmanager
 from copy import copy
 from datetime import timedelta
 from functools import partial, reduce, wraps
+from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -136,11 +137,15 @@ class Options:
 
     def __init__(self) -> None:
         self._timeout = timedelta(minutes=30)
+        self.is_high_priority_stream = False
+        self.config = SimpleNamespace(max_ctas=32, split_share=0)
         self.split_from: Any = None
         self.split_color = -2  # not set, which NCCL refuses
 
     def __deepcopy__(self, memo: object) -> Options:
-        return copy(self)
+        made = copy(self)
+        made.config = copy(self.config)
+        return made
 
 
 # torch's stubs list more forms of each method than torch calls.
@@ -243,7 +248,13 @@ class NcclLikeGroup(_ProcessGroup):
         if parent is not None:
             assert parent.connected_by, "split from a group without a communicator: connected alone"
             assert parent._last.done(), "split from a communicator on which work is outstanding"
-            assert self._options.split_color >= 0
+            color = self._options.split_color
+            assert color >= 0
+            # Collective over the parent: it hangs until all its ranks have come.
+            mine = [torch.tensor([color])] * parent.size()
+            colors = parent._thread.submit(parent._exchange, "split", [_bytes(m) for m in mine])
+            found = [each.view(torch.int64).item() for each in colors.result()]
+            assert found.count(color) == self.size(), f"colors {found} for {self.size()} ranks"
         self.connected_by = kind
 
     def register_mem_pool(self, pool: Any, symm: bool = False) -> None:

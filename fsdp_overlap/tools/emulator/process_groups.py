@@ -29,7 +29,6 @@ class NcclOptions(Options):
         self.is_high_priority_stream = is_high_priority_stream
         self.global_ranks_in_group: list[int] = []
         self.group_name = ""
-        self.config = SimpleNamespace()
 
     def __copy__(self) -> NcclOptions:
         made = NcclOptions(self.is_high_priority_stream)
