@@ -79,7 +79,9 @@ class FsdpContext:
             context, or a mapping from meshes to them.
         pg_options: options of the backend, by comm stream (``"all_gather"``, ``"reduce_scatter"``,
             ``"all_reduce"``), for groups that the library makes; by default those of the mesh's
-            groups. Contexts that are given the same object share a group.
+            groups, with streams of high priority. A mapping changes some of these, as
+            ``{"max_ctas": 8}``. Contexts that are given the same object, or equal mappings, share a
+            group.
         hang_timeout: on a device with streams, the seconds after which ranks that do not move say
             where they stand (:class:`~fsdp_overlap.desync.monitor.DesyncMonitor`). ``None``: the
             backend's timeout ends a hang.
@@ -88,8 +90,8 @@ class FsdpContext:
 
     Raises:
         TypeError: ``groups`` or ``pg_options`` has an unsupported type.
-        ValueError: parameters cannot be sharded over the mesh, ``prefetch`` is negative, or a group
-            does not suit its mesh.
+        ValueError: parameters cannot be sharded over the mesh, ``prefetch`` is negative, a group
+            does not suit its mesh, or there is no such option.
     """
 
     def __init__(

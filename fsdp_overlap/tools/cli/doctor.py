@@ -288,7 +288,21 @@ _OVERLAP = (
         r"0",
         "collectives of several groups run at once in no set order: with tensor, context or expert "
         "parallelism beside sharding they can use up the GPU and wait for each other for ever; "
-        "set it to 1",
+        "set it to 1, or limit max_ctas in pg_options",
+    ),
+    (
+        "NCCL_LAUNCH_ORDER_IMPLICIT",
+        r"1",
+        "with a driver older than CUDA 12.9, collectives that a CUDA graph captures run one after "
+        "the other, those of different groups too; to capture steps, use a newer driver, or limit "
+        "max_ctas in pg_options instead",
+    ),
+    (
+        "NCCL_COMM_SPLIT_SHARE_RESOURCES",
+        r"1",
+        "communicators that are split share buffers with their parent, so that the collectives of "
+        "both may not run at once; the library splits none then, and connects its groups anew; "
+        "unset it",
     ),
     (
         "TORCH_DISTRIBUTED_DEBUG",
@@ -315,7 +329,10 @@ def overlap_variables() -> Check:
         if re.fullmatch(pattern, found.get(key, ""))
     ]
     if not found:
-        text = "none is set; with more kinds of parallelism, NCCL_LAUNCH_ORDER_IMPLICIT=1 is safer"
+        text = (
+            "none is set; with more kinds of parallelism, NCCL_LAUNCH_ORDER_IMPLICIT=1 is safer "
+            "(in a captured CUDA graph it needs a driver of CUDA 12.9 or newer to overlap)"
+        )
     return Check("overlap variables", "note" if hints else "ok", text, "; ".join(hints))
 
 
