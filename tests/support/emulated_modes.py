@@ -79,6 +79,7 @@ for title, layout in {"flat": Flat(), "rows": PerTensor()}.items():
     MODES[f"one launch, frozen parameters, {title}"] = partial(
         as_nccl, trained(name="frozen and partly frozen units", layout=layout)
     )
+MODES["one launch, ragged"] = partial(as_nccl, trained(layout=TensorAtomic()))
 MODES["prefetch 1, rows"] = trained(layout=PerTensor())
 MODES["Muon, rows"] = trained(optimizer=Muon, layout=PerTensor())
 

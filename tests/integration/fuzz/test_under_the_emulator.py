@@ -13,6 +13,7 @@ import torch
 
 from fsdp_overlap.checkpoint import stager
 from fsdp_overlap.checkpoint.staged_save import StagedSave, StagingBuffers
+from fsdp_overlap.comm import collectives
 from fsdp_overlap.comm.comm_streams import DeviceCommStream, DeviceWorkHandle
 from fsdp_overlap.comm.extension_gather import ExtensionGather
 from fsdp_overlap.comm.quantized import QuantizedGather, QuantizedReduction
@@ -269,6 +270,7 @@ DEFECTS = [
     Defect(Exchange, "finish", "self._work.wait()", LAYER_WISE),
     Defect(Exchange, "_enqueue", "self._sent = source", LAYER_WISE),
     Defect(OwnerGroups, "abort", "comm_stream.before_compute()", "layer wise that raised"),
+    Defect(collectives, "_launch", "end(work)", "one launch, ragged"),
     Defect(PackedRows, "all_gather", COPIED, ROWS, new=aside("full", COPIED)),
     Defect(PackedRows, "reduce_scatter", COPIED, ROWS, new=aside("gradients", COPIED)),
     Defect(QuantizedGather, "all_gather", DECODED, BITS, new=aside("full", DECODED)),
