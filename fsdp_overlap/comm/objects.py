@@ -89,9 +89,9 @@ def _gather(mine: torch.Tensor, group: dist.ProcessGroup, what: str) -> list[tor
     return others
 
 
-def exchange_bytes(mine: bytes, group: dist.ProcessGroup, what: str) -> list[bytes]:
-    """Return what the host of each rank of ``group`` gives, all of one size. As
-    :func:`gather_objects` otherwise, on a group that serves CPUs.
+def exchange_bytes(mine: bytes, group: dist.ProcessGroup, what: str) -> bytes:
+    """Return what the host of each rank of ``group`` gives, all of one size, one after the other.
+    As :func:`gather_objects` otherwise, on a group that serves CPUs.
 
     Raises:
         RuntimeError: a rank did not come.
@@ -102,8 +102,7 @@ def exchange_bytes(mine: bytes, group: dist.ProcessGroup, what: str) -> list[byt
     arrived = bytearray(sent.numel())
     received = torch.frombuffer(arrived, dtype=torch.uint8)
     HostWorkHandle(what, "", all_to_all(received, sent, [], [], group), None).wait()
-    replies, size = bytes(arrived), len(mine)
-    return [replies[start : start + size] for start in range(0, len(replies), size)]
+    return bytes(arrived)
 
 
 def wait_for(work: dist.Work, group: dist.ProcessGroup, what: str, label: str = "") -> None:

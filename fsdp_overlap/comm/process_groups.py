@@ -641,10 +641,10 @@ class GroupCache:
             self._make(key, shard, mesh.device_type, "all_gather", color=first)
         return alive(self._groups[key])
 
-    def get_for_hosts(self, mesh: DeviceMesh) -> dist.ProcessGroup:
-        """Return the group on which the hosts of all ranks of ``mesh`` exchange messages.
-        Collective over the mesh at its first call."""
-        key = NEGOTIATION, tuple(mesh.mesh.flatten().tolist())
+    def get_for_hosts(self, mesh: DeviceMesh, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """Return a group on which the hosts of these ``ranks`` of ``mesh`` exchange messages.
+        Collective over ``ranks`` at its first call."""
+        key = NEGOTIATION, tuple(ranks)
         if key not in self._groups:
             like = mesh.get_group(mesh.ndim - 1)
             self._make(key, like, mesh.device_type, NEGOTIATION, for_hosts=True)

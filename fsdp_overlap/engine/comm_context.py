@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext, suppress
@@ -14,8 +13,7 @@ import torch.distributed as dist
 
 from fsdp_overlap.comm.collectives import PendingCollective, all_gather_coalesced
 from fsdp_overlap.comm.comm_streams import CommStream, ComputeEvent, WorkHandle, profiler_range
-from fsdp_overlap.comm.objects import exchange_bytes
-from fsdp_overlap.comm.process_groups import alive
+from fsdp_overlap.comm.hosts import HostExchange
 from fsdp_overlap.desync.order_check import N_KINDS
 from fsdp_overlap.engine.grads import ParamGroupGradients
 from fsdp_overlap.engine.hsdp import ReplicaReduction
@@ -121,8 +119,8 @@ class CommContext:
         self._stats = stats
         self._mesh_infos = mesh_infos
         self._units = units
-        self.group_of_hosts: weakref.ref[dist.ProcessGroup] | None = None
-        """The group on which the hosts of all ranks exchange messages, once they do."""
+        self.hosts: HostExchange | None = None
+        """On which the hosts of all ranks exchange messages, once they do."""
         self._use_comm_streams(make_comm_stream("all_gather"), make_comm_stream("reduce_scatter"))
         self._all_reduces: deque[ReplicaReduction] = deque()
         """The param groups' reductions over replicas that are under way, oldest first."""
@@ -156,9 +154,9 @@ class CommContext:
 
     # Full buffers
 
-    def exchange(self, message: bytes) -> Sequence[bytes]:
-        assert self.group_of_hosts is not None
-        return exchange_bytes(message, alive(self.group_of_hosts), "negotiation")
+    def exchange(self, message: bytes) -> interface.Replies:
+        assert self.hosts is not None
+        return self.hosts.exchange(message)
 
     def gather(
         self, unit: interface.ScheduledUnit, again: bool = False, shadow: bool = False

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_overlap.comm.comm_streams import CommStream, make_comm_stream
 from fsdp_overlap.comm.graphs import watch
+from fsdp_overlap.comm.hosts import HostExchange, host_ranks
 from fsdp_overlap.comm.process_groups import CommGroups, GroupCache, MeshGroups
 from fsdp_overlap.comm.store_mailbox import has_peers
 from fsdp_overlap.comm.streams import current_device, has_streams, is_capturing
@@ -392,8 +393,10 @@ class FsdpContext:
 
     def _negotiate(self) -> None:
         """Prepare for units that only some ranks run."""
-        group = self._groups.get_for_hosts(_mesh_of_all(self._mesh_infos))
-        self.comm_context.group_of_hosts = weakref.ref(group)
+        mesh = _mesh_of_all(self._mesh_infos)
+        self.comm_context.hosts = HostExchange(
+            [self._groups.get_for_hosts(mesh, ranks) for ranks in host_ranks(mesh)]
+        )
         for unit in self.units:
             unit.set_negotiated(True)
             unit.sync_requires_grad()  # also where only other ranks run it

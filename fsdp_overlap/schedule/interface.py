@@ -7,7 +7,7 @@ stream go to the comm, others to the unit or its gradients."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -202,6 +202,11 @@ class ReductionWork(Protocol):
     def abandon(self) -> None: ...
 
 
+Replies = Mapping[bytes, int]
+"""Each message that ranks sent, with the set of those that sent it: bit ``r`` for rank ``r``. In
+the same order on all ranks."""
+
+
 class CommOps(Protocol):
     """Does on comm streams what was decided. Only work handles and marks come back to the
     schedule."""
@@ -214,8 +219,8 @@ class CommOps(Protocol):
 
     def record_compute_event(self) -> ComputeEvent: ...
 
-    def exchange(self, message: bytes) -> Sequence[bytes]:
-        """Return the message of each rank. All have the same size. The host waits."""
+    def exchange(self, message: bytes) -> Replies:
+        """Return the messages of all ranks. All have the same size. The host waits."""
 
     def gather(self, unit: ScheduledUnit, again: bool = False, shadow: bool = False) -> None:
         """Enqueue the all-gathers of the param groups that are not unsharded, or of all of them

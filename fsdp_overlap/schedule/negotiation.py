@@ -8,7 +8,7 @@ the list takes part in its all-gather, and frees the full buffer at once. See No
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import islice, pairwise
@@ -64,13 +64,25 @@ class AgreedPass:
     """How many of them this rank has used or shadowed."""
     reported: int = 0
     """How many of them messages have told about."""
-    ran: list[list[UnitIndex]] = field(default_factory=list)
-    """For each rank, which units it has run, as far as messages told."""
+    ran: list[tuple[int, list[UnitIndex]]] = field(default_factory=list)
+    """Which units ranks have run, as far as messages told: sets of ranks, each with the units that
+    all of them ran."""
 
     @property
     def has_calls(self) -> bool:
         """Whether a backward may come back to it on this rank."""
         return any(gather.records or gather.may_recompute for gather in self.gathers)
+
+
+class Message(NamedTuple):
+    """A message that some ranks sent."""
+
+    ranks: int
+    """The set of these ranks: bit ``r`` for rank ``r``."""
+    need: UnitIndex
+    flags: int
+    used: bytes
+    """Whether they used each all-gather that messages have not told about before."""
 
 
 class Negotiation:
@@ -85,6 +97,9 @@ class Negotiation:
     the unit that this rank needs, if any. ``begin_pass`` is called when a pass begins, on all
     ranks, and gives its :class:`~fsdp_overlap.schedule.order.ForwardPass`. It is told whether some
     rank makes a graph. ``has_grad`` says whether this rank makes one.
+
+    What messages say is handled once for each set of ranks that say the same, since most do: host
+    time does not grow with the number of ranks.
     """
 
     def __init__(
@@ -119,8 +134,8 @@ class Negotiation:
         """Those that the last backward came back to, or may come back to again."""
         self._flags = 0
         """What some rank told of itself in the last message."""
-        self._facts: list[bytes] = []
-        """What each rank told, in the last message, about the all-gathers that its backward comes
+        self._facts: set[bytes] = set()
+        """What ranks told, in the last message, about the all-gathers that their backwards come
         back to."""
 
     def request(self, unit: ScheduledUnit, is_fresh: bool, has_grad: bool) -> AgreedGather:
@@ -264,19 +279,23 @@ class Negotiation:
         flags += FRESH * is_fresh + HAS_CALLS * (current is not None and current.has_calls)
         recent = [] if current is None else current.gathers[current.reported :]
         used = bytes([gather.is_used for gather in recent])
-        held = bytes([self._is_held(ref()) for ref in self._refs])
+        units = [ref() for ref in self._refs]
+        held = bytes([unit is not None and unit.is_unsharded for unit in units])
         facts = self._facts_of_passes()
         replies = self._comm.exchange(_HEAD.pack(need, flags) + used + held + facts)
-        needs, all_flags = zip(*map(_HEAD.unpack_from, replies), strict=True)
-        self._flags = some_flags = reduce(or_, all_flags)
-        self._facts = [reply[len(reply) - len(facts) :] for reply in replies]
-        running = [flag for flag, need in zip(all_flags, needs, strict=True) if need > SHADOW]
-        is_fresh = bool(running) and all(flag & FRESH for flag in running)
         start, end = _HEAD.size, _HEAD.size + len(recent)
+        told = []
+        for reply, ranks in replies.items():
+            its_need, its_flags = _HEAD.unpack_from(reply)
+            told.append(Message(ranks, its_need, its_flags, reply[start:end]))
+        self._flags = some_flags = reduce(or_, [each.flags for each in told])
+        self._facts = {reply[len(reply) - len(facts) :] for reply in replies}
+        running = [each.flags for each in told if each.need > SHADOW]
+        is_fresh = bool(running) and all(flags & FRESH for flags in running)
         if current is not None:
-            self._learn(current, [reply[start:end] for reply in replies], needs)
+            self._learn(current, told)
         under_way = None if is_fresh else current
-        chosen = self._choose(needs, under_way) if running else max(needs)
+        chosen = self._choose(told, under_way) if running else max(each.need for each in told)
         if under_way is None:
             if current is not None and not some_flags & HAS_CALLS:
                 self._passes.pop()
@@ -284,59 +303,63 @@ class Negotiation:
                 self._append_pass(
                     chosen,
                     bool(some_flags & HAS_GRAD),
-                    [reply[end : end + len(held)] for reply in replies],
+                    {reply[end : end + len(held)] for reply in replies},
+                    reduce(or_, replies.values()),
                 )
         elif chosen >= 0:
             following = self._expected_from(chosen)
             under_way.gathers += [AgreedGather(index, True) for index in following]
         return chosen
 
-    def _append_pass(self, first: UnitIndex, has_grad: bool, held: Sequence[bytes]) -> None:
-        by_all = {i for i, by_rank in enumerate(zip(*set(held), strict=True)) if all(by_rank)}
-        current = AgreedPass(self._begin_pass(has_grad), ran=[[] for _ in held])
+    def _append_pass(
+        self, first: UnitIndex, has_grad: bool, held: Iterable[bytes], ranks: int
+    ) -> None:
+        by_all = {i for i, by_rank in enumerate(zip(*held, strict=True)) if all(by_rank)}
+        current = AgreedPass(self._begin_pass(has_grad), ran=[(ranks, [])])
         for index in self._expected_from(first):
             current.gathers.append(AgreedGather(index, index not in by_all))
         self._passes.append(current)
-
-    def _is_held(self, unit: ScheduledUnit | None) -> bool:
-        return unit is not None and unit.is_unsharded
 
     def _is_conditional(self, index: UnitIndex) -> bool:
         unit = self._refs[index]() if index >= 0 else None
         return unit is not None and unit.is_conditional
 
-    def _choose(self, needs: Sequence[int], current: AgreedPass | None) -> UnitIndex:
+    def _choose(self, told: Sequence[Message], current: AgreedPass | None) -> UnitIndex:
         """Return what comes first of what ranks need: conditional units, in their order. Then what
         a rank shadowed while it asked for a conditional one, so that it comes as far as others."""
-        is_alike = current is None or all(ran == current.ran[0] for ran in current.ran)
-        if is_alike and len(set(needs)) == 1:
-            return needs[0]
-        conditional = [index for index in set(needs) if self._is_conditional(index)]
+        needs = {each.need for each in told}
+        is_alike = current is None or all(ran == current.ran[0][1] for _, ran in current.ran)
+        if is_alike and len(needs) == 1:
+            return told[0].need
+        conditional = [index for index in needs if self._is_conditional(index)]
         if conditional:
             return min(conditional)
-        ahead = {}
-        for rank, need in enumerate(needs):
-            if need > SHADOW:
-                ran = current.ran[rank] if current is not None else []
-                ahead[rank] = [i for i in ran if not self._is_conditional(i)] + [need]
-        shortest, longest = (choose(ahead.values(), key=len) for choose in (min, max))
-        if any(units != longest[: len(units)] for units in ahead.values()):
+        ahead: list[tuple[int, list[UnitIndex]]] = []
+        for ranks, ran in [(-1, [])] if current is None else current.ran:
+            others = [index for index in ran if not self._is_conditional(index)]
+            ahead += [
+                (ranks & each.ranks, [*others, each.need])
+                for each in told
+                if each.need > SHADOW and ranks & each.ranks
+            ]
+        runs = [units for _, units in ahead]
+        shortest, longest = min(runs, key=len), max(runs, key=len)
+        if any(units != longest[: len(units)] for units in runs):
             raise RuntimeError(self._difference(ahead))
         return shortest[-1]
 
-    def _difference(self, ran: Mapping[int, Sequence[UnitIndex]]) -> str:
-        """Return where ranks first ran different units that are not conditional, in words."""
-        most = max(map(len, ran.values()))
-        at = next(
-            at for at in range(most) if len({tuple(units[: at + 1]) for units in ran.values()}) > 1
-        )
-        by_unit: dict[str, list[int]] = {}
-        for rank, units in ran.items():
+    def _difference(self, ran: Sequence[tuple[int, Sequence[UnitIndex]]]) -> str:
+        """Return where ranks first ran different units that are not conditional, in words. ``ran``:
+        sets of ranks, with what they ran."""
+        most = max(len(units) for _, units in ran)
+        at = next(at for at in range(most) if len({tuple(units[: at + 1]) for _, units in ran}) > 1)
+        by_unit: dict[str, int] = {}
+        for ranks, units in sorted(ran, key=lambda each: each[0] & -each[0]):  # by the first rank
             name = self._name(units[at]) if at < len(units) else "nothing yet"
-            by_unit.setdefault(name, []).append(rank)
+            by_unit[name] = by_unit.get(name, 0) | ranks
         return (
             "ranks ran different units: "
-            + "; ".join(f"{name} on ranks {ranks}" for name, ranks in by_unit.items())
+            + "; ".join(f"{name} on ranks {_listed(ranks)}" for name, ranks in by_unit.items())
             + ". Only units of fully_shard(conditional=True), and those within them, may run on "
             "some ranks alone"
         )
@@ -347,17 +370,30 @@ class Negotiation:
             return f"unit {unit.name!r}"
         return "a backward" if index == BACKWARD else "the end of an evaluation"
 
-    def _learn(self, current: AgreedPass, used: Sequence[bytes], needs: Sequence[int]) -> None:
+    def _learn(self, current: AgreedPass, told: Sequence[Message]) -> None:
         """Note which units each rank has run since the last message, and what followed each."""
         recent = current.gathers[current.reported :]
         current.reported = len(current.gathers)
-        for by_gather, ran, need in zip(used, current.ran, needs, strict=True):
-            known = len(ran)
-            ran += [g.unit for g, is_used in zip(recent, by_gather, strict=True) if is_used]
-            following = [need] if need > SHADOW else []
-            for before, after in pairwise(ran[max(known - 1, 0) :] + following):
-                if self._next.setdefault(before, after) != after:
-                    self._branches.add(before)
+        before, current.ran = current.ran, []
+        for ranks, ran in before:
+            by_use: dict[bytes, int] = {}
+            for each in told:
+                if both := ranks & each.ranks:
+                    by_use[each.used] = by_use.get(each.used, 0) | both
+                    self._note_order(ran[-1:] + _used(recent, each.used), each.need)
+            for used, those in by_use.items():
+                further = _used(recent, used)
+                if len(by_use) == 1:  # no copy, which would grow with the pass
+                    ran += further
+                    current.ran.append((those, ran))
+                else:
+                    current.ran.append((those, ran + further))
+
+    def _note_order(self, ran: list[UnitIndex], need: UnitIndex) -> None:
+        """Note that a rank has run these units one after the other, and needs another one next."""
+        for before, after in pairwise([*ran, need] if need > SHADOW else ran):
+            if self._next.setdefault(before, after) != after:
+                self._branches.add(before)
 
     def _expected_from(self, first: UnitIndex) -> list[UnitIndex]:
         """Return ``first`` and what is expected to follow it, up to where ranks may differ."""
@@ -373,8 +409,8 @@ class Negotiation:
 
     def _complete_passes(self, tick: int) -> tuple[list[ForwardPass], int]:
         """Complete the passes that backward comes back to on some rank."""
-        # Most ranks tell the same, and how many do does not matter.
-        of_gathers = zip(*map(_ENDS.iter_unpack, set(self._facts)), strict=True)
+        # How many ranks tell the same does not matter.
+        of_gathers = zip(*map(_ENDS.iter_unpack, self._facts), strict=True)
         completed = []
         for current in self._passes:
             facts = list(islice(of_gathers, len(current.gathers)))
@@ -410,6 +446,14 @@ class Negotiation:
         for call in gather.records:
             needs |= call.needs_parameters
         return CALLS + NEEDS * needs + HOLDS * unit.is_unsharded
+
+
+def _used(gathers: Sequence[AgreedGather], used: bytes) -> list[UnitIndex]:
+    return [gather.unit for gather, is_used in zip(gathers, used, strict=True) if is_used]
+
+
+def _listed(ranks: int) -> list[int]:
+    return [rank for rank in range(ranks.bit_length()) if ranks >> rank & 1]
 
 
 def _complete(

@@ -26,6 +26,8 @@ from fsdp_overlap import (
     QuantizedCommPolicy,
     fully_shard,
 )
+from fsdp_overlap.comm import hosts
+from fsdp_overlap.comm.process_groups import NEGOTIATION
 from fsdp_overlap.layout import Flat, LayoutRule, PerTensor, TensorAtomic
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
 from fsdp_overlap.schedule.prefetch import Prefetcher
@@ -665,6 +667,42 @@ def an_error_in_forward(part: str) -> None:
 @pytest.mark.parametrize("part", ["second", "tower"])
 def test_training_goes_on_after_an_error(part: str) -> None:
     run_ranks(an_error_in_forward, 2, part)
+
+
+def in_a_grid(check: Callable[..., None], *args: Any) -> None:
+    """Hosts exchange messages within rows and columns of two."""
+    with patch.object(hosts, "MAX_PEERS", 1):
+        check(*args)
+
+
+def an_error_on_one_rank(raises_on: int) -> None:
+    """The rank across is in another row and another column than the one that raises."""
+    pair = Pair()
+    orders = first_only(("expert", "tower", *SAME), ("expert", *SAME))
+    pair.train([orders] * 2)
+    groups = [row for (purpose, row) in pair.ctx._groups._groups if purpose == NEGOTIATION]
+    assert [len(group) for group in groups] == [2, 2]
+    handle = None
+    if dist.get_rank() == raises_on:
+        handle = pair.model.parts["expert"].register_forward_pre_hook(stops)
+    with pytest.raises(Stop if handle else RuntimeError, match="" if handle else "reset"):
+        pair.backward(0, orders)
+    if handle:
+        handle.remove()
+    pair.optimizer.zero_grad()
+    pair.twin_optimizer.zero_grad()
+    pair.ctx.reset()
+    pair.train([orders, orders[::-1], orders])
+
+
+@pytest.mark.parametrize("raises_on", [0, 3])
+def test_training_in_a_grid_goes_on_after_an_error(raises_on: int) -> None:
+    run_ranks(in_a_grid, 4, an_error_on_one_rank, raises_on)
+
+
+def test_ranks_in_a_grid() -> None:
+    run_ranks(in_a_grid, 4, towers)
+    run_ranks(in_a_grid, 4, until_all_done)
 
 
 class TowerAlone(nn.Module):

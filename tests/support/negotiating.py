@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from greenlet import getcurrent, greenlet
 
+from fsdp_overlap.schedule.interface import Replies
 from support.schedule_model import Action, Forward, Options, Rank, Unit, Wrong
 
 
@@ -33,7 +34,7 @@ class NegotiatingRank(Rank):
             self.units[index].is_conditional = True
         self.schedule.negotiate()
 
-    def exchange(self, message: bytes) -> Sequence[bytes]:
+    def exchange(self, message: bytes) -> Replies:
         self.messages += 1
         return self._ranks.exchange(message)
 
@@ -53,10 +54,10 @@ class Ranks:
         self.ranks = [NegotiatingRank(units, options, conditional, self) for _ in range(count)]
         self._messages: dict[greenlet, bytes] = {}
 
-    def exchange(self, message: bytes) -> Sequence[bytes]:
+    def exchange(self, message: bytes) -> Replies:
         me = getcurrent()
         self._messages[me] = message
-        replies: Sequence[bytes] = me.parent.switch()
+        replies: Replies = me.parent.switch()
         return replies
 
     def run(self, program: Sequence[Step]) -> None:
@@ -76,7 +77,9 @@ class Ranks:
             if any(each.dead for each in running):
                 raise Wrong("a rank waits for a message of one that is done")
             messages, self._messages = self._messages, {}
-            replies = [messages[each] for each in running]
+            replies: dict[bytes, int] = {}
+            for rank, each in enumerate(running):
+                replies[messages[each]] = replies.get(messages[each], 0) | 1 << rank
             if len({len(reply) for reply in replies}) > 1:
                 raise Wrong("messages have different sizes")
             for each in running:

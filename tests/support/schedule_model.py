@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, combinations
 from typing import Any, NamedTuple
 
+from fsdp_overlap.schedule.interface import Replies
 from fsdp_overlap.schedule.order import ForwardRecord
 from fsdp_overlap.schedule.reducer import MAX_INPUTS
 from fsdp_overlap.schedule.scheduler import Schedule
@@ -297,7 +298,7 @@ class Rank:
     def record_compute_event(self) -> int:
         return self.clock
 
-    def exchange(self, message: bytes) -> Sequence[bytes]:
+    def exchange(self, message: bytes) -> Replies:
         raise NotImplementedError
 
     def gather(self, unit: Unit, again: bool = False, shadow: bool = False) -> None:
