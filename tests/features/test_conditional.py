@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import random
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -26,7 +28,7 @@ from fsdp_overlap import (
     QuantizedCommPolicy,
     fully_shard,
 )
-from fsdp_overlap.comm import hosts
+from fsdp_overlap.comm import hosts, process_groups
 from fsdp_overlap.comm.process_groups import NEGOTIATION
 from fsdp_overlap.layout import Flat, LayoutRule, PerTensor, TensorAtomic
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
@@ -36,7 +38,7 @@ from fsdp_overlap.tools.emulator.nccl_like import BACKEND, unseen
 from support.extensions import Rounded, with_matrices_of
 from support.fake_group import run_on_fake_group
 from support.held import held_of
-from support.ranks import run_ranks
+from support.ranks import expect_rank_errors, run_ranks
 from support.tensor_parallel import (
     Transformer,
     batches,
@@ -698,6 +700,22 @@ def an_error_on_one_rank(raises_on: int) -> None:
 @pytest.mark.parametrize("raises_on", [0, 3])
 def test_training_in_a_grid_goes_on_after_an_error(raises_on: int) -> None:
     run_ranks(in_a_grid, 4, an_error_on_one_rank, raises_on)
+
+
+def one_rank_is_late() -> None:
+    """It says nothing until the others have given up."""
+    with patch.object(process_groups, "group_timeout", lambda *_: timedelta(seconds=2)):
+        pair = Pair()
+        orders = first_only(("tower", *SAME), SAME)
+        pair.train([orders])
+    if dist.get_rank() == 3:
+        time.sleep(5)
+    pair.backward(0, orders)
+
+
+def test_messages_in_a_grid_time_out() -> None:
+    """On all ranks, also on the one that does not wait for the late rank itself."""
+    expect_rank_errors(partial(in_a_grid, one_rank_is_late), 4, match="negotiation .* failed: ")
 
 
 def test_ranks_in_a_grid() -> None:
