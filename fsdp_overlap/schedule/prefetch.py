@@ -273,6 +273,7 @@ class Prefetcher:
                 continue
             del self._delayed[index]
             self._free(index, mark, waits=not self.prefetch)
+        self._comm.wait_for_unread()
 
     def drop(self) -> None:
         """Forget everything. The param groups' memory is freed elsewhere."""

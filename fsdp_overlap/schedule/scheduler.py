@@ -257,6 +257,8 @@ class Schedule:
             self.prefetcher.finish_pass(
                 before_backward=self._engine.is_grad_enabled() and not raised
             )
+        elif not running:
+            self._comm.wait_for_unread()
         if not unit.has_parameters:
             return None
         if not self._engine.is_grad_enabled():
@@ -582,6 +584,7 @@ class Schedule:
                 self.prefetcher.release(unit)
                 unit.free_post_forward_shards()
         self.prefetcher.flush()
+        self._comm.wait_for_unread()
 
     # On the user's command
 
@@ -600,6 +603,7 @@ class Schedule:
             self.prefetcher.take_out_of_graphs(unit)
             self.prefetcher.release(unit)
             self.prefetcher.flush()
+            self._comm.wait_for_unread()
 
     # Reset
 

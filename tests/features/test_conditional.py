@@ -29,12 +29,15 @@ from fsdp_overlap import (
     fully_shard,
 )
 from fsdp_overlap.comm import hosts, process_groups
+from fsdp_overlap.comm.comm_streams import DeviceCommStream, DeviceWorkHandle
 from fsdp_overlap.comm.process_groups import NEGOTIATION
+from fsdp_overlap.engine.comm_context import SHADOW, CommContext
 from fsdp_overlap.layout import Flat, LayoutRule, PerTensor, TensorAtomic
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
 from fsdp_overlap.schedule.prefetch import Prefetcher
 from fsdp_overlap.tools.emulator import EmulatedDevice, compare_issued, running
 from fsdp_overlap.tools.emulator.nccl_like import BACKEND, unseen
+from support.defects import Defect
 from support.extensions import Rounded, with_matrices_of
 from support.fake_group import run_on_fake_group
 from support.held import held_of
@@ -869,11 +872,29 @@ def held_by_one_and_needed_by_the_other() -> None:
     pair.train([first_only(("expert", *SAME), (*SAME, "expert"))] * 3)
 
 
+def stepped_in_backward() -> None:
+    """By hooks, as soon as a gradient is reduced: also where this rank only served the gathers."""
+    pair = Pair(device="emulated")
+
+    def step(parameter: torch.Tensor) -> None:
+        with torch.no_grad():
+            parameter -= 0.01 * parameter.grad
+        parameter.grad = None
+
+    for parameter in pair.model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    for number in range(3):
+        order = first_only(("tower", *SAME), SAME)[dist.get_rank()]
+        batch = pair.inputs(number)[dist.get_rank()]
+        pair.model(batch, order).square().mean().backward()
+
+
 def on_the_device(defect: str) -> tuple[list[str], Any]:
     with running(EmulatedDevice()) as device, DEFECTS[defect]():
         for options in EMULATED.values():
             towers(device="emulated", **options)
         held_by_one_and_needed_by_the_other()
+        stepped_in_backward()
         several_backwards(WAYS, "emulated")
     return list(dict.fromkeys(map(str, device.findings))), device.issued
 
@@ -891,10 +912,58 @@ def gather_without_waits(self: Prefetcher, unit: Any, gather: Any, shadow: bool 
         self._gather(unit, shadow)
 
 
+ALLOCATES, SERVES = "with self._streams.stream(self.stream):", "a gather that is served"
 DEFECTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "": nullcontext,
     "written while it is read": written_while_it_is_read,
+    "memory that compute uses next": Defect(
+        DeviceCommStream, "allocate", ALLOCATES, SERVES, new="if True:"
+    ).plant,
+    "edited after a pass": Defect(CommContext, "wait_for_unread", "last.wait()", SERVES).plant,
+    "edited in backward": Defect(
+        CommContext,
+        "reduce",
+        "self.reduce_scatter_stream.after_work(param_group.unread)",
+        SERVES,
+    ).plant,
 }
+
+
+def waits_of_each_rank() -> tuple[int, int]:
+    """Return how many gathers for other ranks this one enqueues in a step, and for how many its
+    compute waits."""
+    enqueue, wait = DeviceCommStream.enqueue, DeviceWorkHandle.wait
+    served: list[object] = []
+    waited: list[object] = []
+
+    def enqueued(self: Any, kind: str, label: str, *rest: Any, **options: Any) -> Any:
+        handle = enqueue(self, kind, label, *rest, **options)
+        served.extend([handle] if label.endswith(SHADOW) else [])
+        return handle
+
+    with running(EmulatedDevice()):
+        pair = Pair(device="emulated")
+        pair.train([first_only(("tower", *SAME), SAME)] * 2)
+        comm_streams = [each.stream for each in pair.ctx.comm_context.comm_streams]
+
+        def waits(self: Any) -> None:
+            is_compute = self._streams.current_stream() not in comm_streams
+            waited.extend([self] if is_compute and self in served else [])
+            wait(self)
+
+        with (
+            patch.object(DeviceCommStream, "enqueue", enqueued),
+            patch.object(DeviceWorkHandle, "wait", waits),
+        ):
+            pair.train([first_only(("tower", *SAME), SAME)])
+    return len(served), len(waited)
+
+
+def test_compute_does_not_wait_for_what_its_rank_only_serves() -> None:
+    """But at the end of a pass, after which it may edit shards."""
+    runs, serves = run_ranks(waits_of_each_rank, 2, backend=BACKEND)
+    assert runs == (0, 0)
+    assert serves == (6, 2)
 
 
 @pytest.mark.slow

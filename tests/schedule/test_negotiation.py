@@ -14,7 +14,7 @@ from fsdp_overlap.schedule.backward import Backward
 from fsdp_overlap.schedule.negotiation import Negotiation
 from fsdp_overlap.schedule.prefetch import Prefetcher
 from support.negotiating import Ranks, Step, each_its_own
-from support.schedule_model import Action, AutogradEngine, Forward, Options
+from support.schedule_model import Action, AutogradEngine, Forward, Options, Rank
 
 UNITS = 6
 CONDITIONAL = (1, 2, 3, 5)
@@ -204,6 +204,7 @@ def to_the_call_alone(self: Backward, call: Any) -> None:
             nothing,
             "ranks issue|waits for|different sizes",
         ),
+        (Rank, "wait_for_unread", nothing, "while a gather reads them"),
         (AutogradEngine, "checkpoint", nothing, "runs again in backward, and other ranks"),
     ],
 )

@@ -269,6 +269,8 @@ class Rank:
         self.held = 0
         """How many units hold the gradients of backwards without synchronization."""
         self.events = 0
+        self.unread: set[int] = set()
+        """Units that were freed before compute waited for their all-gathers, which read shards."""
         self.backwards: list[tuple[int, int]] = []
         """For each backward, how many units were gathered late, and how many in vain."""
         self.stats = Stats()
@@ -321,7 +323,12 @@ class Rank:
             raise Wrong(f"{unit.name} is freed while it is used")
         if unit.last_use > (-1 if after is None else after):
             raise Wrong(f"{unit.name} is freed before compute is done with it")
+        if unit.is_gathered and not unit.is_ready:
+            self.unread.add(unit.index)
         unit.gathered_version, unit.is_ready, unit.last_use = None, False, -1
+
+    def wait_for_unread(self) -> None:
+        self.unread.clear()
 
     def forbid_old_graphs(self, unit: Unit, modules: Collection[int]) -> None:
         pass
@@ -361,6 +368,14 @@ class Rank:
     # What programs do
 
     def act(self, action: Action, skips: frozenset[int]) -> None:
+        self._act(action, skips)
+        self._check_unread()
+
+    def _check_unread(self) -> None:
+        if self.unread:
+            raise Wrong(f"shards of {sorted(self.unread)} may be edited while a gather reads them")
+
+    def _act(self, action: Action, skips: frozenset[int]) -> None:
         if action.kind == "step":
             for unit in self.units:
                 unit.version += 1
@@ -374,6 +389,7 @@ class Rank:
             return
         self.engine.grad = action.kind != "evaluate"
         done = self._forward(action.run)
+        self._check_unread()
         self.engine.grad = True
         if action.kind in ("train", "accumulate"):
             self.syncs = action.kind == "train"

@@ -100,7 +100,6 @@ DEFECTS = [
         DeviceWorkHandle, "wait", "self._streams.current_stream().wait_event(self._event)", PLAIN
     ),
     Defect(DeviceWorkHandle, "wait_on_host", "self._event.synchronize()", OFFLOADED),
-    Defect(DeviceWorkHandle, "abandon", "self.wait()", "the model of unused parameters"),
     Defect(
         DeviceCommStream,
         "after_compute",
@@ -193,7 +192,14 @@ DEFECTS = [
         SIDE,
     ),
     Defect(ParamGroup, "wait", "self._work.wait()", PLAIN),
-    Defect(ParamGroup, "free", "self._work.abandon()", "the model of unused parameters"),
+    Defect(
+        ParamGroup,
+        "free",
+        "self.unread, self._work = self._work, None",
+        "the model of unused parameters",
+        new="self._work = None",
+    ),
+    Defect(CommContext, "wait_for_unread", "last.wait()", "the model of unused parameters"),
     Defect(
         ParamGroup,
         "reset",
