@@ -19,7 +19,13 @@ import torch.distributed as dist
 from rich.console import Console
 
 from fsdp_overlap.tools.cli import trial
-from fsdp_overlap.tools.cli.network import addresses, by_host_name, is_free, reachable
+from fsdp_overlap.tools.cli.network import (
+    addresses,
+    by_host_name,
+    is_free,
+    reachable,
+    why_no_connection,
+)
 from fsdp_overlap.tools.cli.process_group import cores
 
 OLDEST_TORCH = (2, 11)
@@ -211,8 +217,8 @@ def _devices() -> Check:
 
 
 def gloo_interface() -> Check:
-    """Return which interface gloo uses: that of GLOO_SOCKET_IFNAME, else that of the host name's
-    first address, as torch chooses."""
+    """Return which interface gloo uses, and whether a connection can be made through it: that of
+    GLOO_SOCKET_IFNAME, else that of the host name's first address, as torch chooses."""
     name = "gloo's interface"
     given = os.environ.get("GLOO_SOCKET_IFNAME", "")
     others = reachable()
@@ -227,6 +233,8 @@ def gloo_interface() -> Check:
                     f"GLOO_SOCKET_IFNAME={given}: {each!r} {what}",
                     f"use one of {', '.join(key for key, own in has.items() if own)}; or unset it",
                 )
+            if why := why_no_connection(has[each][0], each):
+                return _no_connection(f"GLOO_SOCKET_IFNAME={given}", has[each][0], why)
         return Check(name, "ok", f"{given}, because GLOO_SOCKET_IFNAME says so")
     chosen = by_host_name()
     host = platform.node()
@@ -241,9 +249,23 @@ def gloo_interface() -> Check:
     why = (
         f"{chosen.interface or chosen.address}, because the host name {host!r} is {chosen.address}"
     )
+    if failed := why_no_connection(chosen.address, chosen.interface):
+        return _no_connection(why, chosen.address, failed)
     if chosen.is_loopback:
         return Check(name, "note", why, for_several)
     return Check(name, "ok", why)
+
+
+def _no_connection(what: str, address: str, why: str) -> Check:
+    works = [
+        interface
+        for interface, own in addresses().items()
+        if own and address not in own and why_no_connection(own[0], interface) is None
+    ]
+    order = sorted(works, key=lambda interface: interface not in reachable())
+    hint = f"export GLOO_SOCKET_IFNAME={order[0]}" if order else "no other interface works either"
+    found = f"{what}: this machine cannot connect to itself at {address}: {why}"
+    return Check("gloo's interface", "missing", found, f"a firewall? {hint}")
 
 
 def _nccl_variables() -> Check:

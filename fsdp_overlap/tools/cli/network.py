@@ -15,6 +15,8 @@ except ImportError:  # not on Windows
 
 _SIOCGIFADDR = 0x8915  # of linux/sockios.h: an interface's IPv4 address
 _IPV6 = Path("/proc/net/if_inet6")
+CONNECT_SECONDS = 2.0
+"""How long a connection may take on one machine."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,24 @@ def by_host_name() -> GlooInterface:
         loopback = "lo" if address.startswith("127.") else None
         return GlooInterface(has[0] if has else loopback, address)
     return GlooInterface(None, None)
+
+
+def why_no_connection(address: str, interface: str | None = None) -> str | None:
+    """Return why this machine cannot connect to itself through ``address``, as gloo's ranks do.
+    ``None`` if it can. ``interface`` is that which has the address."""
+    try:
+        where = f"{address}%{interface}" if address.startswith("fe80:") and interface else address
+        found = socket.getaddrinfo(where, 0, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, place = found[0]
+        with socket.socket(family, kind, protocol) as server:
+            server.bind(place)
+            server.listen()
+            with socket.socket(family, kind, protocol) as client:
+                client.settimeout(CONNECT_SECONDS)
+                client.connect(server.getsockname())
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
 
 
 def reachable() -> list[str]:

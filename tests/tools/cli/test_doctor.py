@@ -47,6 +47,7 @@ def plain(monkeypatch: Patch) -> None:
     monkeypatch.setattr(doctor, "cores", lambda: 2)
     monkeypatch.setattr(doctor, "addresses", lambda: {"lo": ["127.0.0.1"], "eth0": ["10.0.0.2"]})
     monkeypatch.setattr(doctor, "reachable", lambda: ["eth0"])
+    monkeypatch.setattr(doctor, "why_no_connection", lambda address, interface: None)
     monkeypatch.setattr(doctor, "by_host_name", lambda: GlooInterface("eth0", "10.0.0.2"))
     monkeypatch.setattr(doctor, "is_free", lambda address, port: True)
     multiprocessing.set_forkserver_preload(PRELOAD)  # a server that has imported torch
@@ -280,6 +281,37 @@ def test_the_interface_of_the_host_name(monkeypatch: Patch) -> None:
         assert found.hint.endswith("for several, export GLOO_SOCKET_IFNAME=eth0")
     monkeypatch.setattr(doctor, "reachable", list)
     assert "none has an address that others could reach" in doctor.gloo_interface().hint
+
+
+def test_an_interface_that_nothing_goes_through(monkeypatch: Patch) -> None:
+    def fails(address: str, interface: str | None) -> str | None:
+        return None if interface == "eth1" else "timed out"
+
+    own = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.2"], "eth1": ["10.0.1.2"], "eth2": []}
+    monkeypatch.setattr(doctor, "addresses", lambda: own)
+    monkeypatch.setattr(doctor, "why_no_connection", fails)
+    found = doctor.gloo_interface()
+    assert found.state == "missing"
+    assert found.found.endswith("cannot connect to itself at 10.0.0.2: timed out")
+    assert found.hint.endswith("export GLOO_SOCKET_IFNAME=eth1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
+    assert doctor.gloo_interface().state == "ok"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1,eth0")
+    assert doctor.gloo_interface().hint.endswith("export GLOO_SOCKET_IFNAME=eth1")
+    monkeypatch.setattr(doctor, "why_no_connection", lambda *_: "timed out")
+    assert doctor.gloo_interface().hint.endswith("no other interface works either")
+
+
+def test_connections_are_tried(monkeypatch: Patch) -> None:
+    assert network.why_no_connection("127.0.0.1") is None
+    assert network.why_no_connection("192.0.2.77")  # an address of documents
+    monkeypatch.setattr(network, "CONNECT_SECONDS", 0.01)
+
+    def drops(*_: object) -> None:
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(socket.socket, "connect", drops)
+    assert network.why_no_connection("127.0.0.1") == "timed out"
 
 
 def test_the_host_name_is_looked_up_as_torch_does(monkeypatch: Patch) -> None:
