@@ -10,6 +10,9 @@ single steps vary by more than it is. In one process with a fake process group, 
 its own messages, a step with a conditional tower is timed against one without, of blocks so small
 that next to nothing but the host's work is left. And two ranks exchange messages of the same size,
 in a loop. Both are processor time of the thread that runs forward and backward.
+
+With `--ranks-in-simulation` the first is also measured at such numbers of ranks: what two ranks
+said in the same step is answered for all of them, in place of what gloo would bring.
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -26,7 +31,10 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_overlap import FsdpContext, fully_shard
+from fsdp_overlap.comm import hosts, objects
+from fsdp_overlap.comm.collectives import PendingCollective
 from fsdp_overlap.comm.process_groups import GroupCache
+from fsdp_overlap.engine import context
 from fsdp_overlap.engine.comm_context import CommContext
 from harness import link_training, options, processes, runner, sharding, turns
 from harness.measurement import Claim
@@ -36,8 +44,10 @@ PLAIN, ALL, HALF = "not conditional", "conditional, all run it", "conditional, h
 STEP, MESSAGES = "step", "messages in a step"
 SCHEDULE, MESSAGE = "host, schedule", "host, a message"
 HOST = "host, a step"
-ALL_TARGET, HALF_TARGET, HOST_TARGET = 1.01, 1.05, 150.0
-HOST_WIDTH, HOST_STEPS = 32, 5
+ALL_OF, HALF_OF = "{} ranks, all run it", "{} ranks, half run it"
+SIMULATED, SAID = "host, schedule in simulation", "what two ranks said"
+ALL_TARGET, HALF_TARGET, HOST_TARGET, SIMULATED_TARGET = 1.01, 1.05, 150.0, 200.0
+HOST_WIDTH, HOST_STEPS, WARM_UP = 32, 5, 3
 
 
 class Model(nn.Module):
@@ -87,6 +97,27 @@ def warmed_up(args: argparse.Namespace, width: int) -> dict[str, Callable[[], fl
     return steps
 
 
+def said_in_steps(args: argparse.Namespace) -> list[list[list[str]]]:
+    """Return what both ranks say in each message of a step of which every second runs the tower:
+    of the first steps, and of one like all that follow."""
+    step = prepare(args, HALF, HOST_WIDTH)
+    exchange, said = CommContext.exchange, list[list[list[str]]]()
+
+    def recorded(self: CommContext, message: bytes) -> Any:
+        replies = exchange(self, message)
+        said[-1].append(
+            [next(each.hex() for each in replies if replies[each] >> r & 1) for r in (0, 1)]
+        )
+        return replies
+
+    with patch.object(CommContext, "exchange", recorded):
+        for _ in range(WARM_UP + 2):
+            said.append([])
+            step()
+    assert said[-1] == said[-2]
+    return said[:-1]
+
+
 def measure_host(args: argparse.Namespace) -> dict[str, Any]:
     """Return how many messages a step takes, and microseconds of one on this rank."""
     args.sleep, args.rows = 0.0, link_training.SEQUENCE
@@ -100,19 +131,70 @@ def measure_host(args: argparse.Namespace) -> dict[str, Any]:
         for _ in range(HOST_STEPS):
             ctx.comm_context.exchange(message)
         samples.append((time.thread_time() - start) / HOST_STEPS * 1e6)
-    return {MESSAGES: sent, MESSAGE: samples}
+    return {MESSAGES: sent, MESSAGE: samples, SAID: said_in_steps(args)}
 
 
-def measure_schedule(args: argparse.Namespace) -> list[float]:
-    """Return microseconds of a step with a conditional tower, beyond those of one without. Messages
-    are answered at once."""
+class Group:
+    """Stands in for a group of hosts."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def size(self) -> int:
+        return self._size
+
+
+@contextmanager
+def answered(ranks: int, said: Sequence[Sequence[Sequence[str]]] | None) -> Iterator[None]:
+    """Answer messages at once, as `ranks` of them would: with the same, or every second with what
+    the other of two ranks `said`."""
+    mesh: Any = SimpleNamespace(mesh=torch.arange(ranks))
+    groups: list[Group] = []
+    steps = iter(said or ())
+    pairs: list[tuple[bytes, bytes]] = []
+
+    def group_of(self: GroupCache, _: Any, members: Sequence[int]) -> Any:
+        groups.append(Group(len(members)))
+        return groups[-1]
+
+    def answer(received: torch.Tensor, sent: torch.Tensor, *rest: Any) -> PendingCollective:
+        nonlocal step, pairs
+        received.copy_(sent)
+        if said is not None and rest[-1] is groups[0]:  # where rows differ, columns do not
+            if not pairs:
+                step = next(steps, step)
+                pairs = [(bytes.fromhex(one), bytes.fromhex(two)) for one, two in step]
+            mine, other = pairs.pop(0)
+            view = received.view(-1, len(mine))
+            assert bytes(view[0].tolist()) == mine
+            view[1::2] = torch.frombuffer(bytearray(other), dtype=torch.uint8)
+        return PendingCollective((), lambda: received)
+
+    step: Sequence[Sequence[str]] = ()
+    with ExitStack() as stack:
+        patched = (
+            (context, "host_ranks", lambda _: hosts.host_ranks(mesh)),
+            (GroupCache, "get_for_hosts", group_of),
+            (objects, "all_to_all", answer),
+        )
+        for owner, name, instead in patched:
+            stack.enter_context(patch.object(owner, name, instead))
+        yield
+
+
+def measure_schedule(
+    args: argparse.Namespace, ranks: int = 2, said: Sequence[Sequence[Sequence[str]]] | None = None
+) -> list[float]:
+    """Return microseconds of a step with a conditional tower, beyond those of one without, as one
+    of `ranks`. Messages are answered at once."""
     args = argparse.Namespace(**vars(args) | {"sleep": 0.0, "rows": link_training.SEQUENCE})
     processes.join_fake_ranks(2)
-    answered = patch.object(CommContext, "exchange", lambda self, message: [message] * 2)
-    grouped = patch.object(GroupCache, "get_for_hosts", lambda self, mesh: mesh.get_group())
     samples = []
-    with answered, grouped, turns.quiet_gc():
-        steps = [prepare(args, name, HOST_WIDTH) for name in (PLAIN, ALL)]
+    with answered(ranks, said), turns.quiet_gc():
+        steps = [prepare(args, name, HOST_WIDTH) for name in (PLAIN, HALF if said else ALL)]
+        for step in steps:
+            for _ in range(WARM_UP):
+                step()
         for _ in range(args.host_rounds):
             times = []
             for step in steps:
@@ -140,6 +222,9 @@ OPTIONS = options.parser(
 )
 OPTIONS.add_argument("--before", type=int, default=0, help="blocks that run before the tower")
 OPTIONS.add_argument("--host-rounds", type=int, default=300, help="of what the host is measured")
+OPTIONS.add_argument(
+    "--ranks-in-simulation", type=int, nargs="*", default=[8, 64, 1024], help="of the host's work"
+)
 OPTIONS.add_argument("--measure", choices=["host", "link"], help=argparse.SUPPRESS)
 
 
@@ -150,7 +235,12 @@ def sample(args: argparse.Namespace) -> dict[str, Any]:
 def launch(args: argparse.Namespace) -> dict[str, Any]:
     host = runner.launch_ranks(args, ["--measure=host"], no_limit=True)
     link = runner.launch_ranks(args, ["--measure=link"])
-    return {**host, STEP: link, SCHEDULE: measure_schedule(args)}
+    simulated = {}
+    for ranks in args.ranks_in_simulation:
+        few = argparse.Namespace(**vars(args) | {"host_rounds": max(1, args.host_rounds // 3)})
+        simulated[ALL_OF.format(ranks)] = measure_schedule(few, ranks)
+        simulated[HALF_OF.format(ranks)] = measure_schedule(few, ranks, host[SAID])
+    return {**host, STEP: link, SCHEDULE: measure_schedule(args), SIMULATED: simulated}
 
 
 def report(args: argparse.Namespace, found: dict[str, Any]) -> Results:
@@ -166,6 +256,9 @@ def report(args: argparse.Namespace, found: dict[str, Any]) -> Results:
     results.add(MESSAGE, "us", {ALL: found[MESSAGE]})
     total = {ALL: [us + in_messages for us in found[SCHEDULE]]}
     results.add(HOST, "us", total, at_most={ALL: HOST_TARGET})
+    if found[SIMULATED]:
+        at_most = {ALL_OF.format(ranks): SIMULATED_TARGET for ranks in args.ranks_in_simulation}
+        results.add(SIMULATED, "us", found[SIMULATED], at_most=at_most)
     [sent] = found[MESSAGES][PLAIN]
     text = "without conditional units ranks exchange no messages"
     results.claims.append(Claim(text, sent == 0, f"{sent:g}"))

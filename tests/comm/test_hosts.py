@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -122,6 +123,38 @@ def test_all_ranks_learn_the_same(kind: str, count: int, most: int) -> None:
         assert each == wanted
         assert [*each] == [*found[0]]
     assert hops <= 3
+
+
+def calls_of_an_exchange(count: int) -> int:
+    """How many functions a rank calls when all of `count` say the same or one of two things."""
+    groups: list[Any] = [Group(ranks) for ranks in groups_of(count, 0)]
+    pairs = iter((b"ab" * (groups[0].size() // 2), None))
+
+    def hop(message: bytes, group: Group) -> bytes:
+        return message * group.size() if (joined := next(pairs)) is None else joined
+
+    calls = 0
+
+    def count_calls(_: object, event: str, __: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    with patch.object(hosts, "_exchange", hop):
+        exchange = HostExchange(groups)
+        sys.setprofile(count_calls)
+        try:
+            found = exchange.exchange(b"a")
+        finally:
+            sys.setprofile(None)
+    assert found == expected([b"a", b"b"] * (count // 2))
+    return calls
+
+
+def test_what_a_rank_does_does_not_grow_with_their_number() -> None:
+    """But with a row, whose messages it tells apart, where not all are alike."""
+    many, few = calls_of_an_exchange(1024), calls_of_an_exchange(256)
+    assert many - few == 32 - 16
+    assert many < 100
 
 
 def test_ranks_that_say_few_things_take_two_hops() -> None:
