@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -154,6 +155,8 @@ class EmulatedDevice:
             ``# races: allow`` says the same of its line.
         device_type: what tensors, streams and meshes call it: ``"cuda"`` within
             :func:`~fsdp_overlap.tools.emulator.cuda.as_cuda`.
+        is_real_time: whether the host's time is the clock's, so that operations end later by
+            themselves. A thread that waits for one sleeps, and others go on. Needs a ``timing``.
     """
 
     def __init__(
@@ -166,13 +169,18 @@ class EmulatedDevice:
         expandable_segments: bool = False,
         allow: Sequence[str] = (),
         device_type: str = "emulated",
+        is_real_time: bool = False,
     ) -> None:
         self.device_type = device_type
         self.timing = timing
+        self.is_real_time = is_real_time
         self.allocating = allocating
         self.issuing = issuing
         self.values = values
         self.index = index
+        self.contexts = {index}
+        """The devices on which this process has a context, by their numbers. Each takes memory of
+        its device, and stays."""
         self.is_over = False
         """Whether nothing is to be noted any more. Threads of the program may go on."""
         self.lock = threading.RLock()
@@ -234,6 +242,7 @@ class EmulatedDevice:
     def use(self, index: int | None) -> None:
         """Use the device of this number on this thread, or its current one."""
         index = self.of_thread.index if index is None else index
+        self.contexts.add(index)
         if index != self.index:
             site = call_site()
             access = FoundAccess(f"device {index}", "makes a context on", "the host", site)
@@ -304,10 +313,16 @@ class EmulatedDevice:
         stream.learn(moment.clock, moment.ends)
         self.history.wait(stream, moment, call_site())
 
-    @_locked
     def wait_on_host(self, operation: str, *moments: Moment, is_promised: bool = True) -> None:
         """Make the host wait for ``moments`` in ``operation``. A wait that nobody has promised
         takes time, and orders nothing."""
+        if self.is_real_time:
+            end = max((moment.ends for moment in moments), default=0.0)
+            time.sleep(max(0.0, end - time.monotonic()))
+        self._note_wait(operation, moments, is_promised)
+
+    @_locked
+    def _note_wait(self, operation: str, moments: Sequence[Moment], is_promised: bool) -> None:
         site = call_site()
         self.syncs.append(Sync(operation, site, self.steps))
         for moment in moments:
@@ -327,8 +342,13 @@ class EmulatedDevice:
     def is_done(self, moment: Moment) -> bool:
         """Return whether the host knows that ``moment`` is over."""
         if self.timing is not None:
+            self._look_at_clock()
             return moment.ends <= self.host.ends
         return all(self.host.clock.get(queue, 0) >= tick for queue, tick in moment.clock.items())
+
+    def _look_at_clock(self) -> None:
+        if self.is_real_time:
+            self.host.ends = max(self.host.ends, time.monotonic())
 
     # Operations
 
@@ -337,6 +357,7 @@ class EmulatedDevice:
         """Enqueue ``operation`` on the current stream, or let the host do it at once."""
         queue, timing = self.host if on_host else self.current, self.timing
         if timing is not None:
+            self._look_at_clock()
             self.host.ends += timing.on_host(operation)
         site = call_site()
         self._note(operation.name, operation.staged, False, self.host, site)

@@ -210,10 +210,14 @@ class Event:
             active().wait((stream or current_stream()).queue, self._moment)
 
     def query(self) -> bool:
-        return self._moment is None or active().is_done(self._moment)
+        if self._moment is None:
+            return True
+        active().use(None)
+        return active().is_done(self._moment)
 
     def synchronize(self) -> None:
         if self._moment is not None:
+            active().use(None)
             active().wait_on_host("Event.synchronize", self._moment)
 
     def elapsed_time(self, end: Event) -> float:

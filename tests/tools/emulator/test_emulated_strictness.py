@@ -522,6 +522,18 @@ def wait_for_the_device() -> None:
     torch.accelerator.synchronize()
 
 
+def ask_an_event() -> None:
+    EVENTS[-1].query()
+
+
+def wait_for_an_event() -> None:
+    EVENTS[-1].synchronize()
+
+
+EVENTS: list[Any] = []
+"""The event of another thread, which :func:`ask_an_event` asks."""
+
+
 def set_the_device() -> None:
     torch.get_device_module("emulated").set_device(0)
 
@@ -529,9 +541,18 @@ def set_the_device() -> None:
 HERE_1 = "emulated:1"
 
 
-@pytest.mark.parametrize(
-    "use", [make_a_tensor, make_a_stream, enter_a_stream, wait_for_the_device, set_the_device]
+USES = (
+    make_a_tensor,
+    make_a_stream,
+    enter_a_stream,
+    wait_for_the_device,
+    ask_an_event,
+    wait_for_an_event,
+    set_the_device,
 )
+
+
+@pytest.mark.parametrize("use", USES)
 def test_the_current_device_of_a_thread_is_the_first_one(use: Callable[[], None]) -> None:
     module = torch.get_device_module("emulated")
 
@@ -547,14 +568,17 @@ def test_the_current_device_of_a_thread_is_the_first_one(use: Callable[[], None]
     with running(EmulatedDevice(index=1)) as device:
         assert torch.zeros(1, device="emulated").device == torch.device(HERE_1)
         assert module.current_device() == 1
+        EVENTS.append(current_stream().record_event())
         for program in right:
             in_a_thread(program)
         assert not device.findings
+        assert device.contexts == {1}
         seen = []
         in_a_thread(lambda: seen.append(module.current_device()))
         assert seen == [0]
         in_a_thread(use)
         assert set(kinds(device)) == {"context"}
+        assert device.contexts == {0, 1}
 
 
 # Streams
