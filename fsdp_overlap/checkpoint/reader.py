@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from io import BufferedReader
 from itertools import groupby
 from pathlib import Path
@@ -33,6 +32,7 @@ from fsdp_overlap.checkpoint.files import (
     refusing,
 )
 from fsdp_overlap.checkpoint.metadata import can_copy, read_metadata
+from fsdp_overlap.comm.threads import thread_pool
 from fsdp_overlap.engine.param import takes
 from fsdp_overlap.torch_internals import StorageInfo
 
@@ -91,7 +91,7 @@ class SafeFileSystemReader(FileSystemReader):
         """Verify what this rank is about to load, and record where it is."""
         runs = self._runs({item.storage_index for item in plan.items}, _threads())
         self._values: dict[MetadataIndex, Any] = {}
-        with ThreadPoolExecutor(len(runs)) as threads:
+        with thread_pool(len(runs), None) as threads:  # they read files
             for values in threads.map(self._verify_run, runs):
                 self._values |= values
         return plan

@@ -10,6 +10,7 @@ from weakref import finalize, ref
 import torch
 
 from fsdp_overlap.comm.streams import has_streams, streams_of
+from fsdp_overlap.comm.threads import make_thread, on_device
 from fsdp_overlap.engine.param_group import D2HCopy, copy_to_host
 from fsdp_overlap.tensor.boxes import boxes_of
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
@@ -60,8 +61,7 @@ class StagingBuffers:
             return copy_to_host(source, host)
         # The writer's thread has another current device, on which leaving stream() alone would make
         # a CUDA context.
-        streams = streams_of(source.device)
-        with streams.device(source.device), streams.stream(stream):
+        with on_device(source.device), streams_of(source.device).stream(stream):
             copied = copy_to_host(source, host)
         source.record_stream(stream)  # users may free an optimizer's states meanwhile
         return copied
@@ -178,7 +178,8 @@ class StagedSave:
             self._uncopied.pop(chunk, None)
             self._drop_copy(chunk)
             buffers.changed.notify_all()
-        values = copy.wait()
+        with on_device(shard.device):
+            values = copy.wait()
         with buffers.changed:
             # The last shard too, since an edit is counted when it ends, and at the end all.
             recent = (shard, self._last_taken or shard)
@@ -199,7 +200,8 @@ class StagedSave:
         with self._buffers.changed:
             self._raise_failure()
             copy = self._copy_of(self._chunk_at(shard, offsets))
-        values = copy.wait()
+        with on_device(shard.device):
+            values = copy.wait()
         with self._buffers.changed:
             self._check_for_edit(shard)
             self._raise_failure()
@@ -241,7 +243,7 @@ class StagedSave:
                     save._release()
 
         if thread is not threading.main_thread():
-            threading.Thread(target=watch, name="ShardStager", daemon=True).start()
+            make_thread(watch, "ShardStager", None).start()
 
     def refuse(self, failure: RuntimeError) -> None:
         """Make the save fail."""

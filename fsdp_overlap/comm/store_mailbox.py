@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from fsdp_overlap.comm.threads import make_thread
 from fsdp_overlap.torch_internals import default_store
 
 T = TypeVar("T")
@@ -105,7 +106,7 @@ class StoreMailbox:
             with suppress(RuntimeError):
                 answers.append(query())
 
-        thread = Thread(target=run, name="fsdp_overlap_mailbox", daemon=True)
+        thread = make_thread(run, "fsdp_overlap_mailbox", None)
         thread.start()
         thread.join(seconds)
         if thread.is_alive():

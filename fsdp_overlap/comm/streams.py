@@ -32,10 +32,25 @@ def current_device(device_type: str) -> torch.device:
 
 def mark_enqueued(device: torch.device) -> Any:
     """Return an event after all that this thread has enqueued on its current stream of ``device``,
-    which other threads can wait for. None if the device has no streams: there all of it is done."""
+    which other threads can wait for. None if the device has no streams: there all of it is done.
+
+    A host that waits for it sleeps: by default CUDA's spins, which takes a core from what steps
+    shards on the host."""
     if not has_streams(device):
         return None
-    return streams_of(device).current_stream(device).record_event()
+    streams = streams_of(device)
+    event = streams.Event(**_sleeping(streams.Event))
+    return streams.current_stream(device).record_event(event)
+
+
+@cache
+def _sleeping(event: Any) -> dict[str, bool]:
+    """Return the options of events of class ``event`` on which the host waits asleep."""
+    try:
+        event(blocking=True)
+    except TypeError:  # torch.xpu's have no such option in torch 2.11
+        return {}
+    return {"blocking": True}
 
 
 def is_capturing(device: torch.device) -> bool:

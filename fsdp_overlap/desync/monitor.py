@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from weakref import WeakKeyDictionary, ref
 
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from fsdp_overlap.comm.comm_streams import REPLAY, CommStream, DeviceCommStream, LaunchedCollective
 from fsdp_overlap.comm.graphs import querying
 from fsdp_overlap.comm.store_mailbox import ANSWER_SECONDS, in_barrier
-from fsdp_overlap.comm.streams import streams_of
+from fsdp_overlap.comm.threads import make_thread
 from fsdp_overlap.desync.error_monitor import ErrorMonitor, Fault
 
 POLLS = 5
@@ -137,7 +138,6 @@ class DesyncMonitor:
     ) -> None:
         self.timeout = timeout
         self.report: Callable[[str], object] = _print
-        self._device = device
         self._comm_streams = comm_streams
         self._error_monitor = error_monitor
         self._on_fault = on_fault
@@ -149,9 +149,8 @@ class DesyncMonitor:
         self._rounds = 0
         """For how many timeouts this rank has stood still when it posted where."""
         self._has_reported = False
-        thread = threading.Thread(
-            target=_run, args=(ref(self), self._ended), name="fsdp_overlap_monitor", daemon=True
-        )
+        run = partial(_run, ref(self), self._ended, timeout / POLLS)
+        thread = make_thread(run, "fsdp_overlap_monitor", device)
         _threads[thread] = self._ended
         thread.start()
 
@@ -279,14 +278,7 @@ def _print(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _run(monitor: ref[DesyncMonitor], ended: threading.Event) -> None:
-    own = monitor()
-    if own is None:
-        return
-    # The current device is a thread's own, and another one would be given a context.
-    streams_of(own._device).set_device(own._device)
-    interval = own.timeout / POLLS
-    del own
+def _run(monitor: ref[DesyncMonitor], ended: threading.Event, interval: float) -> None:
     while not ended.wait(interval) and (found := monitor()) is not None:
         try:
             found.poll()

@@ -126,6 +126,10 @@ class D2HCopy(NamedTuple):
     host: torch.Tensor
     copied: torch.Event | None
 
+    def is_done(self) -> bool:
+        """Return whether :meth:`wait` would return at once."""
+        return self.copied is None or self.copied.query()
+
     def wait(self) -> torch.Tensor:
         """Block the host until the gradient is there, and return it."""
         if self.copied is not None:

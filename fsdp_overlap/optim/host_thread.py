@@ -5,20 +5,36 @@ from __future__ import annotations
 import atexit
 import threading
 from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 from weakref import WeakSet
 
 import torch
 
+from fsdp_overlap.comm.threads import make_thread
 from fsdp_overlap.tensor.pending_steps import PENDING
 
 
-class Job:
-    """What a :class:`HostThread` is to run."""
+def _at_once() -> bool:
+    return True
 
-    def __init__(self, run: Callable[[], None], label: str, thread: HostThread) -> None:
-        self.run: Callable[[], None] | None = run
+
+class Call(NamedTuple):
+    """What a :class:`HostThread` is to run: ``label`` names the unit, and ``is_ready`` returns
+    whether ``run`` would begin without waiting for the device."""
+
+    run: Callable[[], None]
+    label: str
+    is_ready: Callable[[], bool] = _at_once
+
+
+class Job:
+    """A :class:`Call` that was submitted."""
+
+    def __init__(self, call: Call, thread: HostThread) -> None:
+        self.run: Callable[[], None] | None = call.run
         """``None`` once it ran, so that what it holds is freed."""
-        self.label = label
+        self.is_ready = call.is_ready
+        self.label = call.label
         self._thread = thread
 
     def wait(self) -> None:
@@ -31,8 +47,9 @@ class Job:
 
 
 class HostThread:
-    """Runs jobs one after the other, the newest first: gradients arrive in the reverse of forward,
-    so the next forward needs first what arrived last.
+    """Runs jobs one after the other, of those that are ready the newest first: gradients arrive in
+    the reverse of forward, so the next forward needs first what arrived last. If none is ready, the
+    oldest one waits for the device, where copies end in the order in which they were enqueued.
 
     After a job failed, no other runs until :meth:`reset`."""
 
@@ -45,14 +62,15 @@ class HostThread:
         self._is_closed = False
         self._thread: threading.Thread | None = None
 
-    def submit(self, calls: Sequence[tuple[Callable[[], None], str]]) -> list[Job]:
-        """Have the thread run ``calls``, each with the name of its unit, the last first."""
-        jobs = [Job(run, label, self) for run, label in calls]
+    def submit(self, calls: Sequence[Call], device: torch.device | None = None) -> list[Job]:
+        """Have the thread run ``calls``, of those that are ready the last first. They wait for
+        ``device``, which is the same in all calls."""
+        jobs = [Job(call, self) for call in calls]
         with self.changed:
             PENDING.update(jobs)
             self._waiting += jobs
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="host step", daemon=True)
+            if self._thread is None and jobs:
+                self._thread = make_thread(self._work, "host step", device)
                 _threads.add(self)
                 self._thread.start()
             self.changed.notify_all()
@@ -97,7 +115,7 @@ class HostThread:
         PENDING.difference_update(jobs)
         self._waiting = [job for job in self._waiting if job not in jobs]
         for job in jobs:
-            job.run = None
+            job.run, job.is_ready = None, _at_once
 
     def close(self) -> None:
         """End the thread after its jobs, because nobody submits more. The collector of garbage
@@ -113,15 +131,26 @@ class HostThread:
         if self._thread is not None:
             self._thread.join(60)
 
-    @torch.no_grad()
-    def _work(self) -> None:
+    def _next(self) -> Job | None:
+        """Wait for a job, and return the one to run. ``None`` if there will be none."""
         while True:
             with self.changed:
                 while not self._waiting or self._failure is not None:
                     if self._is_closed:
-                        return
+                        return None
                     self.changed.wait()
-                job = self._running = self._waiting.pop()
+                waiting = list(self._waiting)
+            # Nobody else waits for the driver's answers.
+            job = next(filter(_is_ready, reversed(waiting)), waiting[0])
+            with self.changed:
+                if job in self._waiting:  # else it was dropped meanwhile
+                    self._waiting.remove(job)
+                    self._running = job
+                    return job
+
+    @torch.no_grad()
+    def _work(self) -> None:
+        while (job := self._next()) is not None:
             failure = None
             try:
                 assert job.run is not None
@@ -130,12 +159,19 @@ class HostThread:
                 failure = job, error
             with self.changed:
                 self._running = None
-                job.run = None
+                job.run, job.is_ready = None, _at_once
                 self._failure = failure
                 if failure is None:
                     PENDING.discard(job)
                 self.changed.notify_all()
             del job
+
+
+def _is_ready(job: Job) -> bool:
+    try:
+        return job.is_ready()
+    except RuntimeError:  # of the device, which fails what the job runs too
+        return True
 
 
 _threads: WeakSet[HostThread] = WeakSet()

@@ -24,7 +24,7 @@ from fsdp_overlap.optim.clipping import (
     total_norm,
 )
 from fsdp_overlap.optim.contiguous import edits_of, gradients_of, local_of, locals_of
-from fsdp_overlap.optim.host_thread import HostThread, Job
+from fsdp_overlap.optim.host_thread import Call, HostThread, Job
 from fsdp_overlap.optim.states import different_option
 from fsdp_overlap.tensor.pending_steps import before_steps
 
@@ -274,7 +274,8 @@ class OverlappedSteps:
             step()
             give_back()
 
-        [edits.pending_step] = self._thread.submit([(run, param_group.label)])
+        step_call = Call(run, param_group.label, copy.is_done)
+        [edits.pending_step] = self._thread.submit([step_call], param_group.device)
         edits.is_ahead = True
         self._ahead[param_group] = self._version(param_group)
         return True
@@ -350,8 +351,9 @@ class OverlappedSteps:
         scale = self._find_scale(given) if self._policy.max_norm is not None else None
         for param_group in given:
             param_group.edits.finish_step()
-        calls = [(self._plan(param_group, scale), param_group.label) for param_group in given]
-        for param_group, job in zip(given, self._thread.submit(calls), strict=True):
+        calls = [Call(self._plan(param_group, scale), param_group.label) for param_group in given]
+        device = given[0].device if given else None
+        for param_group, job in zip(given, self._thread.submit(calls, device), strict=True):
             param_group.edits.pending_step = job
             param_group.edits.record_values()
         for edits in edits_of(p for p in self._group_of if p.grad is not None):

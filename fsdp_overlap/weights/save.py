@@ -6,7 +6,7 @@ import ctypes
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
@@ -18,6 +18,7 @@ from torch import nn
 
 from fsdp_overlap.checkpoint.files import local_path
 from fsdp_overlap.comm.streams import mark_enqueued, streams_of
+from fsdp_overlap.comm.threads import thread_pool
 from fsdp_overlap.weights.exchange import WeightExchange, exchange_of
 from fsdp_overlap.weights.export import full_weights
 from fsdp_overlap.weights.model_weights import Names, is_first, renamed, weights_of
@@ -146,7 +147,7 @@ def save_weights(
     wants = {name: layout for file in own_files for name, layout in file.weights.items()}
     arriving = full_weights(exchange, plan.rounds, weights, wants, prefetch=1)
     try:
-        _on_all(exchange, lambda: _write_files(own_files, arriving))
+        _on_all(exchange, lambda: _write_files(own_files, arriving, exchange.device))
         _on_all(exchange, lambda: [file.unfinished.rename(file.path) for file in own_files])
         _on_all(exchange, lambda: _write_index(folder, files) if rank == 0 else None)
     except BaseException:
@@ -215,12 +216,14 @@ def _in_transfer_order(files: list[_File], ranks: int) -> Iterator[str]:
         yield from (name for _, _, name in sorted(weights))
 
 
-def _write_files(files: list[_File], arriving: Iterator[tuple[str, torch.Tensor]]) -> None:
+def _write_files(
+    files: list[_File], arriving: Iterator[tuple[str, torch.Tensor]], device: torch.device
+) -> None:
     """Write ``files``, whose weights arrive in order. A thread writes one while the next arrives.
     If it fails, all weights are still received, because other ranks wait for what this one sends.
     """
     try:
-        with ThreadPoolExecutor(1) as writer:
+        with thread_pool(1, device) as writer:
             for file in files:
                 with file.unfinished.open("wb") as out:
                     writing: Future[object] = writer.submit(out.write, file.header())

@@ -1,8 +1,10 @@
 """A training step whose parameters rest on the host: stepped by a thread meanwhile, and after
 backward, as FSDP2 does.
 
-The compute of a device is sleep, so it leaves the cores alone. Blocks have one parameter each, and
-their gradients are given, so the host does what it does beside a device: gather, reduce and step.
+The device is a clock: compute and copies of gradients to the host end later, each in the order in
+which they were enqueued, and use no core. The host runs ahead, as beside a GPU, and waits where it
+needs what the device has made. Blocks have one parameter each, and their gradients are given, so
+the host does what it does beside a device: gather, reduce and step.
 AdamW and these copies both wait for memory, which a device's copies do less; Muon, of matrices,
 does not, and FSDP2 has none. A sample is of several steps, which begin and end with a thread at
 work.
@@ -25,7 +27,9 @@ from torch import nn
 from torch.distributed import fsdp as fsdp2
 
 from fsdp_overlap import FsdpContext, TensorAtomic
+from fsdp_overlap.engine.param_group import D2HCopy
 from fsdp_overlap.optim import AdamW, Muon, OverlapPolicy, clip_grad_norm_
+from fsdp_overlap.optim.overlapped_steps import GradientBuffers
 from fsdp_overlap.tensor.pending_steps import finish_pending_steps
 from harness import options, runner, sharding, turns
 from harness.runner import Results
@@ -35,21 +39,64 @@ AFTER, AFTER_CLIPPED = "ours, in step()", "ours, in step(), clipped"
 FSDP2, FSDP2_CLIPPED = "FSDP2", "FSDP2, clipped"
 COMPUTE, OPTIMIZER, BOUND = "without an optimizer", "the optimizer alone", "bound"
 MAX_NORM = 1e-3
+BYTES_PER_SECOND = 25e9
+"""Of copies from the device to the host: what PCIe 4.0 moves in one direction."""
+
+
+class Event:
+    """The end of a copy to the host."""
+
+    def __init__(self, end: float) -> None:
+        self.end = end
+
+    def query(self) -> bool:
+        return time.monotonic() >= self.end
+
+    def synchronize(self) -> None:
+        time.sleep(max(0.0, self.end - time.monotonic()))
+
+
+class Device:
+    """Two streams, of compute and of copies to the host."""
+
+    def __init__(self) -> None:
+        self._computed = self._copied = 0.0
+
+    def compute(self, seconds: float) -> None:
+        self._computed = max(self._computed, time.monotonic()) + seconds
+
+    def copy(self, nbytes: int) -> Event:
+        """Copy what was computed last."""
+        ready = max(self._copied, self._computed, time.monotonic())
+        self._copied = ready + nbytes / BYTES_PER_SECOND
+        return Event(self._copied)
+
+
+DEVICE = Device()
+_copy_at_once = GradientBuffers.copy
+
+
+def _copy(buffers: GradientBuffers, param_group: Any, mean: torch.Tensor) -> Any:
+    copy, give_back = _copy_at_once(buffers, param_group, mean)
+    return D2HCopy(copy.host, DEVICE.copy(mean.nbytes)), give_back  # type: ignore[arg-type]
+
+
+GradientBuffers.copy = _copy  # type: ignore[method-assign]
 
 
 class Sleep(torch.autograd.Function):
-    """Takes ``seconds`` in forward and twice as long in backward. The gradient of ``weight`` is
-    ``given``."""
+    """Takes the device ``seconds`` in forward and twice as long in backward. The gradient of
+    ``weight`` is ``given``."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: Any, given: Any, seconds: Any) -> torch.Tensor:
         ctx.given, ctx.seconds = given, seconds
-        time.sleep(seconds)
+        DEVICE.compute(seconds)
         return x * weight.view(-1)[0]
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        time.sleep(2 * ctx.seconds)
+        DEVICE.compute(2 * ctx.seconds)
         return gradient, ctx.given, None, None
 
 
@@ -82,20 +129,24 @@ def theirs(args: argparse.Namespace) -> nn.Sequential:
 
 
 class Training:
-    """A model and its optimizer, and how it is clipped."""
+    """A model and its optimizer, and how it is clipped. Unless it ``runs_ahead``, the host waits
+    at the end of backward until all gradients are there."""
 
     def __init__(
         self,
         model: nn.Sequential,
         optimizer: Callable[[Any], torch.optim.Optimizer] | None,
         clip: Callable[..., Any] | None = None,
+        runs_ahead: bool = False,
     ) -> None:
-        self.model, self.clip = model, clip
+        self.model, self.clip, self.runs_ahead = model, clip, runs_ahead
         self.optimizer = optimizer(model.parameters()) if optimizer is not None else None
         self.x = torch.ones(1)
 
     def step(self) -> None:
         self.model(self.x).sum().backward()
+        if not self.runs_ahead:
+            DEVICE.copy(self.model[0].given.nbytes).synchronize()
         if self.clip is not None:
             self.clip(self.model.parameters(), MAX_NORM)
         if self.optimizer is not None:
@@ -130,7 +181,7 @@ def sample(args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
     plain = partial({"adamw": AdamW, "muon": Muon}[args.optimizer], lr=1e-3)
     clipping = OverlapPolicy(max_norm=MAX_NORM)
     trainings = {
-        OVERLAPPED: Training(ours(args), partial(plain, overlap=OverlapPolicy())),
+        OVERLAPPED: Training(ours(args), partial(plain, overlap=OverlapPolicy()), runs_ahead=True),
         CLIPPED: Training(ours(args), partial(plain, overlap=clipping)),
         AFTER: Training(ours(args), plain),
         AFTER_CLIPPED: Training(ours(args), plain, clip_grad_norm_),

@@ -167,6 +167,16 @@ def test_only_the_program_imports_tools() -> None:
     } == {f"{PACKAGE}.__main__"}
 
 
+def test_threads_are_made_where_they_choose_their_device() -> None:
+    files = {
+        path.relative_to(ROOT / PACKAGE).as_posix()
+        for module, path in files_of_package().items()
+        if not module.startswith(f"{PACKAGE}.{TOOLS}.")
+        and re.search(r"\b(Thread|Timer|ThreadPoolExecutor|start_new_thread)\(", path.read_text())
+    }
+    assert files == {"comm/threads.py"}
+
+
 @pytest.mark.parametrize("tool", ["emulator", "races"])
 def test_the_emulated_device_does_not_load_the_sharder(tool: str) -> None:
     """It runs programs of FSDP2 and of others, too."""

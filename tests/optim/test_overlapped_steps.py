@@ -26,7 +26,7 @@ from fsdp_overlap.engine.mesh import ParamGroupEdits
 from fsdp_overlap.layout import BlockAtomic, Flat, LayoutRule, PerTensor, TensorAtomic
 from fsdp_overlap.optim import AdamW, Muon, OverlapPolicy, clip_grad_norm_
 from fsdp_overlap.optim.adamw import KernelCall
-from fsdp_overlap.optim.host_thread import HostThread
+from fsdp_overlap.optim.host_thread import Call, HostThread
 from fsdp_overlap.tensor.pending_steps import finish_pending_steps
 from fsdp_overlap.weights import WeightResharder, export_weights
 from support.ranks import run_ranks
@@ -415,7 +415,7 @@ def test_scaled_gradients_are_not_clipped() -> None:
 def test_a_thread_that_collects_its_optimizer_ends() -> None:
     thread = HostThread()
     done: list[int] = []
-    jobs = thread.submit([(lambda: done.append(1), "a unit"), (thread.close, "another")])
+    jobs = thread.submit([Call(lambda: done.append(1), "a unit"), Call(thread.close, "another")])
     for job in jobs:
         job.wait()
     assert done == [1]
@@ -431,7 +431,7 @@ def test_a_finalizer_does_not_wait_for_jobs() -> None:
     def run() -> None:
         goes.wait(10)
 
-    [job] = thread.submit([(run, "a unit")])
+    [job] = thread.submit([Call(run, "a unit")])
     with thread.changed:
         thread.close()
     goes.set()

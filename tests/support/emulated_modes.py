@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_overlap import FsdpContext, QuantizedCommPolicy, fully_shard
 from fsdp_overlap.checkpoint import ShardStager
+from fsdp_overlap.desync.monitor import DesyncMonitor
 from fsdp_overlap.engine import grads
 from fsdp_overlap.layout import BlockAtomic, Flat, LayoutRule, PerTensor, TensorAtomic, pieces
 from fsdp_overlap.optim import AdamW, LayerWise, Muon, OverlapPolicy, clip_grad_norm_, exchange
@@ -573,6 +575,40 @@ def saved_by_a_thread() -> None:
     staged = ShardStager(0).stage({"optimizer": program.optimizer.state_dict()})
     taken = ThreadPoolExecutor(1).submit(lambda: list(written(staged.result())))
     assert len(taken.result()) > 10
+    program.train(1)
+
+
+@mode
+def peeked_by_a_thread() -> None:
+    """As the checksums of what other ranks write are made."""
+    program = Program()
+    program.train(2)
+    staged = ShardStager().stage({"model": program.model.state_dict()})
+
+    def peek() -> None:
+        for name, value in staged.result()["model"].items():
+            for item in value.__create_write_items__(name, value):
+                value.peek(item.index)
+
+    ThreadPoolExecutor(1).submit(peek).result()
+    program.train(1)
+
+
+@mode
+def watched_for_hangs() -> None:
+    program, polled = Program(), threading.Event()
+    program.train(1)
+    context = program.ctx
+
+    class Monitor(DesyncMonitor):
+        def poll(self) -> None:
+            super().poll()
+            polled.set()
+
+    streams = partial(getattr, context.comm_context, "comm_streams")
+    monitor = Monitor(context.device, streams, context.error_monitor, 0.5, bool)
+    assert polled.wait(10)
+    monitor.end()
     program.train(1)
 
 

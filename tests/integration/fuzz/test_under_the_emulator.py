@@ -13,7 +13,7 @@ import torch
 
 from fsdp_overlap.checkpoint import stager
 from fsdp_overlap.checkpoint.staged_save import StagedSave, StagingBuffers
-from fsdp_overlap.comm import collectives
+from fsdp_overlap.comm import collectives, threads
 from fsdp_overlap.comm.comm_streams import DeviceCommStream, DeviceWorkHandle
 from fsdp_overlap.comm.extension_gather import ExtensionGather
 from fsdp_overlap.comm.quantized import QuantizedGather, QuantizedReduction
@@ -93,6 +93,10 @@ SAVED = "saved beside training"
 SKIPS = "the model of skips in a list"
 TIED = "the model of parameters tied across units"
 TAKEN = "_copy([own[at].view(dtype) for at, dtype in layout.ranges], sources)"
+
+CHOSEN = "streams_of(device).set_device(device)"
+IN_THREADS = ("AdamW overlapped in backward, flat", "watched for hangs")
+"""Modes in which a thread of the library calls the device, each another thread."""
 
 # Every line of the comm streams, work handles and releases that orders something.
 DEFECTS = [
@@ -328,7 +332,18 @@ DEFECTS = [
         SAVED,
     ),
     Defect(StagingBuffers, "copy", "source.record_stream(stream)", "a save that failed"),
-    Defect(StagingBuffers, "copy", "streams.device(source.device), ", "saved by a thread", new=""),
+    Defect(StagingBuffers, "copy", "on_device(source.device), ", "saved by a thread", new=""),
+    Defect(
+        StagedSave,
+        "take",
+        "with on_device(shard.device):",
+        "saved by a thread",
+        new="if True:",
+    ),
+    Defect(
+        StagedSave, "peek", "with on_device(shard.device):", "peeked by a thread", new="if True:"
+    ),
+    *(Defect(threads, "choose_device", CHOSEN, mode) for mode in IN_THREADS),
     Defect(save, "_write", "ready.wait(", "weights saved on another stream", new="str("),
     Defect(StagedSave, "copy_remaining", "buffers.before_compute()", f"{SAVED}, copied ahead"),
     Defect(StagedSave, "take", "values = copy.wait()", SAVED, new="values = copy.host"),
@@ -347,6 +362,15 @@ DEFECTS = [
         "a hook of reductions that raised and a reset",
     ),
 ]
+
+
+@pytest.mark.parametrize("mode", [*IN_THREADS, "saved by a thread", "peeked by a thread"])
+def test_threads_choose_their_device(mode: str) -> None:
+    """A rank of a GPU other than the first makes no context on the first one."""
+    with running(EmulatedDevice(index=1)) as device:
+        MODES[mode]()
+    assert not device.findings
+    assert device.contexts == {1}
 
 
 @pytest.mark.parametrize(
