@@ -11,6 +11,7 @@ finds races within the replayed step, and with what the program enqueues before 
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -130,6 +131,7 @@ class Capture:
         self.device = device
         self.pool = pool
         self.mode = mode
+        self.thread = threading.get_ident()
         self.origin = device.current
         self.nodes: list[Node] = []
         self.slots: dict[tuple[TrackedMemory, int], Slot] = {}
@@ -213,14 +215,25 @@ class Capture:
     def wait_on_host(
         self, wait_on_host: Any, operation: str, *moments: Any, is_promised: bool = True
     ) -> None:
-        self._fail("cudaErrorStreamCaptureUnsupported", f"the host waits in {operation}")
+        self._refuse(f"waits in {operation}", moments)
+        wait_on_host(operation, *moments, is_promised=is_promised)
 
     def is_done(self, is_done: Any, moment: Any) -> bool:
-        if self.mode != "relaxed" or isinstance(moment, CapturedMoment):
-            self._fail(
-                "cudaErrorStreamCaptureUnsupported", "the host asks whether an event is over"
-            )
+        self._refuse("asks whether an event is over", [moment])
         return bool(is_done(moment))
+
+    def _refuse(self, what: str, moments: Sequence[Any] = ()) -> None:
+        """Fail if this thread may not do ``what``, which CUDA calls potentially unsafe: while a
+        thread captures in the mode "global" no thread may, in "thread_local" this one may not. Of
+        the captured streams nobody may ask anything."""
+        is_mine = threading.get_ident() == self.thread or self.device.current in self.starts
+        captured = [queue.index for queue in self.starts]
+        asks = any(isinstance(m, CapturedMoment) or m.source in captured for m in moments)
+        if asks or self.mode == "global" or (is_mine and self.mode == "thread_local"):
+            error = "Unsupported" if is_mine else "Unsafe"
+            self._fail(
+                f"cudaErrorStreamCapture{error}", f"{'the host' if is_mine else 'a thread'} {what}"
+            )
 
     def check_is_there(self, check: Any, operation: str, tensors: Sequence[torch.Tensor]) -> None:
         check(operation, tensors)
@@ -229,6 +242,9 @@ class Capture:
 
     def give(self, give: Any, memory: TrackedMemory, nbytes: int) -> None:
         device = self.device
+        takes = nbytes and (memory.is_on_device or memory.is_pinned)
+        if takes and threading.get_ident() != self.thread and device.current not in self.starts:
+            self._refuse("allocates memory")
         self._generations[memory] = self._generations.get(memory, 0) + 1
         # torch's allocator asks whether the stream is captured at this very moment.
         of_thread, before = device.of_thread, device.of_thread.pool

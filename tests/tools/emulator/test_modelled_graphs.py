@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -162,6 +164,44 @@ def test_what_cuda_refuses_raises_and_ends_the_capture(
     assert torch.equal(x, ones(4))
     with pytest.raises(RuntimeError, match="not captured"):
         captured.replay()
+
+
+def allocates() -> Callable[[], Any]:
+    return lambda: ones(4)
+
+
+def allocates_pinned() -> Callable[[], Any]:
+    return lambda: torch.empty(4, pin_memory=True)
+
+
+def waits_for_an_event_from_before() -> Callable[[], Any]:
+    event = Event()
+    event.record()
+    return event.synchronize
+
+
+def records_an_event() -> Callable[[], Any]:
+    return lambda: current_stream().record_event()
+
+
+UNSAFE = (asks_event_from_before, waits_for_an_event_from_before, allocates, allocates_pinned)
+
+
+@pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
+@pytest.mark.parametrize("prepare", [*UNSAFE, records_an_event])
+def test_what_another_thread_does_may_end_the_capture(
+    device: EmulatedDevice, prepare: Callable[[], Callable[[], Any]], mode: str
+) -> None:
+    do, captured = prepare(), CUDAGraph()
+    is_refused = mode == "global" and prepare in UNSAFE
+    with stream(Stream()), ThreadPoolExecutor(1) as pool:
+        captured.capture_begin(capture_error_mode=mode)
+        ones(4)
+        error = pool.submit(do).exception()
+        assert ("cudaErrorStreamCaptureUnsafe: a thread" in str(error)) == is_refused
+        refused = pytest.raises(RuntimeError, match="cudaErrorStreamCaptureInvalidated")
+        with refused if is_refused else nullcontext():
+            captured.capture_end()
 
 
 def test_a_stream_that_took_part_must_join_again(device: EmulatedDevice) -> None:
