@@ -137,6 +137,8 @@ class StagedSave:
         self._held_bytes = [0]
         """The bytes of this save's copies in the buffers, which its finalizer subtracts."""
         finalize(self, _release_bytes, buffers, self._held_bytes).atexit = False
+        self._num_waiting = 0
+        """The threads that wait for a copy."""
         self._last_taken: StagedShard | None = None
         self._all_copied = False
         self._failure: RuntimeError | None = None
@@ -177,9 +179,9 @@ class StagedSave:
             copy = self._copy_of(chunk)
             self._uncopied.pop(chunk, None)
             self._drop_copy(chunk)
+            self._num_waiting += 1
             buffers.changed.notify_all()
-        with on_device(shard.device):
-            values = copy.wait()
+        values = self._wait_for(copy, shard.device)
         with buffers.changed:
             # The last shard too, since an edit is counted when it ends, and at the end all.
             recent = (shard, self._last_taken or shard)
@@ -200,8 +202,8 @@ class StagedSave:
         with self._buffers.changed:
             self._raise_failure()
             copy = self._copy_of(self._chunk_at(shard, offsets))
-        with on_device(shard.device):
-            values = copy.wait()
+            self._num_waiting += 1
+        values = self._wait_for(copy, shard.device)
         with self._buffers.changed:
             self._check_for_edit(shard)
             self._raise_failure()
@@ -230,6 +232,27 @@ class StagedSave:
             buffers.before_compute()
             for shard in self._shards:
                 shard.drop_source()
+
+    def finish_copies(self) -> None:
+        """Block until all copies are made, which :meth:`copy_remaining` has enqueued. The threads
+        that take them call no device then."""
+        changed = self._buffers.changed
+        with changed:
+            for shard in self._shards:
+                for chunk in shard.chunks.values():
+                    if chunk.copy is not None:
+                        chunk.copy = D2HCopy(chunk.copy.wait(), None)
+            changed.wait_for(lambda: not self._num_waiting)
+
+    def _wait_for(self, copy: D2HCopy, device: torch.device) -> torch.Tensor:
+        """Block until ``copy``, one of :attr:`_num_waiting`, is made."""
+        try:
+            with on_device(device):
+                return copy.wait()
+        finally:
+            with self._buffers.changed:
+                self._num_waiting -= 1
+                self._buffers.changed.notify_all()
 
     def release_after(self, thread: threading.Thread) -> None:
         """Release everything when ``thread``, which saves, has ended: it may fail."""

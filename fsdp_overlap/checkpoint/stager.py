@@ -15,7 +15,11 @@ from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, Sta
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_overlap.checkpoint.staged_save import Offsets, StagedSave, StagedShard, StagingBuffers
-from fsdp_overlap.comm.graphs import before_capture_or_replay
+from fsdp_overlap.comm.graphs import (
+    before_capture,
+    before_capture_or_replay,
+    refuse_in_capture,
+)
 from fsdp_overlap.tensor.extension import is_subclass
 from fsdp_overlap.tensor.pending_steps import before_steps, finish_pending_steps
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
@@ -55,7 +59,12 @@ class ShardStager(AsyncStager):
         return self._buffers.peak_bytes
 
     def stage(self, state_dict: STATE_DICT_TYPE) -> Future[STATE_DICT_TYPE]:
-        """Return a state dict that ``dcp.save()`` can write, once, in another thread."""
+        """Return a state dict that ``dcp.save()`` can write, once, in another thread.
+
+        Raises:
+            RuntimeError: a CUDA graph is captured.
+        """
+        refuse_in_capture("an asynchronous save begins")
         finish_pending_steps()
         save = StagedSave(self._buffers)
         shards: list[StagedShard] = []
@@ -187,12 +196,19 @@ def _guard(save: StagedSave) -> None:
         register_optimizer_step_pre_hook(_before_step)
         before_steps.append(_copy_remaining)
         before_capture_or_replay.append(_copy_remaining)
+        before_capture.append(_finish_copies)
         _has_guard = True
 
 
 def _copy_remaining() -> None:
     for save in list(_saves):
         save.copy_remaining()
+
+
+def _finish_copies() -> None:
+    """Leave writers nothing to ask the device for. All is copied."""
+    for save in list(_saves):
+        save.finish_copies()
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 
 from fsdp_overlap.comm.streams import streams_of
+from fsdp_overlap.tensor.pending_steps import finish_pending_steps
 
 
 class Replays(Protocol):
@@ -45,6 +46,10 @@ class Watcher(Protocol):
 before_capture_or_replay: list[Callable[[], None]] = []
 """Are called before a graph is captured, and before a replay edits weights."""
 
+before_capture: list[Callable[[], None]] = [finish_pending_steps]
+"""Are called before a graph is captured. They end what other threads ask of the device: whatever
+could wait or allocate there would end the capture."""
+
 querying = Lock()
 """Is held while a graph is captured: a query of an event by another thread would end that."""
 
@@ -65,6 +70,16 @@ def capture_under_way() -> object | None:
     return _capture
 
 
+def refuse_in_capture(what: str) -> None:
+    """Raise RuntimeError if a graph is captured: ``what``, which another thread does, would end
+    that."""
+    if _capture is not None:
+        raise RuntimeError(
+            f"{what} while a CUDA graph is captured, whose thread would end the capture: do it "
+            "before the capture, or after it"
+        )
+
+
 def watch(device: torch.device, watcher: Watcher) -> None:
     """Call ``watcher``, which it refers to weakly, for the graphs of ``device``."""
     kind = getattr(streams_of(device), "CUDAGraph", None)
@@ -82,7 +97,7 @@ def _extend(kind: Any) -> None:
     @wraps(begin)
     def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> None:
         global _capture, _is_guarded
-        for call in before_capture_or_replay:
+        for call in (*before_capture_or_replay, *before_capture):
             call()
         is_guarded = querying.acquire(timeout=QUERIES_SECONDS)
         try:

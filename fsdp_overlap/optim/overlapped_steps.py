@@ -11,6 +11,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
+from fsdp_overlap.comm.graphs import refuse_in_capture
 from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.engine.grads import ParamGroupGradients
 from fsdp_overlap.engine.mesh import ParamGroupEdits
@@ -327,8 +328,10 @@ class OverlappedSteps:
 
         Raises:
             RuntimeError: a step in the thread failed, or what was stepped in backward was changed
-                since: a gradient, a parameter, its state or an option of its group.
+                since: a gradient, a parameter, its state or an option of its group; or a CUDA graph
+                is captured.
         """
+        refuse_in_capture("an optimizer with overlap= steps offloaded shards")
         self._thread.check()
         groups_in_backward = self._group_of
         self._read_groups()

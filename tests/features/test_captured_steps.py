@@ -6,7 +6,9 @@ import inspect
 import math
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -26,7 +28,9 @@ from fsdp_overlap.engine.comm_context import CommContext
 from fsdp_overlap.engine.cuda_graphs import CapturedSteps, ReplayedSteps
 from fsdp_overlap.engine.mesh import MeshInfo
 from fsdp_overlap.layout import PerTensor, TensorAtomic
-from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
+from fsdp_overlap.optim import AdamW, Muon, OverlapPolicy, clip_grad_norm_
+from fsdp_overlap.optim.adamw import KernelCall
+from fsdp_overlap.tensor.pending_steps import finish_pending_steps
 from fsdp_overlap.tools.emulator import (
     CUDAGraph,
     EmulatedDevice,
@@ -534,6 +538,115 @@ def test_a_save_under_way_has_the_weights_from_before_a_replay(device: EmulatedD
         staged.__get_tensor_shard__(item.index).flatten().cpu(), before.flatten().cpu()
     )
     assert not torch.equal(before, weight.full_tensor())
+    assert not device.findings
+
+
+def write_beside(one: OneStep) -> None:
+    """Captures a step while a thread writes an asynchronous save: a part before, most of it
+    meanwhile."""
+    staged = ShardStager().stage({"model": one.model.state_dict()}).result()["model"]
+    pieces = [
+        (value, item.index)
+        for name, value in staged.items()
+        for item in value.__create_write_items__(name, value)
+    ]
+    assert len(pieces) > 4
+
+    def write(some: Any) -> None:
+        for value, index in some:
+            value.__get_tensor_shard__(index)
+
+    with ThreadPoolExecutor(1) as writer:
+        writer.submit(write, pieces[:2]).result()
+
+        def step() -> None:
+            one.step()
+            writer.submit(write, pieces[2:]).result()
+
+        one.capture(step)
+
+
+def step_beside(one: OneStep) -> None:
+    """Captures a step while a thread steps the shards of another model."""
+    overlap = {"overlap": OverlapPolicy()}
+    offload = {"offload_policy": CPUOffloadPolicy()}
+    other = Program(dims=(1,), shard_options=offload, optimizer_options=overlap)
+    other.train(2)
+    captures, run = threading.Event(), KernelCall.run
+
+    def late(call: KernelCall) -> None:
+        if threading.current_thread().name == "host step":
+            captures.wait(0.5)
+        run(call)
+
+    with patch.object(KernelCall, "run", late):
+        other.backward()
+        other.step()
+
+        def step() -> None:
+            one.step()
+            captures.set()
+            finish_pending_steps()
+
+        try:
+            one.capture(step)
+        finally:
+            other.ctx.reset()
+    other.train(1)
+
+
+BESIDE: dict[Callable[[OneStep], None], str] = {
+    write_beside: "_finish_copies",
+    step_beside: "finish_pending_steps",
+}
+"""By the program: what a capture calls first, so that it succeeds."""
+
+
+@pytest.mark.parametrize("run", BESIDE)
+def test_a_capture_waits_for_what_other_threads_ask_of_the_device(
+    device: EmulatedDevice, run: Callable[[OneStep], None]
+) -> None:
+    one, twin = OneStep(), OneStep()
+    run(one)
+    one.graph.replay()
+    twin.step()
+    assert torch.equal(one.evaluate(), twin.evaluate())
+    assert not device.findings
+
+
+@pytest.mark.parametrize("run", BESIDE)
+def test_without_that_wait_the_capture_ends(
+    device: EmulatedDevice, run: Callable[[OneStep], None]
+) -> None:
+    one = OneStep()
+    calls = [call for call in graphs.before_capture if call.__name__ != BESIDE[run]]
+    refused = pytest.raises(RuntimeError, match=r"cudaErrorStreamCapture(Unsafe|Invalidated)")
+    with patch.object(graphs, "before_capture", calls), refused:
+        run(one)
+
+
+def test_no_other_thread_begins_to_ask_the_device_in_a_capture(device: EmulatedDevice) -> None:
+    one = OneStep()
+    other = Program(
+        dims=(1,),
+        shard_options={"offload_policy": CPUOffloadPolicy()},
+        optimizer_options={"overlap": OverlapPolicy()},
+    )
+    other.backward()
+
+    def begin() -> None:
+        with pytest.raises(
+            RuntimeError, match=r"save begins while .* before the capture, or after"
+        ):
+            ShardStager().stage({"model": one.model.state_dict()})
+        with pytest.raises(RuntimeError, match="overlap= steps offloaded shards while a CUDA"):
+            other.optimizer.step()
+        one.step()
+
+    one.capture(begin)
+    one.graph.replay()
+    other.step()
+    other.train(1)
     assert not device.findings
 
 

@@ -333,20 +333,14 @@ DEFECTS = [
     ),
     Defect(StagingBuffers, "copy", "source.record_stream(stream)", "a save that failed"),
     Defect(StagingBuffers, "copy", "on_device(source.device), ", "saved by a thread", new=""),
+    Defect(StagedSave, "_wait_for", "with on_device(device):", "saved by a thread", new="if True:"),
     Defect(
-        StagedSave,
-        "take",
-        "with on_device(shard.device):",
-        "saved by a thread",
-        new="if True:",
-    ),
-    Defect(
-        StagedSave, "peek", "with on_device(shard.device):", "peeked by a thread", new="if True:"
+        StagedSave, "_wait_for", "with on_device(device):", "peeked by a thread", new="if True:"
     ),
     *(Defect(threads, "choose_device", CHOSEN, mode) for mode in IN_THREADS),
     Defect(save, "_write", "ready.wait(", "weights saved on another stream", new="str("),
     Defect(StagedSave, "copy_remaining", "buffers.before_compute()", f"{SAVED}, copied ahead"),
-    Defect(StagedSave, "take", "values = copy.wait()", SAVED, new="values = copy.host"),
+    Defect(StagedSave, "_wait_for", "return copy.wait()", SAVED, new="return copy.host"),
     Defect(stager, "_copy_remaining", "save.copy_remaining()", SAVED),
     Defect(
         CommContext,
