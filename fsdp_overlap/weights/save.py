@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from fsdp_overlap.checkpoint.files import local_path
-from fsdp_overlap.comm.streams import mark_enqueued, streams_of
+from fsdp_overlap.comm.streams import has_streams, mark_enqueued, streams_of
 from fsdp_overlap.comm.threads import thread_pool
+from fsdp_overlap.engine.param_group import D2HCopy, copy_to_host
 from fsdp_overlap.weights.exchange import WeightExchange, exchange_of
 from fsdp_overlap.weights.export import full_weights
 from fsdp_overlap.weights.model_weights import Names, is_first, renamed, weights_of
@@ -27,6 +28,8 @@ from fsdp_overlap.weights.transfer_plan import Layouts, TensorLayout, TransferRo
 # Several ranks write if each of them gets a file of at least this size.
 _SHARED_BYTES = 256 << 20
 _UNFINISHED = ".unfinished"
+_SLOT_BYTES = 32 << 20
+"""Of pinned memory, of which there are two slots. Long for one copy, short for one write."""
 _DTYPES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -91,8 +94,9 @@ def save_weights(
     safetensors, and an index if there are several.
 
     Each rank writes files of its own, one weight while the next is on its way, and has no more than
-    these in memory. The files get their names once all of them are on the disk; the index comes
-    last. Of plain tensors and buffers outside units, the first rank's are written.
+    these in memory, and on a GPU 64 MiB of pinned memory. The files get their names once all of
+    them are on the disk; the index comes last. Of plain tensors and buffers outside units, the
+    first rank's are written.
 
     Args:
         model: as in :func:`export_weights`, as are ``dtype``, ``names`` and ``piece_bytes``.
@@ -222,6 +226,7 @@ def _write_files(
     """Write ``files``, whose weights arrive in order. A thread writes one while the next arrives.
     If it fails, all weights are still received, because other ranks wait for what this one sends.
     """
+    copies = _HostCopies(device) if files and has_streams(device) else None
     try:
         with thread_pool(1, device) as writer:
             for file in files:
@@ -232,7 +237,7 @@ def _write_files(
                         assert arrived_name == name
                         writing.result()
                         ready = mark_enqueued(weight.device)
-                        writing = writer.submit(_write, out, weight, ready)
+                        writing = writer.submit(_write, out, weight, ready, copies)
                     writing.result()
                     out.flush()
                     os.fsync(out.fileno())
@@ -241,15 +246,43 @@ def _write_files(
             pass
 
 
-def _write(out: BinaryIO, weight: torch.Tensor, ready: Any) -> int:
-    """Write ``weight``, which is complete at the event ``ready``. This thread has another current
-    stream."""
-    if ready is not None:
-        ready.wait(streams_of(weight.device).current_stream(weight.device))
-    values = weight.cpu().contiguous()
-    if not values.nbytes:
-        return 0
-    return out.write((ctypes.c_char * values.nbytes).from_address(values.data_ptr()))
+class _HostCopies:
+    """Copies weights to the host piece by piece, while the piece before is written: on a stream of
+    its own, beside compute on all others, into two slots of pinned memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._streams = streams_of(device)
+        self._stream = self._streams.Stream(device)
+        self._slots = [
+            torch.empty(_SLOT_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)
+        ]
+
+    def pieces(self, weight: torch.Tensor, ready: Any) -> Iterator[torch.Tensor]:
+        """Yield the bytes of ``weight``, which is complete at the event ``ready``. Each piece is
+        good until the next one."""
+        self._stream.wait_event(ready)
+        pieces = weight.view(-1).view(torch.uint8).split(_SLOT_BYTES)
+        following = self._copy(pieces[0], 0)
+        for number in range(len(pieces)):
+            copied = following
+            if number + 1 < len(pieces):
+                following = self._copy(pieces[number + 1], (number + 1) % 2)
+            yield copied.wait()
+
+    def _copy(self, piece: torch.Tensor, slot: int) -> D2HCopy:
+        with self._streams.stream(self._stream):
+            return copy_to_host(piece, self._slots[slot][: piece.numel()])
+
+
+def _write(out: BinaryIO, weight: torch.Tensor, ready: Any, copies: _HostCopies | None) -> None:
+    """Write ``weight``, which is complete at the event ``ready`` on a device with streams."""
+    for values in [weight] if copies is None else copies.pieces(weight, ready):
+        if values.nbytes:
+            out.write(_bytes_of(values.contiguous()))
+
+
+def _bytes_of(values: torch.Tensor) -> ctypes.Array[ctypes.c_char]:
+    return (ctypes.c_char * values.nbytes).from_address(values.data_ptr())
 
 
 def _write_index(folder: Path, files: list[_File]) -> None:

@@ -29,7 +29,7 @@ from fsdp_overlap.engine import grads
 from fsdp_overlap.layout import BlockAtomic, Flat, LayoutRule, PerTensor, TensorAtomic, pieces
 from fsdp_overlap.optim import AdamW, LayerWise, Muon, OverlapPolicy, clip_grad_norm_, exchange
 from fsdp_overlap.tools.emulator import Stream, current_stream, fake_ranks, stream
-from fsdp_overlap.weights import WeightResharder, export_weights, save_weights
+from fsdp_overlap.weights import WeightResharder, export_weights, save, save_weights
 from fsdp_overlap.weights import exchange as weights_exchange
 from support.emulated import Program, trained
 from support.experts import ROWS, WIDTH, Moe
@@ -619,7 +619,18 @@ def weights_saved_on_another_stream() -> None:
     program.train(2)
     side = Stream()
     side.wait_stream(current_stream())
-    with TemporaryDirectory() as folder, stream(side):
+    to_bytes = save._bytes_of
+
+    def read(values: torch.Tensor) -> Any:
+        values.clone()  # which the device sees, unlike a read by address
+        return to_bytes(values)
+
+    with (
+        TemporaryDirectory() as folder,
+        stream(side),
+        patch.object(save, "_SLOT_BYTES", 64),
+        patch.object(save, "_bytes_of", read),
+    ):
         save_weights(program.model, folder)
     current_stream().wait_stream(side)
     program.train(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,14 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fsdp_overlap import FsdpContext, fully_shard
+from fsdp_overlap.comm.streams import mark_enqueued
+from fsdp_overlap.comm.threads import thread_pool
 from fsdp_overlap.optim import AdamW
+from fsdp_overlap.tools.emulator import EmulatedDevice, Stream, running, stream
 from fsdp_overlap.weights import save, save_weights
 from support import experts
 from support import tensor_parallel as tp
+from support.emulated import Seconds
 from support.layouts import LAYOUTS
 from support.ranks import run_ranks
 from support.twins import COPIES, Twins
@@ -55,6 +60,25 @@ def _saves(folder: str, layout: str, options: dict[str, Any]) -> None:
     save_weights(twins.model, path, piece_bytes=256, **options)
     check(path, twins.twin, options.get("dtype", torch.float64))
     twins.train(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float64])
+def test_weights_come_from_a_device_in_pieces_beside_compute(dtype: torch.dtype) -> None:
+    """Compute on other streams, which is not over, holds up no copy."""
+    with running(EmulatedDevice(timing=Seconds({"mm": 100.0}))) as device:
+        side, made = Stream(), (torch.randn(6, 7) > 0).to(dtype)
+        with stream(side):
+            weights = [made.to("emulated"), torch.zeros((), dtype=dtype, device="emulated")]
+            copies, ready = save._HostCopies(side.device), mark_enqueued(side.device)
+        torch.ones(4, 4, device="emulated") @ torch.ones(4, 4, device="emulated")
+        outs = [io.BytesIO() for _ in weights]
+        with patch.object(save, "_SLOT_BYTES", 10), thread_pool(1, side.device) as pool:
+            for out, weight in zip(outs, weights, strict=True):
+                pool.submit(save._write, out, weight, ready, copies).result()
+        assert device.host.ends < device.default.ends
+        assert not device.findings
+    for out, weight in zip(outs, (made, torch.zeros((), dtype=dtype)), strict=True):
+        assert out.getvalue() == bytes(weight.view(-1).view(torch.uint8).tolist())
 
 
 @pytest.mark.sampled(3)

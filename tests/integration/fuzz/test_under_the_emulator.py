@@ -94,8 +94,9 @@ SKIPS = "the model of skips in a list"
 TIED = "the model of parameters tied across units"
 TAKEN = "_copy([own[at].view(dtype) for at, dtype in layout.ranges], sources)"
 
+WEIGHTS = "weights saved on another stream"
 CHOSEN = "streams_of(device).set_device(device)"
-IN_THREADS = ("AdamW overlapped in backward, flat", "watched for hangs")
+IN_THREADS = ("AdamW overlapped in backward, flat", "watched for hangs", WEIGHTS)
 """Modes in which a thread of the library calls the device, each another thread."""
 
 # Every line of the comm streams, work handles and releases that orders something.
@@ -338,7 +339,13 @@ DEFECTS = [
         StagedSave, "_wait_for", "with on_device(device):", "peeked by a thread", new="if True:"
     ),
     *(Defect(threads, "choose_device", CHOSEN, mode) for mode in IN_THREADS),
-    Defect(save, "_write", "ready.wait(", "weights saved on another stream", new="str("),
+    Defect(
+        save._HostCopies,
+        "pieces",
+        "self._stream.wait_event(ready)",
+        WEIGHTS,
+    ),
+    Defect(save._HostCopies, "pieces", "yield copied.wait()", WEIGHTS, new="yield copied.host"),
     Defect(StagedSave, "copy_remaining", "buffers.before_compute()", f"{SAVED}, copied ahead"),
     Defect(StagedSave, "_wait_for", "return copy.wait()", SAVED, new="return copy.host"),
     Defect(stager, "_copy_remaining", "save.copy_remaining()", SAVED),
