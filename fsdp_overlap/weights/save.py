@@ -29,7 +29,7 @@ from fsdp_overlap.weights.transfer_plan import Layouts, TensorLayout, TransferRo
 _SHARED_BYTES = 256 << 20
 _UNFINISHED = ".unfinished"
 _SLOT_BYTES = 32 << 20
-"""Of pinned memory, of which there are two slots. Long for one copy, short for one write."""
+"""The size of each of two slots of pinned memory that weights pass through."""
 _DTYPES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
