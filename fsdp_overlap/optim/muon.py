@@ -294,8 +294,7 @@ class Muon(torch.optim.Optimizer):
         def run() -> None:
             step_others()
             with ExitStack() as stack:
-                for device in devices:  # the thread has another current device
-                    stack.enter_context(streams_of(device).device(device))
+                for device in devices:
                     stack.enter_context(streams_of(device).stream(self._side_streams[device]))
                 self._update_matrices(updates)
 

@@ -96,7 +96,12 @@ TAKEN = "_copy([own[at].view(dtype) for at, dtype in layout.ranges], sources)"
 
 WEIGHTS = "weights saved on another stream"
 CHOSEN = "streams_of(device).set_device(device)"
-IN_THREADS = ("AdamW overlapped in backward, flat", "watched for hangs", WEIGHTS)
+IN_THREADS = (
+    "AdamW overlapped in backward, flat",
+    "Muon overlapped in backward, whole",
+    "watched for hangs",
+    WEIGHTS,
+)
 """Modes in which a thread of the library calls the device, each another thread."""
 
 # Every line of the comm streams, work handles and releases that orders something.
@@ -266,12 +271,6 @@ DEFECTS = [
     ),
     Defect(D2HCopy, "wait", "self.copied.synchronize()", "offloaded"),
     Defect(OverlappedSteps, "enqueue_step", "copy.wait()", "AdamW overlapped in backward, flat"),
-    Defect(
-        Muon,
-        "plan",
-        "stack.enter_context(streams_of(device).device(device))",
-        "Muon overlapped in backward, whole",
-    ),
     Defect(Exchange, "_enqueue", "self._comm_stream.after_compute()", EXCHANGED),
     Defect(Exchange, "_enqueue", "self._sent = source", EXCHANGED),
     Defect(Exchange, "run", "self._work.wait()", EXCHANGED),
