@@ -380,7 +380,12 @@ class QuantizedRowsReduction(QuantizedReduction):
             wire.encode_run(values, run, codes[:, run.start : run.start + run.numel], scales)
         targets = [kept[:, place.at : place.at + place.numel] for place in wire.own.kept]
         copy_all(targets, [regions[place.index] for place in wire.own.kept])
-        mine = gradients.new_zeros(plan.shard_numels[0])
-        own = [region[group.rank()] for region in regions]
-        torch._foreach_copy_(chunks_of(mine, plan), own)
-        return sent.flatten(), mine
+        return sent.flatten(), own_rows(gradients, plan, group)
+
+
+def own_rows(gradients: torch.Tensor, plan: RowsPlan, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return this rank's chunks of ``gradients``, as they lie in a shard."""
+    mine = gradients.new_zeros(plan.shard_numels[0])
+    own = [region[group.rank()] for region in regions_of(gradients, plan)]
+    torch._foreach_copy_(chunks_of(mine, plan), own)
+    return mine

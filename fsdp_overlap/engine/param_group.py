@@ -29,13 +29,8 @@ from fsdp_overlap.comm.comm_streams import CollectiveOp, CommStream, ComputeEven
 from fsdp_overlap.comm.custom_collectives import CustomCollectives, CustomComms
 from fsdp_overlap.comm.extension_gather import ExtensionGather
 from fsdp_overlap.comm.process_groups import CommGroups, communicates
-from fsdp_overlap.comm.quantized import (
-    QuantizedFormat,
-    QuantizedRangesGather,
-    QuantizedRangesReduction,
-    QuantizedRowsGather,
-    QuantizedRowsReduction,
-)
+from fsdp_overlap.comm.quantized import QuantizedFormat
+from fsdp_overlap.comm.quantized_choice import gather_for, reduction_for
 from fsdp_overlap.comm.row_collectives import InPlaceRows, PackedRows, choose_for_rows
 from fsdp_overlap.comm.streams import mark_enqueued
 from fsdp_overlap.comm.symmetric_memory import SymmetricCollectives
@@ -448,18 +443,10 @@ class ParamGroup:
 
         if policy.gather_dtype is not None:
             sent = wire(self.compute_dtype, policy.gather_dtype)
-            gather = (
-                QuantizedRowsGather(sent, plan, ranges)
-                if isinstance(plan, RowsPlan)
-                else QuantizedRangesGather(sent, ranges)
-            ).all_gather
+            gather = gather_for(sent, plan, ranges, self.device).all_gather
         if policy.reduce_dtype is not None and not is_alone:
             sent = wire(reduce_dtype, policy.reduce_dtype)
-            reduce = (
-                QuantizedRowsReduction(sent, plan)
-                if isinstance(plan, RowsPlan)
-                else QuantizedRangesReduction(sent, plan)
-            ).reduce_scatter
+            reduce = reduction_for(sent, plan, self.device).reduce_scatter
         return CollectivePair(gather, reduce)
 
     def make_unsharded(self) -> bool:
