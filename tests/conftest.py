@@ -32,6 +32,7 @@ settings.load_profile("unhurried")
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a process has an emulated device or CUDA
+        os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

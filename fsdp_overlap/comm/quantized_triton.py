@@ -134,7 +134,7 @@ class RunTable:
     def encode(self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
         """Fill ``codes`` and ``scales``."""
         if self._encoding is None:
-            self._encoding = list(self._launches(_WIDEST, values.device))
+            self._encoding = list(self._launches(values.device, in_one=_WIDEST))
         sources, targets, of_blocks = map(_plain, (values, codes, scales))
         kind = _name(values.dtype)
         for launch in self._encoding:
@@ -175,7 +175,7 @@ class RunTable:
         rank: int = -1,
     ) -> None:
         if self._decoding is None:
-            self._decoding = list(self._launches(_TILE, values.device))
+            self._decoding = list(self._launches(values.device))
         adds = rank >= 0
         numbers = (len(codes), rank, codes.stride(0), scales.stride(0)) if adds else (1, -1, 0, 0)
         tensors = tuple(map(_plain, (codes, scales, own, values)))
@@ -187,13 +187,14 @@ class RunTable:
                 ADDS=adds,
             )
 
-    def _launches(self, widest: int, device: torch.device) -> Iterator[_Launch]:
-        """Yield a launch for all runs whose tiles are alike."""
+    def _launches(self, device: torch.device, in_one: int = 0) -> Iterator[_Launch]:
+        """Yield a launch for all runs whose tiles are alike. A block of one row and at most
+        ``in_one`` columns lies in one tile."""
 
         def tile_of(run: Run) -> tuple[int, bool]:
             _, height, _, width = run.shape
-            whole = height == 1 and width <= widest
-            return min(next_power_of_2(width), widest if whole else _TILE), whole
+            whole = height == 1 and width <= in_one
+            return min(next_power_of_2(width), in_one if whole else _TILE), whole
 
         for (columns, whole), runs in groupby(sorted(self._runs, key=tile_of), key=tile_of):
             yield _Launch.of(list(runs), columns, whole, device)

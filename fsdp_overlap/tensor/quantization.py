@@ -18,7 +18,7 @@ POWERS_OF_TWO = torch.float8_e8m0fnu
 """The dtype of scales that are powers of two, which multiply without rounding."""
 
 # See at_once().
-_CHUNK, _CPU_CHUNK = 4 * 1024 * 1024, 128 * 1024
+_CHUNK, _CPU_CHUNK = 64 * 1024 * 1024, 128 * 1024
 
 # Zero plus this is zero where the processor was told to flush denormals.
 _denormal = torch.tensor(2.0**-140, device="cpu")
@@ -34,8 +34,8 @@ def scale_dtype_for(compute_dtype: torch.dtype) -> torch.dtype:
 
 
 def at_once(like: torch.Tensor) -> int:
-    """Return how many elements to work on at once: on a CPU what fits a core's cache, else what
-    takes little memory."""
+    """Return how many elements to work on at once: on a CPU what fits a core's cache, else
+    so many that a unit takes few launches."""
     return _CPU_CHUNK if like.is_cpu else _CHUNK
 
 

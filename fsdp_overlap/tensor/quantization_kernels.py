@@ -5,9 +5,10 @@ blocks, and a segment is one row of one block, which is contiguous. ``tiles`` sa
 program works on, and a row of ``runs``, of :data:`FIELDS` numbers, where that lies.
 
 Conversions of float8 and bfloat16 are in integers: GPUs before compute capability 8.9 have none of
-float8, and Triton's interpreter rounds otherwise. Tensors of these dtypes come as integers. Products
-must not be fused with sums: launch with ``enable_fp_fusion=False``. Where values and codes of runs
-begin, and columns of blocks, are multiples of ``ALIGN``, so that threads may load many at once.
+float8, and Triton's interpreter rounds otherwise. Tensors of these dtypes come as integers.
+Products must not be fused with sums: launch with ``enable_fp_fusion=False``. Where values and codes
+of runs begin, and the columns of blocks, are multiples of ``ALIGN``, so that threads load many
+elements at once.
 """
 
 # Triton reads annotations as code: "tl.constexpr" is all that it takes.
@@ -42,7 +43,7 @@ def measure_blocks(
     """Raise ``most`` to the largest magnitude of each block, as the bits of a float32. As integers
     these have the order of the numbers, with infinity and then NaN after all others."""
     run = runs + tl.load(tiles + tl.program_id(0)) * _FIELDS
-    segment, column, offset, mask, block = _place(run, ALIGN, SEGMENTS, COLUMNS)
+    segment, _, offset, mask, block = _place(run, ALIGN, SEGMENTS, COLUMNS)
     numbers = _load(values + tl.multiple_of(tl.load(run), ALIGN) + offset, mask, VALUES)
     bits = numbers.to(tl.float32).to(tl.int32, bitcast=True) & _MAGNITUDE
     is_there = segment < tl.load(run + 7)
@@ -122,7 +123,7 @@ def decode_blocks(
     """Fill ``values`` with what codes and scales stand for. If it ``ADDS``, with the sum of what
     ``ranks`` have sent, in their order, of which ``rank`` counts as ``own``."""
     run = runs + tl.load(tiles + tl.program_id(0)) * _FIELDS
-    segment, column, offset, mask, block = _place(run, ALIGN, SEGMENTS, COLUMNS)
+    segment, _, offset, mask, block = _place(run, ALIGN, SEGMENTS, COLUMNS)
     is_there = segment < tl.load(run + 7)
     codes += tl.multiple_of(tl.load(run + 1), ALIGN)
     scales += tl.load(run + 2)
