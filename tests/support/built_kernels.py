@@ -69,6 +69,6 @@ def check(capability: int) -> None:
 
 
 if __name__ == "__main__":
-    for capability in (80, 90, 100):
+    for capability in (80, 90):
         check(capability)
         print(capability)
