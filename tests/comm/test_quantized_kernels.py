@@ -376,21 +376,3 @@ def test_a_kernel_that_nothing_orders_is_found(defect: Defect, layout: LayoutRul
     with defect.plant():
         findings = find_races(partial(train, layout), ranks=4, rank=1)
     assert any("_blocks on" in str(finding) for finding in findings)
-
-
-# ---- On a GPU ----
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("layout", [Flat(), PerTensor()])
-@pytest.mark.parametrize("codes", CODES)
-@pytest.mark.parametrize("powers_of_two", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_gpu_computes_what_a_cpu_does(
-    layout: LayoutRule, codes: torch.dtype, powers_of_two: bool, dtype: torch.dtype
-) -> None:
-    policy = QuantizedCommPolicy(codes, codes, powers_of_two=powers_of_two)
-    plan = plan_of([(96, 4096), (64, 20_000), (33,), (40, 256)], 4, layout, policy)
-    for extremes in (False, True):
-        compare_gather(plan, policy, dtype, torch.float32, extremes=extremes, device="cuda")
-        compare_reduction(plan, policy, dtype, extremes=extremes, device="cuda")
