@@ -242,7 +242,7 @@ def launches_of(reduce: Any, gather: Any, plan: Plan) -> tuple[int, int]:
 
 @contextmanager
 def counting_kernels(names: Counter[str]) -> Iterator[None]:
-    quantized_triton = pytest.importorskip("fsdp_overlap.comm.quantized_triton")
+    from fsdp_overlap.comm import quantized_triton
 
     def count(launch: Any, kernel: Any, *arguments: Any, **constants: Any) -> None:
         names[kernel.__name__] += 1
@@ -308,11 +308,6 @@ def test_where_kernels_do_not_work_torch_computes() -> None:
     def fail(*arguments: object, **constants: object) -> None:
         raise RuntimeError("no compiler")
 
-    made: list[str] = []
-
-    def note(kind: type, *arguments: Any) -> None:
-        made.append(kind.__name__)
-
     quantized_triton.works_on.cache_clear()
     with (
         patch.object(quantized_triton._Launch, "__call__", fail),
@@ -356,7 +351,8 @@ DEFECTS = [
 @pytest.mark.parametrize("layout", [Flat(), TensorAtomic(), PerTensor()])
 def test_kernels_are_ordered(layout: LayoutRule) -> None:
     launched: Counter[str] = Counter()
-    quantized_triton = pytest.importorskip("fsdp_overlap.comm.quantized_triton")
+    from fsdp_overlap.comm import quantized_triton
+
     call: Callable[..., None] = quantized_triton._Launch.__call__
 
     def note(launch: Any, kernel: Any, *arguments: Any, **constants: Any) -> None:
