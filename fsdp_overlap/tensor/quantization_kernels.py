@@ -70,7 +70,7 @@ def encode_blocks(
     """Fill ``codes`` and ``scales`` from ``values``. If blocks are ``WHOLE`` in a tile, their
     magnitudes are taken there, else from ``most``."""
     run = runs + tl.load(tiles + tl.program_id(0)) * _FIELDS
-    segment, column, offset, mask, block = _place(run, ALIGN, SEGMENTS, COLUMNS)
+    segment, first_column, offset, mask, block = _place(run, ALIGN, SEGMENTS, COLUMNS)
     numbers = _load(values + tl.multiple_of(tl.load(run), ALIGN) + offset, mask, VALUES)
     if SCALES != "":
         numbers = numbers.to(tl.float32)
@@ -89,7 +89,7 @@ def encode_blocks(
         numbers = tl.math.div_rn(numbers, bits.to(tl.float32, bitcast=True)[:, None])
         # The first tile of a block has its scale.
         rows, in_row = tl.load(run + 4), tl.load(run + 5)
-        is_first = is_there & ((segment // in_row) % rows == 0) & (tl.min(column, 0) == 0)
+        is_first = is_there & ((segment // in_row) % rows + first_column == 0)
         targets = scales + tl.load(run + 2) + block
         if SCALES == "float8_e8m0fnu":
             tl.store(targets, (bits >> 23).to(tl.uint8), mask=is_first)
@@ -143,17 +143,18 @@ def decode_blocks(
 
 @triton.jit
 def _place(run, ALIGN: tl.constexpr, SEGMENTS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the segments and columns of a tile, where its elements lie in the run, which of them
-    there are, and the block of each segment."""
+    """Return the segments and the first column of a tile, where its elements lie in the run, which
+    of them there are, and the block of each segment."""
     rows, in_row = tl.load(run + 4), tl.load(run + 5)
     width = tl.multiple_of(tl.load(run + 6), ALIGN)
     across = tl.load(run + 8)
     tile = tl.program_id(0) - tl.load(run + 9)
     segment = (tile // across) * SEGMENTS + tl.arange(0, SEGMENTS)
-    column = (tile % across) * COLUMNS + tl.arange(0, COLUMNS)
+    first_column = (tile % across) * COLUMNS
+    column = first_column + tl.arange(0, COLUMNS)
     mask = (segment < tl.load(run + 7))[:, None] & (column < width)[None, :]
     block = segment // (rows * in_row) * in_row + segment % in_row
-    return segment, column, segment[:, None] * width + column[None, :], mask, block
+    return segment, first_column, segment[:, None] * width + column[None, :], mask, block
 
 
 @triton.jit
