@@ -176,15 +176,15 @@ class RunTable:
     ) -> None:
         if self._decoding is None:
             self._decoding = list(self._launches(values.device))
-        adds = rank >= 0
-        numbers = (len(codes), rank, codes.stride(0), scales.stride(0)) if adds else (1, -1, 0, 0)
+        ranks = len(codes) if rank >= 0 else 0
+        numbers = (rank, codes.stride(0), scales.stride(0))
         tensors = tuple(map(_plain, (codes, scales, own, values)))
         for launch in self._decoding:
             launch(
                 *(decode_blocks, *tensors, launch.tiles, launch.runs, *numbers),
                 **self._kinds,
                 VALUES=_name(values.dtype),
-                ADDS=adds,
+                RANKS=ranks,
             )
 
     def _launches(self, device: torch.device, in_one: int = 0) -> Iterator[_Launch]:

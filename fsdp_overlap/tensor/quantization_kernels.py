@@ -100,7 +100,7 @@ def encode_blocks(
     _store(codes + tl.multiple_of(tl.load(run + 1), ALIGN) + offset, numbers, mask, CODES)
 
 
-@triton.jit(do_not_specialize=["ranks", "rank", "code_stride", "scale_stride"])
+@triton.jit(do_not_specialize=["rank", "code_stride", "scale_stride"])
 def decode_blocks(
     codes,
     scales,
@@ -108,30 +108,29 @@ def decode_blocks(
     values,
     tiles,
     runs,
-    ranks,
     rank,
     code_stride,
     scale_stride,
     VALUES: tl.constexpr,
     CODES: tl.constexpr,
     SCALES: tl.constexpr,
-    ADDS: tl.constexpr,
+    RANKS: tl.constexpr,
     ALIGN: tl.constexpr,
     SEGMENTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Fill ``values`` with what codes and scales stand for. If it ``ADDS``, with the sum of what
-    ``ranks`` have sent, in their order, of which ``rank`` counts as ``own``."""
+    """Fill ``values`` with what codes and scales stand for. With ``RANKS``, with the sum of what
+    these have sent, in their order, of which ``rank`` counts as ``own``."""
     run = runs + tl.load(tiles + tl.program_id(0)) * _FIELDS
     segment, _, offset, mask, block = _place(run, ALIGN, SEGMENTS, COLUMNS)
     is_there = segment < tl.load(run + 7)
     codes += tl.multiple_of(tl.load(run + 1), ALIGN)
     scales += tl.load(run + 2)
     value = tl.multiple_of(tl.load(run), ALIGN)
-    if ADDS:
+    if RANKS:
         mine = _load(own + value + offset, mask, VALUES)
         numbers = tl.zeros_like(mine)
-        for sender in range(ranks):
+        for sender in range(RANKS):
             sent = _decode(codes + offset, scales + block, mask, is_there, VALUES, CODES, SCALES)
             numbers += tl.where(sender == rank, mine, sent)
             codes += code_stride

@@ -54,12 +54,12 @@ def check(capability: int) -> None:
             WHOLE=whole,
         )
         assert "div.rn.f32" in encode
-        numbers = dict.fromkeys(("ranks", "rank", "code_stride", "scale_stride"), "i32")
+        numbers = dict.fromkeys(("rank", "code_stride", "scale_stride"), "i32")
         types = {"codes": of_codes, "scales": of_scales, "own": of_values, "values": of_values}
         decode = build(
             *(kernels.decode_blocks, capability, {**types, **numbers}, min(columns, 4096)),
             **kinds,
-            ADDS=True,
+            RANKS=8,
         )
         types = {"values": of_values, "most": "*i32"}
         measure = build(kernels.measure_blocks, capability, types, columns, VALUES=values)
