@@ -363,7 +363,8 @@ def works_on(device: torch.device) -> bool:
     """Return whether the kernels run on ``device``, and encode and decode there as torch does on a
     CPU. Else warn once: for example, Triton needs a compiler of C."""
     values = torch.arange(-150.0, 150.0, device="cpu").mul_(0.37).view(5, 60)
-    codes, scales = torch.empty(5, 60, dtype=torch.float8_e4m3fn), torch.empty(5, 1)
+    codes = torch.empty(5, 60, dtype=torch.float8_e4m3fn, device="cpu")
+    scales = torch.empty(5, 1, dtype=torch.float32, device="cpu")
     encode(values[:, None, None], codes[:, None, None], scales)
     table = RunTable([Run(0, 0, 0, (5, 1, 1, 60))], codes.dtype, scales.dtype)
     found = [torch.zeros_like(each, device=device) for each in (values, codes, scales)]
