@@ -1,5 +1,5 @@
 """One thread computes in each process. The pool of ranks ends with the session; `gpu` tests run by
-`-m gpu` alone, and are skipped where there is no GPU."""
+`-m gpu` or "gpu and ..." alone, and are skipped where there is no GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 
 pytest.register_assert_rewrite("support")  # which must come before what is imported from there
 
-from support.ranks import close_pool  # noqa: E402
+from support.ranks import close_pool, start_importing  # noqa: E402
 
 pytest_plugins = ["support.short", "support.summary", "support.tries", "pytester"]
 
@@ -30,9 +30,11 @@ settings.load_profile("unhurried")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.option.markexpr != "gpu":
+    if "gpu" not in config.option.markexpr.replace("not gpu", ""):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a process has an emulated device or CUDA
         os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
+    if config.option.markexpr and not config.option.collectonly:
+        start_importing()  # nearly all tests that are chosen by a mark need it
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -1,7 +1,7 @@
 """The CUDA comm streams: parity on real streams, memory that comes back, and overlap.
 
 On one GPU these are one rank's, whose collectives are copies on the comm streams;
-test_simulated_ranks has more. With two GPUs NCCL's collectives run."""
+test_simulated_ranks has more. With two GPUs, and in the GPU suite's part `ranks`, NCCL's run."""
 
 from __future__ import annotations
 
@@ -129,7 +129,8 @@ def train_replicas_on_hostile_streams(
     twins.train(iterations=4)
 
 
-@pytest.mark.skipif(RANKS < 2, reason="copies need two GPUs")
+@pytest.mark.two_ranks
+@pytest.mark.skipif(RANKS < 2, reason="copies need two ranks")
 @LATE
 @pytest.mark.parametrize("shard_optimizer_over_replicas", [False, True])
 def test_lanes_of_copies_wait_for_each_other(
@@ -182,6 +183,7 @@ def travel_on_a_comm_stream(dtype: torch.dtype) -> None:
     torch.testing.assert_close(means[0], mean, rtol=0, atol=0)
 
 
+@pytest.mark.two_ranks
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
 def test_collectives_of_nccl_run_on_the_lane(dtype: torch.dtype) -> None:
     run_ranks(travel_on_a_comm_stream, RANKS, dtype, backend="nccl")
@@ -263,6 +265,7 @@ def train_at_stage(stage: int, starts: bool, device: str = "cuda") -> None:
         twins.check_parameters()
 
 
+@pytest.mark.two_ranks
 @pytest.mark.parametrize("starts", [True, False])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_zero_stages_on_gpus(stage: int, starts: bool) -> None:
@@ -291,6 +294,7 @@ def save_and_load(folder: str, device: str = "cuda") -> None:
     twins.train(iterations=2)
 
 
+@pytest.mark.two_ranks
 def test_checkpoints_are_saved_from_gpus_and_loaded_to_them(tmp_path: Path) -> None:
     run_ranks(save_and_load, RANKS, str(tmp_path), backend="nccl")
 

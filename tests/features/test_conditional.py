@@ -52,6 +52,7 @@ from support.tensor_parallel import (
     parallelize,
     same,
 )
+from support.two_ranks import DEVICES, run_two
 
 WIDTH = 6
 Order = Sequence[str] | None
@@ -511,19 +512,19 @@ def test_what_some_ranks_hold_is_kept_for_graphs_by_all(leaves_root_empty: bool)
 # Ranks that run different numbers of forwards
 
 
-def until_all_done() -> None:
+def until_all_done(device: str = "cpu") -> None:
     """No unit is conditional. A rank without a batch adds zero."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    twin = Model().double()
+    twin = Model().double().to(device)
     model = copy.deepcopy(twin)
-    ctx = FsdpContext()
+    ctx = FsdpContext(init_device_mesh(device, (world_size,)))
     for part in (*model.parts["tower"].blocks, *model.parts.values(), model):
         fully_shard(part, ctx)
     optimizer, twin_optimizer = (AdamW(each.parameters(), lr=0.01) for each in (model, twin))
     generator = torch.Generator().manual_seed(1)
     loaders = [
-        torch.randn(2 + 2 * other, 4, WIDTH, dtype=torch.double, generator=generator)
+        torch.randn(2 + 2 * other, 4, WIDTH, dtype=torch.double, generator=generator).to(device)
         for other in range(world_size)
     ]
     steps = 0
@@ -544,7 +545,9 @@ def until_all_done() -> None:
         steps += 1
     assert steps == 2 * world_size
     for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(parameter.to_local().flatten(), held_of(other, parameter))
+        with unseen():
+            held = held_of(other, parameter)
+            torch.testing.assert_close(parameter.to_local().flatten(), held)
     with patch.object(type(ctx.comm_context), "exchange", forbidden):
         model(loaders[0][0], ("tower", *SAME)).square().mean().backward()
 
@@ -978,3 +981,19 @@ def test_nothing_is_left_unordered_on_a_device() -> None:
 def test_a_planted_defect_is_found(defect: str) -> None:
     seen = run_ranks(on_the_device, 2, defect, backend=BACKEND, timeout=150)
     assert any(findings for findings, _ in seen)
+
+
+# On two ranks of a GPU
+
+ON_TWO = {"towers": lambda device: towers(device=device), "a loader that runs out": until_all_done}
+
+
+def on_two(device: str, name: str) -> None:
+    ON_TWO[name](device)
+
+
+@pytest.mark.two_ranks
+@DEVICES
+@pytest.mark.parametrize("name", ON_TWO)
+def test_uneven_ranks_that_are_nccls(device: str, name: str) -> None:
+    run_two(on_two, device, name)

@@ -10,11 +10,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from support import ranks
 from support.program import Program
 from support.ranks import RankError, expect_rank_errors, run_ranks
 
@@ -85,6 +87,25 @@ def test_processes_are_reused() -> None:
 def test_what_a_call_imported_is_not_looked_at_after_each_later_one() -> None:
     run_ranks(_import_much, 1)
     assert run_ranks(_count_objects, 1)[0] < 10_000
+
+
+def _host_of_nccl(gpus: int) -> tuple[int, str, str]:
+    with (
+        patch.object(torch.cuda, "device_count", lambda: gpus),
+        patch.object(torch.cuda, "set_device") as chosen,
+        patch.dict(os.environ),
+    ):
+        ranks._take_gpu(dist.get_rank(), dist.get_world_size())
+        names = ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME")
+        return chosen.call_args.args[0], *(os.environ.get(name, "") for name in names)  # type: ignore[return-value]
+
+
+def test_ranks_that_share_a_gpu_say_that_each_is_a_host() -> None:
+    pids = run_ranks(_pid, 2)
+    assert run_ranks(_host_of_nccl, 2, 1) == [(0, str(pid), "lo") for pid in pids]
+    # Which it would still say when the second one comes.
+    assert run_ranks(_host_of_nccl, 1, 1) == [(0, str(pids[0]), "lo")]
+    assert run_ranks(_host_of_nccl, 2, 2) == [(0, "", ""), (1, "", "")]
 
 
 def test_every_call_starts_from_the_same_seed() -> None:

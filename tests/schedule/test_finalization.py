@@ -194,6 +194,7 @@ def on_hostile_streams(how: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.two_ranks
 @pytest.mark.parametrize("how", ["list", "prefetch", "storage", "finalization", "event"])
 def test_the_verbs_on_late_lanes(how: str) -> None:
     run_ranks(on_hostile_streams, RANKS, how, backend="nccl")

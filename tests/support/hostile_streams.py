@@ -13,7 +13,7 @@ from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 RANKS = int(os.environ.get("FSDP_OVERLAP_RANKS_ON_GPUS", 0)) or max(
     1, min(2, torch.cuda.device_count())
 )
-"""Ranks of tests with NCCL. The variable has several share a GPU."""
+"""Ranks of tests with NCCL. The variable has several share a GPU (see `ranks.py`)."""
 # About a millisecond, long enough for compute to come first wherever nothing holds it up.
 CYCLES = 2_000_000
 

@@ -22,7 +22,7 @@ def as_gathered(
     dtype = dtype or whole.dtype
     if whole.ndim < 2 or not whole.numel():
         return whole.to(dtype)
-    matrix = whole.detach().reshape(-1, whole.shape[-1])
+    matrix = whole.detach().cpu().reshape(-1, whole.shape[-1])
     rows, columns = (
         size or extent for size, extent in zip(policy.block, matrix.shape, strict=True)
     )
@@ -31,7 +31,7 @@ def as_gathered(
     for row, column in places:
         place = slice(row, row + rows), slice(column, column + columns)
         result[place] = _block(matrix[place], policy, dtype)
-    return result.view(whole.shape)
+    return result.view(whole.shape).to(whole.device)
 
 
 def _block(values: torch.Tensor, policy: QuantizedCommPolicy, dtype: torch.dtype) -> torch.Tensor:

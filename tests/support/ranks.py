@@ -50,6 +50,12 @@ PRELOAD += "matplotlib.figure matplotlib.backends.backend_agg".split()
 SANITIZE = "FSDP_OVERLAP_CUDA_SANITIZER"
 """Set: workers look at all that CUDA streams do. torch's own variable would make the import of
 torch start CUDA, which no process can do that others are forked from."""
+NCCL_OF_A_SHARED_GPU = {
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_MNNVL_ENABLE": "0",  # which asks the GPUs, and not their hosts, who is near
+    "NCCL_MAX_CTAS": "8",  # so that the kernels of several ranks find room
+}
 STARTUP_SECONDS = 180.0  # importing torch on a busy machine
 GRACE_SECONDS = 3.0  # for the other ranks, once one has failed
 CLEAN_UP_SECONDS = 3.0  # for destroying the process groups after the call
@@ -130,6 +136,13 @@ def expect_rank_errors(
             f"ranks {wrong} did not raise an error matching {match!r}.\n{_report(fn, outcomes)}"
         )
     return [outcomes[rank].message for rank in range(world_size)]
+
+
+def start_importing() -> None:
+    """Start the process that workers are forked from, so that it imports meanwhile."""
+    if sys.platform == "linux":
+        multiprocessing.set_forkserver_preload(PRELOAD)
+        forkserver.ensure_running()
 
 
 def close_pool() -> None:
@@ -379,7 +392,7 @@ def _run_job(job: _Job) -> object:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     if "nccl" in job.backend:
-        torch.cuda.set_device(job.rank % torch.cuda.device_count())
+        _take_gpu(job.rank, job.world_size)
     if any(name == "lo" for _, name in socket.if_nameindex()):
         # gloo would look up the host's name, which may not resolve.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -393,6 +406,19 @@ def _run_job(job: _Job) -> object:
         timeout=job.group_timeout,
     )
     return fn(*args)
+
+
+def _take_gpu(rank: int, world_size: int) -> None:
+    """Choose this rank's GPU, which ranks share where there are fewer.
+
+    NCCL refuses ranks that have both the host's hash and the GPU in common, so each says that it is
+    a host. It reads that once in a process, at the first communicator, so all ranks say it that may
+    ever share a GPU. They then talk through sockets.
+    """
+    gpus = torch.cuda.device_count()
+    if gpus < max(2, world_size):
+        os.environ.update(NCCL_OF_A_SHARED_GPU, NCCL_HOSTID=str(os.getpid()))
+    torch.cuda.set_device(rank % gpus)
 
 
 def _forget_job() -> None:
