@@ -19,10 +19,12 @@ __device__ __forceinline__ unsigned long long take(unsigned long long* link, int
 }
 
 // The first thread keeps its block until `end`. Each of `waiting` blocks stays as long, with all of
-// its threads: the first writes the number of this launch to `over`, which the others read.
+// its threads: the first writes the number of this launch to `over`, which the others read. The last
+// to leave clears it, and the count of those that left beside it, for the next replay of a graph.
 __device__ __forceinline__ void stay(
     unsigned long long end, volatile int* over, int launch, int waiting
 ) {
+    waiting = min(waiting, (int)gridDim.x);
     if (blockIdx.x >= waiting) return;
     if (threadIdx.x == 0) {
         if (blockIdx.x == 0) {
@@ -31,6 +33,7 @@ __device__ __forceinline__ void stay(
         } else {
             while (*over != launch) {}
         }
+        if (atomicAdd((int*)over + 1, 1) == waiting - 1) over[0] = over[1] = 0;
     }
     if (waiting > 1) __syncthreads();
 }

@@ -93,8 +93,8 @@ class CudaLink(Link):
         super().__init__()
         self._free_at = torch.zeros(1, dtype=torch.int64, device="cuda")
         self._launches = 0
-        # A word for each of the kernels that may run at once, which are far fewer.
-        self._over = torch.zeros(WORDS, dtype=torch.int32, device="cuda")
+        # Two words for each of the kernels that may run at once, which are far fewer.
+        self._over = torch.zeros(2 * WORDS, dtype=torch.int32, device="cuda")
         self._kernels = {
             (name, size): compile_kernel(name, word)
             for name in (GATHER, REDUCE)
@@ -154,7 +154,7 @@ class CudaLink(Link):
         if not (nbytes or nanoseconds):
             return
         self._launches += 1
-        words, over = nbytes // size, self._over[self._launches % WORDS :]
+        words, over = nbytes // size, self._over[2 * (self._launches % WORDS) :]
         self._kernels[name, size](
             grid=(BLOCKS, 1, 1),
             block=(THREADS, 1, 1),

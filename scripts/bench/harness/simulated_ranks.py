@@ -71,6 +71,7 @@ class SimulatedGroup(dist.ProcessGroup):
         super().__init__(rank, world_size)
         self._link = link
         self._last: torch.cuda.Event | None = None
+        self._last_is_captured = False
         self._side: torch.cuda.Stream | None = None
         self._name = ""
 
@@ -168,10 +169,28 @@ class SimulatedGroup(dist.ProcessGroup):
     def barrier(self, opts: object = None) -> dist.Work:
         return _finished()
 
+    # Those of several tensors, which DTensors use for one.
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: object = None
+    ) -> dist.Work:
+        for output, input in zip(outputs, inputs, strict=True):
+            self._allgather_base(output, input, opts)
+        return _finished()
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> dist.Work:
+        for output, input in zip(outputs, inputs, strict=True):
+            self._reduce_scatter_base(output, input, opts)
+        return _finished()
+
     # The same by the names of other releases of torch.
     all_gather_single = _allgather_base
     reduce_scatter_single = _reduce_scatter_base
     alltoall_base = all_to_all_single
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     def _refuse(self, *args: object, **options: object) -> NoReturn:
         raise NotImplementedError(
@@ -180,8 +199,6 @@ class SimulatedGroup(dist.ProcessGroup):
         )
 
     alltoall = reduce = gather = scatter = send = recv = _refuse
-    allgather_into_tensor_coalesced = reduce_scatter_tensor_coalesced = _refuse
-    all_gather_single_coalesced = reduce_scatter_single_coalesced = _refuse
 
     @contextmanager
     def _turn(self, tensor: torch.Tensor) -> Iterator[None]:
@@ -190,10 +207,12 @@ class SimulatedGroup(dist.ProcessGroup):
             yield
             return
         stream = torch.cuda.current_stream()
-        if self._last is not None:
+        is_captured = torch.cuda.is_current_stream_capturing()
+        # A graph knows no event from outside, and outside there is none of a graph.
+        if self._last is not None and self._last_is_captured == is_captured:
             stream.wait_event(self._last)
         yield
-        self._last = stream.record_event()
+        self._last, self._last_is_captured = stream.record_event(), is_captured
 
     @contextmanager
     def _side_stream(self, tensors: list[torch.Tensor]) -> Iterator[Future[list[torch.Tensor]]]:
