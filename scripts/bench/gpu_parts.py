@@ -1,18 +1,21 @@
 """What `gpu_suite.py` measures under simulated ranks, each part in a process of its own.
 
-Every part takes a `Scale`, a device type, the folder for its files, and a function. It joins
-simulated ranks, and calls the function with what it has found as often as that grows: its figures
-and a page of Markdown about them. So a part that does not finish leaves what it had.
+Every part takes a `Room` and a function. It joins simulated ranks, and calls the function with what
+it has found as often as that grows: its figures, a page of Markdown about them, and a line about
+what is new. So a part that does not finish leaves what it had.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -31,6 +34,7 @@ from harness.simulated_training import (
     FULL,
     MIXED,
     OURS,
+    SCALES,
     UNSHARDED,
     Bench,
     Scale,
@@ -56,18 +60,38 @@ PARITY = (
 )
 
 
+class Room(NamedTuple):
+    """How large a part runs, and where. traces: whether to keep those of profiles in `folder`."""
+
+    scale: Scale
+    device: str
+    folder: Path
+    traces: bool = False
+
+    @classmethod
+    def of(cls, device: str, folder: Path, traces: bool) -> Room:
+        return cls(SCALES[device], device, folder, traces)
+
+
 class Outcome(NamedTuple):
-    """figures: anything JSON can hold. page: the same in Markdown."""
+    """figures: anything JSON can hold. page: the same in Markdown. said: what is new, in a line."""
 
     figures: dict[str, Any]
     page: str
+    said: str = ""
 
 
 Tell = Callable[[Outcome], None]
 
 
-def parity(scale: Scale, device: str, folder: Path, tell: Tell) -> None:
+WAITING = (32, 1)
+"""Blocks of a collective's kernel that stay on the GPU until it ends: as many as NCCL's do, or
+one."""
+
+
+def parity(room: Room, tell: Tell) -> None:
     """Losses and gradients of both systems against those of an unsharded model."""
+    scale = room.scale
     small = replace(
         scale,
         blocks=min(scale.blocks, 4),
@@ -78,13 +102,13 @@ def parity(scale: Scale, device: str, folder: Path, tell: Tell) -> None:
     figures: dict[str, Any] = {}
     rows = []
     for dtype, policy in (("float32", FULL), ("bfloat16", MIXED)):
-        bench = Bench.start(small, device, policy)
+        bench = Bench.start(small, room.device, policy)
         for name in (OURS, FSDP2):
             loss, gradient = errors_of(bench, name)
             figures.setdefault(dtype, {})[name] = {"loss": loss, "gradient": gradient}
             rows.append([f"{name}, {dtype}", f"{loss:.1e}", f"{gradient:.1e}"])
             page = markdown_table(["system", "loss", "worst gradient"], rows)
-            tell(Outcome(figures, f"{PARITY}\n\n{page}"))
+            tell(Outcome(figures, f"{PARITY}\n\n{page}", ", ".join(rows[-1])))
             assert_parity(name, dtype, loss, gradient)
         dist.destroy_process_group()
 
@@ -119,8 +143,9 @@ def assert_parity(name: str, dtype: str, loss: float, gradient: float) -> None:
     assert gradient <= most, f"{name}, {dtype}: a gradient is off by {gradient:.1e}, at most {most}"
 
 
-def memory(scale: Scale, device: str, folder: Path, tell: Tell) -> None:
+def memory(room: Room, tell: Tell) -> None:
     """How far a step's memory peaks above rest and gradient shards, in blocks of parameters."""
+    scale, device = room.scale, room.device
     simulated_ranks.start(device, scale.world_size)
     mesh = init_device_mesh(device, (scale.world_size,))
     blocks, width = scale.memory_blocks, scale.memory_width
@@ -159,48 +184,71 @@ def assert_within_bounds(samples: Mapping[str, Sequence[float]]) -> None:
         assert found <= most, f"{name}: a step takes {found:.2f} blocks, at most {most}"
 
 
-def overlap(scale: Scale, device: str, folder: Path, tell: Tell) -> None:
+def compute_alone(bench: Bench, room: Room) -> float:
+    """Milliseconds of an unsharded step, which parts measure once for all."""
+    file = room.folder / "compute.json"
+    name = torch.cuda.get_device_name() if room.device == "cuda" else "CPU"
+    key = f"{name}, torch {torch.__version__}, {bench.scale}"
+    known: dict[str, float] = json.loads(file.read_text()) if file.exists() else {}
+    if key not in known:
+        known[key] = bench.compute_alone()
+        file.write_text(json.dumps(known))
+    return known[key]
+
+
+def overlap(room: Room, tell: Tell) -> None:
     """What is exposed in a profile of a few steps, and of a first one, as the library's own report
     says."""
+    scale, device = room.scale, room.device
     bench = Bench.start(scale, device)
-    bench.limit(scale.profiled, bench.sent_by(OURS), bench.compute_alone())
+    bench.limit(scale.profiled, bench.sent_by(OURS), compute_alone(bench, room))
     found = "" if device == "cuda" else ", of which a CPU's trace shows none"
     reports: dict[str, Report] = {}
 
-    def report(name: str, step: Callable[[], object], steps: int, file: str) -> None:
-        reports[name] = profiled(bench, step, steps, folder / file)
+    def report(name: str, step: Callable[[], object], steps: int) -> None:
+        reports[name] = profiled(bench, step, steps, room, name)
         tables = "\n\n".join(map(_markdown, (ranks_table(reports), kinds_table(reports))))
         page = (
             f"Communication alone takes {scale.profiled} of compute alone, at "
             f"{bench.link.gigabytes_per_s:.3g} GB/s. The report knows collectives by NCCL's kernels"
-            f"{found}.\n\n{tables}"
+            f"{found}. One block of a collective's kernel waits for its end, or as many as are "
+            f"named.\n\n{tables}"
         )
         figures = {name: per_step(report) for name, report in reports.items()}
-        tell(Outcome({"gigabytes_per_s": bench.link.gigabytes_per_s, **figures}, page))
+        said = f"{name}: exposed {figures[name]['exposed_ms']:.3g} ms"
+        tell(Outcome({"gigabytes_per_s": bench.link.gigabytes_per_s, **figures}, page, said))
 
-    for name in (OURS, FSDP2):
-        step = bench.steps()[name]
-        for _ in range(3):
-            step()
-        report(name, step, scale.steps, f"{name}.json.gz")
+    for blocks in WAITING:
+        bench.link.waiting_blocks = blocks
+        for name in (OURS, FSDP2):
+            step = bench.steps()[name]
+            for _ in range(3):
+                step()
+            report(waiting(name, blocks), step, scale.steps)
     first = bench.new_ours()
-    report(FIRST, make_step(first, bench.batch), 1, "first.json.gz")
+    report(FIRST, make_step(first, bench.batch), 1)
     assert_nothing_was_predicted(first)
     if device == "cuda":
         assert_hidden(reports, scale.blocks)
 
 
-def profiled(bench: Bench, step: Callable[[], object], steps: int, trace: Path) -> Report:
+def waiting(name: str, blocks: int) -> str:
+    return name if blocks == 1 else f"{name}, {blocks} waiting blocks"
+
+
+def profiled(bench: Bench, step: Callable[[], object], steps: int, room: Room, name: str) -> Report:
     activities = [ProfilerActivity.CPU]
     if bench.device == "cuda":
         activities.append(ProfilerActivity.CUDA)
     bench.synchronize()
-    with profile(activities=activities) as profiler:
+    with turns.quiet_gc(), profile(activities=activities) as profiler:
         for _ in range(steps):
             step()
         bench.synchronize()
-    profiler.export_chrome_trace(str(trace))
-    return read_report(trace, steps=steps)
+    with tempfile.TemporaryDirectory() as folder:
+        trace = (room.folder if room.traces else Path(folder)) / f"{name}.json"
+        profiler.export_chrome_trace(str(trace))
+        return read_report(trace, steps=steps)
 
 
 def assert_nothing_was_predicted(model: nn.Module) -> None:
@@ -246,19 +294,20 @@ def _markdown(table: ReportTable) -> str:
     return markdown_table(table.header, table.rows)
 
 
-def speed(scale: Scale, device: str, folder: Path, tell: Tell) -> None:
+def speed(room: Room, tell: Tell) -> None:
     """Step times against the larger of compute alone and communication alone."""
-    bench = Bench.start(scale, device)
+    scale = room.scale
+    bench = Bench.start(scale, room.device)
     for name in (OURS, FSDP2):
         assert_parity(name, "bfloat16", *errors_of(bench, name))
-    compute = bench.compute_alone()
+    compute = compute_alone(bench, room)
     sent = {name: bench.sent_by(name) for name in (OURS, FSDP2)}
+    bytes_sent = {name: sum(t.nbytes for t in found) for name, found in sent.items()}
     # The fewer bytes: no system can do with less time.
-    least = min(sent.values(), key=lambda transfers: sum(t.nbytes for t in transfers))
-    nbytes = sum(transfer.nbytes for transfer in least)
+    least = sent[min(bytes_sent, key=bytes_sent.__getitem__)]
     runs: dict[str, Callable[[], object]] = {**bench.steps(), "sending": bench.replay(least)}
     systems = {name: bench.timed(run, scale.steps) for name, run in runs.items()}
-    rounds = rounds_within(60, scale, compute / 1e3)
+    rounds = rounds_within(60 / len(WAITING), scale, compute / 1e3)
     page = (
         f"{scale.blocks} Llama-like blocks of width {scale.width}, {scale.tokens} tokens, "
         f"{scale.world_size} simulated ranks, bfloat16 with float32 reduction; a step is forward, "
@@ -266,41 +315,60 @@ def speed(scale: Scale, device: str, folder: Path, tell: Tell) -> None:
         "bound is the larger of compute (the unsharded model) and sending (the same transfers with "
         "no compute). A rank receives and sends "
     )
-    bytes_sent = {name: sum(t.nbytes for t in found) for name, found in sent.items()}
     page += ", ".join(f"{n / 1e9:.3g} GB a step ({name})" for name, n in bytes_sent.items())
-    results = Results(sweep=Sweep("sending was to be, of compute"))
-    with turns.quiet_gc():
+    done: dict[int, Measurement] = {}
+    for blocks in WAITING:
+        bench.link.waiting_blocks = blocks
+        results = Results(sweep=Sweep("sending was to be, of compute"))
         for ratio in scale.ratios:
             bench.limit(ratio, least, compute)
-            samples = turns.alternate(systems, rounds, scale.warmup)
-            medians = {name: statistics.median(samples[name]) for name in (UNSHARDED, "sending")}
-            samples["bound"] = samples[max(medians, key=medians.__getitem__)]
+            with turns.quiet_gc():
+                samples = turns.alternate(systems, rounds, scale.warmup)
+            medians = {name: statistics.median(found) for name, found in samples.items()}
+            bound = max((UNSHARDED, "sending"), key=medians.__getitem__)
+            samples["bound"] = samples[bound]
             compared = (OURS, "bound"), (FSDP2, "bound"), (OURS, FSDP2)
             results.add("step", "ms", samples, *compared, at=ratio)
-            speeds = {"measured": [nbytes / medians["sending"] / 1e6]}
+            speeds = {"measured": [min(bytes_sent.values()) / medians["sending"] / 1e6]}
             if bench.link.gigabytes_per_s is not None:
                 speeds["asked"] = [bench.link.gigabytes_per_s]
             results.add("link", "GB/s", speeds, at=ratio)
-            found = Measurement(page, {}, [], results.figures, results.ratios, [], results.sweep)
-            shown = "\n\n".join([f"{page}.", *output.tables(found), *output.lines(found)])
-            tell(Outcome({"bytes_sent": bytes_sent, "measurement": asdict(found)}, shown))
+            about = f"{blocks} waiting blocks"
+            done[blocks] = Measurement(
+                about, {}, [], results.figures, results.ratios, [], results.sweep
+            )
+            figures = {str(of): asdict(found) for of, found in done.items()}
+            said = f"{about}, {ratio:g}: " + ", ".join(
+                f"{n} {v:.4g} ms" for n, v in medians.items()
+            )
+            shown = "\n\n".join([f"{page}.", *map(_shown, done.values())])
+            tell(Outcome({"bytes_sent": bytes_sent, "waiting_blocks": figures}, shown, said))
 
 
-def training(scale: Scale, device: str, folder: Path, tell: Tell) -> None:
-    """Whole steps of a Llama-like model, of all systems where collectives keep as many blocks as
-    NCCL's, and of two where they keep one."""
-    size = "1b" if device == "cuda" else "tiny"
+def _shown(found: Measurement) -> str:
+    return "\n\n".join([f"{found.about}:", *output.tables(found), *output.lines(found)])
+
+
+def training(room: Room, tell: Tell) -> None:
+    """Whole steps of a Llama-like model, of all systems; and of large matrices, stepped by Muon."""
+    prefix = "" if room.device == "cuda" else "tiny "
     done: list[Measurement] = []
-    for blocks, systems in (("32", []), ("1", ["--systems", FSDP2, OURS])):
-        options = f"--device {device} --model {size} --rounds 1 --steps 4 --waiting-blocks".split()
-        args = llama.parse([*options, blocks, *systems])
+    of_muon = [name for name in llama.SYSTEMS if "Muon" in name]
+    for model, systems in (("1b" if not prefix else "tiny", []), (f"{prefix}matrices", of_muon)):
+        turns_of = "--rounds 1 --steps 2" if prefix else "--rounds 2 --steps 4"
+        options = f"--device {room.device} {turns_of} --model".split()
+        chosen = ["--systems", *systems] if systems else []
+        args = llama.parse([*options, model, *chosen])
 
-        def told(measurement: Measurement) -> None:
+        def told(measurement: Measurement, said: str, model: str = model) -> None:
             known = [*done, measurement]
             page = "\n\n".join("\n\n".join([each.about, *output.tables(each)]) for each in known)
-            tell(Outcome({"measurements": [asdict(each) for each in known]}, page))
+            figures = {"measurements": [asdict(each) for each in known]}
+            tell(Outcome(figures, page, f"{model}, {said}"))
 
-        done.append(llama.measured(args, told))
+        whole = llama.measured(args, told)
+        told(whole, "done")
+        done.append(whole)
         dist.destroy_process_group()
 
 

@@ -1,23 +1,27 @@
-"""What one GPU can tell of the library: whether it is right, and how it compares with FSDP2.
+"""Show what one GPU can tell of the library: whether it is right, and how it compares with FSDP2.
 
-    parity     simulated ranks compute what the unsharded model does
-    overlap    what a profile says is exposed, and that all is hidden that can be
-    memory     the allocator's peak of a step, and that it is within its bounds
-    training   whole steps of a model of 1.2 billion parameters, beside FSDP2, DDP and unsharded
+    facts      the device, and how fast it multiplies and copies; always
+    ranks      two ranks of NCCL on the GPU train as the unsharded model does
+    training   whole steps of a model of 1.2 billion parameters, beside FSDP2, DDP and unsharded,
+               and of 32 matrices of 4,096 x 16,384
     speed      step times against the larger of compute and communication alone
+    overlap    what a profile says is exposed, and that all is hidden that can be
+    parity     simulated ranks compute what the unsharded model does
+    memory     the allocator's peak of a step, and that it is within its bounds
     tests      the tests marked gpu: at one rank with NCCL, and on simulated ranks
+    compiled   those of them that compile
     sanitizer  training again under CUDA's stream sanitizer, which finds unordered accesses
 
-and, only where `--parts` names them:
+and, only where `--parts` names it:
 
     memcheck   training without torch's caching allocator, so that a read of freed memory is a
                fault; under compute-sanitizer if that is on PATH
-    two_ranks  training of two ranks with NCCL on one GPU, which takes NCCL 2.30
 
-All from parity to speed run on simulated ranks alone (`simulated_ranks.py` says what these are and
-are not). Takes less than ten minutes and no network. Each part is a process of its own with a time
-limit, and one that fails does not stop the next. `--out` then holds results.json, summary.md, the
-traces and what the tests wrote; what a part found is written as it is found.
+All from training to memory run on simulated ranks alone (`simulated_ranks.py` says what these are
+and are not). Takes less than ten minutes and no network. Each part is a process of its own with a
+time limit, and one that fails does not stop the next. Each figure is printed and written as it is
+found: `--out` holds results.json, summary.md, what the tests wrote, and traces if they are asked
+for. What passed there with the same sources, on the same device, is not repeated.
 
 Ends with 0 if no part failed, 1 if not, 2 without a GPU.
 """
@@ -30,77 +34,43 @@ import faulthandler
 import json
 import multiprocessing
 import os
-import re
-import shutil
-import signal
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from functools import partial
+from collections.abc import Callable, Mapping
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from gpu_tests import ROOT, Part, python_path, run_memcheck, run_tests, tests
 from harness import output
+from harness.sources import digest
 
-ROOT = Path(__file__).resolve().parents[2]
+STARTED = time.monotonic()
+BUDGET = 560
+"""Seconds for all parts. A part gets no more than is left."""
+STACKS_SECONDS = 5.0
+"""How long a part that is not done may take to write its stacks."""
+DRIVER = "driver_version,memory.total,clocks.max.sm,clocks.max.mem,power.limit,persistence_mode"
 
 # Seconds. What only a GPU can tell comes first.
 LIMITS = {
+    "ranks": 130,
+    "training": 180,
+    "speed": 90,
+    "overlap": 60,
     "parity": 60,
-    "overlap": 80,
     "memory": 40,
-    "training": 140,
-    "speed": 140,
     "tests": 400,
+    "compiled": 90,
     "sanitizer": 120,
     "memcheck": 300,
-    "two_ranks": 150,
 }
-OPTIONAL = ("memcheck", "two_ranks")
+OPTIONAL = ("memcheck",)
 """Parts that run only where they are asked for."""
-BUDGET = 560
-"""Seconds for all parts. A part gets no more than is left."""
-STACKS_SECONDS = 2.0
-"""How long a part that is not done may write its stacks."""
-REPORT_SECONDS = 10.0
-"""How long tests that are not done may write what has failed."""
-
-# What all figures are of; `device` is None where there is no GPU.
-ABOUT = """
-import json, torch
-device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-nccl = ".".join(map(str, torch.cuda.nccl.version())) if device else None
-names = {"device": device, "torch": torch.__version__, "cuda": torch.version.cuda, "nccl": nccl}
-print(json.dumps(names))
-"""
-DRIVER = "driver_version,memory.total,clocks.max.sm,clocks.max.mem,power.limit,persistence_mode"
-
-# Those that keep the comm streams and compute busy with torch's own kernels, which alone it knows.
-ON_GPUS = "tests/comm/test_cuda.py -m gpu -k".split()
-SANITIZED = [*ON_GPUS, "unsharded or stages or wait_for_each_other"]
-SANITIZE = {"FSDP_OVERLAP_CUDA_SANITIZER": "1"}  # see tests/support/ranks.py
-
-# Few: each allocation waits for the GPU, and memcheck looks at each access.
-MEMCHECKED = [*ON_GPUS, "training_on_gpus and (layers or nested)"]
-UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-MEMCHECK = "compute-sanitizer --tool memcheck --target-processes all --error-exitcode 1".split()
-
-# The first that hangs ends the part: others would, too.
-BY_TWO_RANKS = "tests/comm/test_cuda.py -m gpu -x -k".split()
-BY_TWO_RANKS += ["collectives_of_nccl or (training_on_gpus and layers) or raised or clipped"]
-TWO_RANKS = {
-    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
-    "NCCL_MAX_CTAS": "8",  # so that the kernels of both find room
-    "FSDP_OVERLAP_RANKS_ON_GPUS": "2",  # see tests/support/hostile_streams.py
-}
-
-# What the suite is tried out with where there is no GPU: workers start, and simulated ranks train.
-TRIED_OUT = "tests/docs/test_simulated_ranks.py -k train_as_the_unsharded_model".split()
+FACTS_SECONDS = 60
 
 ON_A_CPU = (
     "**These are figures of a CPU**, on which ranks are simulated by sleeping and nothing "
@@ -110,73 +80,26 @@ ON_A_CPU = (
 
 def main() -> None:
     args = parse()
-    # The library need not be installed, and the server of processes does not know of sys.path.
-    paths = [str(ROOT), str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
-    # In a process of its own: parts start from one that has imported torch, but has not touched the
-    # GPU.
-    about = json.loads(subprocess.check_output([sys.executable, "-c", ABOUT]))
-    if args.device == "cuda" and about["device"] is None:
+    os.environ["PYTHONPATH"] = python_path()
+    # Parts start from a process that imports torch while the facts are found, or the first tests
+    # run, whose ranks have a process like it.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["gpu_parts", "torch._dynamo"])  # which FSDP2 imports late
+    if args.parts[0] not in tests():
+        forkserver.ensure_running()
+    command = [sys.executable, str(Path(__file__).with_name("gpu_facts.py")), args.device]
+    about = json.loads(subprocess.check_output(command, timeout=FACTS_SECONDS))
+    forkserver.ensure_running()
+    if about["device"] is None:
         output.fail(
             f"no CUDA device: torch {about['torch']} finds none; --device cpu tries out the suite"
         )
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["gpu_parts", "torch._dynamo"])  # which FSDP2 imports late
-    forkserver.ensure_running()
-    args.out.mkdir(parents=True, exist_ok=True)
-    results: dict[str, Any] = {
-        "device": about["device"] or "CPU",
-        "torch": about["torch"],
-        "cuda": about["cuda"],
-        "nccl": about["nccl"],
-        "driver": driver() if about["device"] else None,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "is_of_a_cpu": args.device == "cpu",
-        "parts": {},
-    }
-    end = time.monotonic() + args.budget
+    suite = Suite(args, about)
     for name in args.parts:
-        start = time.monotonic()
-        limit = min(LIMITS[name], end - start)
-
-        def note(part: dict[str, Any], name: str = name, start: float = start) -> None:
-            """Writes what is known of the part, so that an end from outside leaves it."""
-            part["seconds"] = round(time.monotonic() - start, 1)
-            results["parts"][name] = part
-            (args.out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
-            (args.out / "summary.md").write_text(summary_of(results))
-
-        if limit < 10:
-            part = {"status": "failed", "error": f"not begun: {args.budget} s were over"}
-        elif name == "tests":
-            part = run_tests(args, name, limit, tests_of(args.device))
-        elif name == "sanitizer":
-            part = run_tests(args, name, limit, SANITIZED, SANITIZE)
-        elif name == "memcheck":
-            part = run_memcheck(args, name, limit)
-        elif name == "two_ranks" and not has_ranks_on_one_gpu(about["nccl"]):
-            reason = f"NCCL {about['nccl']} refuses two ranks on one GPU; 2.30 or newer takes them"
-            part = {"status": "skipped", "error": reason}
-        elif name == "two_ranks":
-            part = run_tests(args, name, limit, BY_TWO_RANKS, TWO_RANKS)
-        else:
-            part = run_part(context, name, args, limit, note)
-        note(part)
-        print(f"{name}: {part['status']}, {part['seconds']:.0f} s", flush=True)
-    print(f"\n{summary_of(results)}\n{args.out / 'results.json'} and summary.md")
-    failed = [name for name, part in results["parts"].items() if part["status"] == "failed"]
+        suite.run(name, context)
+    print(f"\n{summary_of(suite.results)}\n{suite.file} and summary.md")
+    failed = [name for name in args.parts if suite.results["parts"][name]["status"] == "failed"]
     raise SystemExit(1 if failed else 0)
-
-
-def driver() -> dict[str, str] | None:
-    """What `nvidia-smi` says of the first GPU, if it is there."""
-    try:
-        said = subprocess.check_output(
-            ["nvidia-smi", f"--query-gpu={DRIVER}", "--format=csv,noheader"], text=True, timeout=20
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return dict(zip(DRIVER.split(","), said.splitlines()[0].split(", "), strict=False))
 
 
 def parse() -> argparse.Namespace:
@@ -199,13 +122,93 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--budget", type=float, default=BUDGET, help="seconds for all parts (default: %(default)s)"
     )
+    parser.add_argument(
+        "--all", action="store_true", help="forget what passed before, and run it again"
+    )
+    parser.add_argument("--traces", action="store_true", help="keep the traces of profiles")
     args = parser.parse_args()
-    of_cuda = {"sanitizer", *OPTIONAL}
+    of_cuda = {name for name, each in tests().items() if not each.on_cpu}
     if args.device == "cpu" and (found := of_cuda.intersection(args.parts or ())):
         parser.error(f"--device cpu has no part {min(found)}: it runs on CUDA alone")
     left_out = of_cuda if args.device == "cpu" else OPTIONAL
     args.parts = args.parts or [name for name in LIMITS if name not in left_out]
+    args.out = args.out.resolve()
     return args
+
+
+class Suite:
+    """Results so far, which are written with each that is new."""
+
+    def __init__(self, args: argparse.Namespace, about: dict[str, Any]) -> None:
+        self.args = args
+        self.file = args.out / "results.json"
+        args.out.mkdir(parents=True, exist_ok=True)
+        if args.all:
+            for file in (self.file, args.out / "passed.txt"):
+                file.unlink(missing_ok=True)
+        library, bench = ROOT / "fsdp_overlap", ROOT / "scripts" / "bench"
+        on = [str(about[name]) for name in ("device", "torch", "nccl")]
+        self.sources_of_tests = "-".join(
+            [*on, digest(library, ROOT / "tests" / "support", bench / "harness")]
+        )
+        self.sources_of_parts = "-".join([*on, digest(library, bench)])
+        before = json.loads(self.file.read_text()) if self.file.exists() else {}
+        is_same = all(before.get(name) == about[name] for name in ("device", "torch", "nccl"))
+        self.results = about | {
+            "driver": driver() if args.device == "cuda" else None,
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "is_of_a_cpu": args.device == "cpu",
+            "parts": before["parts"] if is_same else {},
+        }
+        self.say(facts_of(self.results))
+        self.write()
+
+    def say(self, text: str) -> None:
+        """A line of progress."""
+        print(f"[{time.monotonic() - STARTED:3.0f} s] {text}", flush=True)
+
+    def write(self) -> None:
+        """So that an end from outside leaves what is known."""
+        self.file.write_text(json.dumps(self.results, indent=2) + "\n")
+        (self.args.out / "summary.md").write_text(summary_of(self.results))
+
+    def run(self, name: str, context: Any) -> None:
+        known = self.results["parts"].get(name, {})
+        is_of_tests = name in tests()
+        sources = self.sources_of_tests if is_of_tests else self.sources_of_parts
+        if not is_of_tests and known.get("status") == "passed" and known["sources"] == sources:
+            self.say(f"{name}: passed before, with the same sources")
+            return
+        start = time.monotonic()
+        limit = min(LIMITS[name], STARTED + self.args.budget - start)
+
+        def note(part: Part) -> None:
+            said = part.pop("said", "")
+            seconds = round(time.monotonic() - start, 1)
+            self.results["parts"][name] = part | {"seconds": seconds, "sources": sources}
+            self.write()
+            self.say(f"{name}: {said or part['status']}, {seconds:.0f} s")
+
+        if limit < 10:
+            part = {"status": "failed", "error": f"not begun: {self.args.budget:.0f} s were over"}
+        elif name == "memcheck":
+            part = run_memcheck(self.args, name, limit, self.say, sources)
+        elif is_of_tests:
+            part = run_tests(self.args, name, limit, tests()[name], self.say, sources)
+        else:
+            part = run_part(context, name, self.args, limit, note)
+        note(part)
+
+
+def driver() -> dict[str, str] | None:
+    """What `nvidia-smi` says of the first GPU, if it is there."""
+    try:
+        said = subprocess.check_output(
+            ["nvidia-smi", f"--query-gpu={DRIVER}", "--format=csv,noheader"], text=True, timeout=20
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return dict(zip(DRIVER.split(","), said.splitlines()[0].split(", "), strict=False))
 
 
 # ------------------------------------------------------------------- parts
@@ -216,72 +219,57 @@ def run_part(
     name: str,
     args: argparse.Namespace,
     limit: float,
-    note: Callable[[dict[str, Any]], None],
-) -> dict[str, Any]:
+    note: Callable[[Part], None],
+) -> Part:
     """What part `name` found, with `status`: "passed", or "failed" and the `error`. Calls `note`
     with what it has found so far."""
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_part_main, args=(theirs, name, args.device, args.out))
-    end = time.monotonic() + limit
+    stacks = args.out / f"{name}_stacks.txt"
+    process = context.Process(target=_part_main, args=(theirs, name, args, limit, stacks))
+    end = time.monotonic() + limit + STACKS_SECONDS
     process.start()
     theirs.close()  # so that a part that died reads as the end of the pipe
-    part: dict[str, Any] = {"status": "failed", "error": "not done"}
+    part: Part = {"status": "failed", "error": "not done"}
     try:
         while ours.poll(max(0.0, end - time.monotonic())):
             part |= ours.recv()
             if part["status"] == "passed" or part["error"] != "not done":
                 return part
             note(part)
-        return part | {"error": f"not done in {limit:.0f} s\n{_stacks(process, args.out, name)}"}
     except EOFError:
-        process.join(5)
-        return part | {"error": f"died with exit code {process.exitcode}"}
+        process.join(STACKS_SECONDS)
     finally:
         process.kill()
         process.join()
-        stacks = _stacks_file(args.out, name)
-        if stacks.exists() and not stacks.stat().st_size:
-            stacks.unlink()
+        found = stacks.read_text() if stacks.exists() else ""
+        stacks.unlink(missing_ok=True)
+    error = f"not done in {limit:.0f} s" if found else f"died with exit code {process.exitcode}"
+    return part | {"error": f"{error}\n{found}".rstrip()}
 
 
-def _stacks(process: Any, folder: Path, name: str) -> str:
-    os.kill(process.pid, signal.SIGUSR1)
-    time.sleep(STACKS_SECONDS)
-    file = _stacks_file(folder, name)
-    return file.read_text() if file.exists() else "(no stacks: it had not begun)"
-
-
-def _stacks_file(folder: Path, name: str) -> Path:
-    return folder / f"{name}_stacks.txt"
-
-
-def _part_main(result: Connection, name: str, device: str, folder: Path) -> None:
-    try:
-        with _stacks_file(folder, name).open("w") as stacks:
-            faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-            _run_part(result, name, device, folder)
-    except BaseException:
-        result.send({"status": "failed", "error": traceback.format_exc()})
-
-
-def _run_part(result: Connection, name: str, device: str, folder: Path) -> None:
+def _part_main(
+    result: Connection, name: str, args: argparse.Namespace, limit: float, stacks: Path
+) -> None:
     import torch
 
     import gpu_parts
-    from harness import simulated_training
 
-    if device == "cpu":
-        torch.set_num_threads(1)
-
-    def tell(outcome: gpu_parts.Outcome) -> None:
-        result.send({"figures": outcome.figures, "page": outcome.page})
-
-    getattr(gpu_parts, name)(simulated_training.SCALES[device], device, folder, tell)
-    done: dict[str, Any] = {"status": "passed", "error": None}
-    if device == "cuda":
-        stats = torch.cuda.memory_stats()
-        done["allocator"] = {name: stats.get(name) for name in ALLOCATOR}
-    result.send(done)
+    with stacks.open("w") as file:
+        faulthandler.dump_traceback_later(limit, exit=True, file=file)
+        try:
+            if args.device == "cpu":
+                torch.set_num_threads(1)
+            getattr(gpu_parts, name)(
+                gpu_parts.Room.of(args.device, args.out, args.traces),
+                lambda outcome: result.send(outcome._asdict()),
+            )
+            done: Part = {"status": "passed", "error": None}
+            if args.device == "cuda":
+                stats = torch.cuda.memory_stats()
+                done["allocator"] = {name: stats.get(name) for name in ALLOCATOR}
+            result.send(done)
+        except BaseException:
+            result.send({"status": "failed", "error": traceback.format_exc()})
 
 
 # Of torch's allocator, over the whole part.
@@ -295,101 +283,24 @@ ALLOCATOR = (
 )
 
 
-def tests_of(device: str) -> list[str]:
-    """The tests of a GPU. Where there is none, those that the suite is tried out with."""
-    return [*tests_marked_gpu(), "-m", "gpu"] if device == "cuda" else TRIED_OUT
-
-
-def tests_marked_gpu() -> list[str]:
-    """The files that have such; others import what a machine without network may lack."""
-    tests = sorted((ROOT / "tests").rglob("test_*.py"))
-    return [str(path.relative_to(ROOT)) for path in tests if "pytest.mark.gpu" in path.read_text()]
-
-
-def has_ranks_on_one_gpu(nccl: str | None) -> bool:
-    return nccl is not None and tuple(map(int, nccl.split(".")[:2])) >= (2, 30)
-
-
-def run_memcheck(args: argparse.Namespace, name: str, limit: float) -> dict[str, Any]:
-    """As :func:`run_tests`; the page says whether memcheck looked at each access."""
-    has_tool = shutil.which(MEMCHECK[0]) is not None
-    part = run_tests(args, name, limit, MEMCHECKED, UNCACHED, MEMCHECK if has_tool else ())
-    looked = "under memcheck" if has_tool else f"without {MEMCHECK[0]}, which is not on PATH"
-    log = args.out / f"{name}.txt"
-    # Those that workers made, whose exit codes nobody sees.
-    found = re.findall(r"^=+ (?:Invalid|ERROR SUMMARY: [1-9]).*", log.read_text(), re.MULTILINE)
-    if found:
-        part |= {"status": "failed", "error": f"{log}: {found[0]}"}
-    return part | {"page": f"{part['page']}\n\nWithout caching, {looked}."}
-
-
-def run_tests(
-    args: argparse.Namespace,
-    name: str,
-    limit: float,
-    chosen: Sequence[str],
-    env: Mapping[str, str] | None = None,
-    under: Sequence[str] = (),
-) -> dict[str, Any]:
-    """The tests that `chosen` chooses, by a Python that the command `under` runs. If all are
-    skipped the part has failed."""
-    # Not strict about options of plugins, which a machine without network may lack.
-    options = "-q -o addopts=-rfE -p no:cacheprovider --color=no".split()
-    options += [
-        "-o",
-        f"faulthandler_timeout={max(5.0, limit - 20):.0f}",
-    ]  # a hang leaves its stacks
-    command = [*under, sys.executable, "-m", "pytest", *options, *chosen]
-    log = args.out / f"{name}.txt"
-    with log.open("w") as file:
-        tests = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, **(env or {})},
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            # Else it would ignore the signal below where this process was started to ignore it.
-            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
-        )
-        try:
-            done: int | None = tests.wait(limit)
-        except subprocess.TimeoutExpired:
-            done = None
-            tests.send_signal(signal.SIGINT)  # so that pytest says what has failed
-            with suppress(subprocess.TimeoutExpired):
-                tests.wait(REPORT_SECONDS)
-            tests.kill()
-    lines = log.read_text().splitlines() or ["no output"]
-    failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    # What it runs under may have the last word.
-    ends = [line for line in lines if re.search(r"\d+ \w+.* in \d.*s\b", line)]
-    last = (ends or lines)[-1]
-    page = "\n".join([f"`{last.strip('= ')}`", *(f"- {line}" for line in failures)])
-    if done is None:
-        error = f"not done in {limit:.0f} s; {log} has a dot for each that passed"
-        return {"status": "failed", "error": error, "page": page}
-    if done:
-        return {"status": "failed", "error": f"pytest ended with {done}", "page": page}
-    if not re.search(r"[1-9]\d* passed", last):
-        return {"status": "failed", "error": f"no test ran: {last}", "page": page}
-    return {"status": "passed", "page": page}
-
-
 # ----------------------------------------------------------------- summary
+
+
+def facts_of(results: Mapping[str, Any]) -> str:
+    versions = [f"torch {results['torch']}"]
+    versions += [f"{label} {results[key]}" for label, key in NAMES.items() if results[key]]
+    return f"{results['device']}, {', '.join(versions)}; {results['speeds']}"
+
+
+NAMES = {"CUDA": "cuda", "NCCL": "nccl"}
 
 
 def summary_of(results: dict[str, Any]) -> str:
     """`results` as Markdown."""
-    cuda = f", CUDA {results['cuda']}" if results["cuda"] else ""
-    lines = [
-        "# One GPU" if not results["is_of_a_cpu"] else "# The GPU suite, tried out on a CPU",
-        "",
-        f"{results['device']}, torch {results['torch']}{cuda}, {results['date']}",
-        "",
-    ]
+    title = "# The GPU suite, tried out on a CPU" if results["is_of_a_cpu"] else "# One GPU"
+    lines = [title, "", f"{facts_of(results)}, {results['date']}", ""]
     if results["driver"]:
-        facts = [f"{name} {value}" for name, value in results["driver"].items()]
-        lines += [f"NCCL {results['nccl']}; {', '.join(facts)}", ""]
+        lines += [", ".join(f"{name} {value}" for name, value in results["driver"].items()), ""]
     if results["is_of_a_cpu"]:
         lines += [ON_A_CPU, ""]
     for name, part in results["parts"].items():

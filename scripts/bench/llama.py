@@ -15,13 +15,16 @@ parameters, reductions and optimizer states in float32. The unsharded model and 
 
     tokens/s       of one GPU
     step           milliseconds, from an idle GPU to an idle GPU
-    exposed        milliseconds of a step in which a collective runs and no kernel computes
+    exposed        milliseconds of a step in which a collective runs and no kernel computes, of
+                   three that are profiled
     optimizer      milliseconds of its step alone
     peak           GiB that tensors take at most, of all that a system has
     host           microseconds of the host for each unit's forward and backward, above an unsharded
                    model's, on 16 tokens; where parameters are offloaded it waits for copies too
 
-Systems are built one after the other, `--rounds` times, in alternating order.
+Systems are built one after the other, `--rounds` times, in alternating order. Python's collector
+does not run while one is measured. Of a captured step nothing is measured in part; its host time is
+that of a replay. `--model matrices` is 32 matrices of 4,096 x 16,384 and little else.
 """
 
 from __future__ import annotations
@@ -30,13 +33,12 @@ import argparse
 import gc
 import os
 import statistics
-import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -46,34 +48,20 @@ from torch import nn
 from torch.distributed import fsdp as fsdp2
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import ProfilerActivity, profile
 
 import fsdp_overlap
 import fsdp_overlap.optim
 from fsdp_overlap.layout import Flat, Layout, TensorAtomic
-from fsdp_overlap.tools.profiling import read_report
-from harness import output, simulated_ranks
+from harness import output, simulated_ranks, traces, turns
 from harness.measurement import Measurement
 from harness.runner import Results
 from harness.simulated_link import Link
 from harness.simulated_training import MIXED, SCALES, Block, Scale
 
 FEW_TOKENS = 16
+PROFILED = 3
 LR = 1e-4
 UNSHARDED, DDP, FSDP2, OURS = "unsharded", "DDP", "FSDP2", "ours"
-
-
-@dataclass(frozen=True)
-class Model:
-    scale: Scale
-    vocabulary: int
-
-
-MODELS = {
-    "1b": Model(replace(SCALES["cuda"], blocks=16, width=2048, hidden=8192), 32768),
-    "3b": Model(replace(SCALES["cuda"], blocks=28, width=3072, heads=24, hidden=8192), 32768),
-    "tiny": Model(SCALES["cpu"], 128),
-}
 
 
 class Llama(nn.Module):
@@ -95,6 +83,45 @@ class Llama(nn.Module):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
+class Matrices(nn.Module):
+    """Tokens to a mean square. Each block has two matrices, [hidden, width] and [width, hidden]."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        width, hidden = model.scale.width, model.scale.hidden
+        self.embedding = nn.Embedding(model.vocabulary, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(width, hidden, bias=False),
+                nn.GELU(),
+                nn.Linear(hidden, width, bias=False),
+            )
+            for _ in range(model.scale.blocks)
+        )
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return x.float().square().mean()
+
+
+@dataclass(frozen=True)
+class Model:
+    scale: Scale
+    vocabulary: int
+    build: Callable[[Model], nn.Module] = Llama
+
+
+MODELS = {
+    "1b": Model(replace(SCALES["cuda"], blocks=16, width=2048, hidden=8192), 32768),
+    "3b": Model(replace(SCALES["cuda"], blocks=28, width=3072, heads=24, hidden=8192), 32768),
+    "matrices": Model(replace(SCALES["cuda"], blocks=16, hidden=16384), 128, Matrices),
+    "tiny": Model(SCALES["cpu"], 128),
+    "tiny matrices": Model(SCALES["cpu"], 128, Matrices),
+}
+
+
 class Setting(NamedTuple):
     """What all systems have in common."""
 
@@ -104,21 +131,39 @@ class Setting(NamedTuple):
 
 
 class Trained(NamedTuple):
+    """is_captured: whether steps are replays of a CUDA graph."""
+
     forward: Callable[[torch.Tensor], torch.Tensor]
     optimizers: list[torch.optim.Optimizer]
+    is_captured: bool = False
 
 
 Build = Callable[[nn.Module, Setting], Trained]
-Samples = dict[str, dict[str, list[float]]]
+Optimizers = Callable[[nn.Module], list[torch.optim.Optimizer]]
+Value = float | traces.Exposed
+Samples = dict[str, dict[str, list[Value]]]
+"""By quantity and system."""
 
 
 def adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [torch.optim.AdamW(model.parameters(), lr=LR, fused=True)]
 
 
-def matrices(model: nn.Module) -> list[nn.Parameter]:
-    """What Muon steps."""
-    return [p for name, p in model.named_parameters() if p.ndim == 2 and "blocks" in name]
+def torchs_muon(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """torch's, of the blocks' matrices, and AdamW of the rest."""
+    matrices, others = [], []
+    for name, parameter in model.named_parameters():
+        is_matrix = parameter.ndim == 2 and "blocks" in name
+        (matrices if is_matrix else others).append(parameter)
+    return [torch.optim.Muon(matrices, lr=LR), torch.optim.AdamW(others, lr=LR, fused=True)]
+
+
+def own_muon(model: nn.Module) -> list[torch.optim.Optimizer]:
+    return [fsdp_overlap.optim.Muon(model, lr=LR)]
+
+
+def own_adamw(model: nn.Module, **options: Any) -> list[torch.optim.Optimizer]:
+    return [fsdp_overlap.optim.AdamW(model.parameters(), lr=LR, **options)]
 
 
 def autocast(model: Callable[..., Any], setting: Setting) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -129,15 +174,8 @@ def autocast(model: Callable[..., Any], setting: Setting) -> Callable[[torch.Ten
     return forward
 
 
-def unsharded(model: nn.Module, setting: Setting) -> Trained:
-    return Trained(autocast(model, setting), adamw(model))
-
-
-def unsharded_muon(model: nn.Module, setting: Setting) -> Trained:
-    stepped = matrices(model)
-    others = [p for p in model.parameters() if not any(p is each for each in stepped)]
-    optimizers = [torch.optim.Muon(stepped, lr=LR), torch.optim.AdamW(others, lr=LR, fused=True)]
-    return Trained(autocast(model, setting), optimizers)
+def unsharded(model: nn.Module, setting: Setting, optimizers: Optimizers = adamw) -> Trained:
+    return Trained(autocast(model, setting), optimizers(model))
 
 
 def ddp(model: nn.Module, setting: Setting) -> Trained:
@@ -145,41 +183,51 @@ def ddp(model: nn.Module, setting: Setting) -> Trained:
     return Trained(autocast(wrapped, setting), adamw(model))
 
 
-def torchs(model: Any, setting: Setting, **options: Any) -> Trained:
+def torchs(model: Any, setting: Setting, optimizers: Optimizers = adamw, **options: Any) -> Trained:
     for module in (*model.blocks, model):
         fsdp2.fully_shard(module, mesh=setting.mesh, mp_policy=MIXED, **options)
-    return Trained(model, adamw(model))
+    return Trained(model, optimizers(model))
 
 
 def ours(
     model: Any,
     setting: Setting,
-    optimizers: Callable[[nn.Module], list[torch.optim.Optimizer]] = adamw,
+    optimizers: Optimizers = adamw,
     layout: Layout = Flat(),  # noqa: B008, frozen
+    is_captured: bool = False,
     **options: Any,
 ) -> Trained:
     ctx = fsdp_overlap.FsdpContext(setting.mesh, layout=layout)
     for module in (*model.blocks, model):
         fsdp_overlap.fully_shard(module, ctx, mp_policy=MIXED, **options)
-    return Trained(model, optimizers(model))
+    return Trained(model, optimizers(model), is_captured)
 
 
+FP8 = fsdp_overlap.QuantizedCommPolicy(torch.float8_e4m3fn, torch.float8_e4m3fn)
+HOST = fsdp_overlap.CPUOffloadPolicy()
+WHOLE, FLAT = "ours, Muon, whole matrices", "ours, Muon, flat shards"
 SYSTEMS: dict[str, Build] = {
     UNSHARDED: unsharded,
     DDP: ddp,
     FSDP2: torchs,
     OURS: ours,
-    "ours, its own AdamW": partial(
-        ours, optimizers=lambda m: [fsdp_overlap.optim.AdamW(m.parameters(), lr=LR)]
-    ),
-    "unsharded, torch's Muon": unsharded_muon,
-    "ours, Muon": partial(
-        ours, optimizers=lambda m: [fsdp_overlap.optim.Muon(m, lr=LR)], layout=TensorAtomic()
-    ),
+    "ours, its own AdamW": partial(ours, optimizers=own_adamw),
+    "ours, its own AdamW, captured": partial(ours, optimizers=own_adamw, is_captured=True),
+    "ours, 8 bits": partial(ours, comm_policy=FP8),
+    "unsharded, torch's Muon": partial(unsharded, optimizers=torchs_muon),
+    "FSDP2, torch's Muon": partial(torchs, optimizers=torchs_muon),
+    WHOLE: partial(ours, optimizers=own_muon, layout=TensorAtomic()),
+    FLAT: partial(ours, optimizers=own_muon),
     "FSDP2, offloaded": partial(torchs, offload_policy=fsdp2.CPUOffloadPolicy()),
-    "ours, offloaded": partial(ours, offload_policy=fsdp_overlap.CPUOffloadPolicy()),
+    "ours, offloaded": partial(ours, offload_policy=HOST),
+    "ours, offloaded, overlapped": partial(
+        ours,
+        optimizers=partial(own_adamw, overlap=fsdp_overlap.optim.OverlapPolicy()),
+        offload_policy=HOST,
+    ),
 }
-ON_CUDA = ("FSDP2, offloaded", "ours, offloaded")  # a CPU's parameters are there already
+ON_CUDA = tuple(name for name in SYSTEMS if "offloaded" in name or "captured" in name)
+"""A CPU's parameters are there already, and it has no graphs."""
 
 
 # ---------------------------------------------------------------- samples
@@ -206,24 +254,19 @@ def timed(setting: Setting, run: Callable[[], object], waits: bool = True) -> fl
 def built(build: Build, setting: Setting) -> Iterator[tuple[Trained, float]]:
     """A system, and the bytes that were taken before."""
     before = 0.0
+    gc.collect()  # the system before, which its user has let go of by now
     if setting.device.type == "cuda":
+        torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
     torch.manual_seed(0)
     with setting.device:
-        model = Llama(setting.model)
+        model = setting.model.build(setting.model)
     yield build(model, setting), before
-    del model
-    gc.collect()
-    if setting.device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
-def sample(
-    name: str, setting: Setting, steps: int, link: Link | None
-) -> tuple[dict[str, float], float]:
-    """What was measured of a system, and the bytes that a step of it sends."""
-    found: dict[str, float] = {}
+def sample(name: str, setting: Setting, steps: int, link: Link | None) -> dict[str, Value]:
+    """What was measured of a system."""
     scale = setting.model.scale
 
     def batch(count: int) -> torch.Tensor:
@@ -231,49 +274,92 @@ def sample(
 
     with built(SYSTEMS[name], setting) as (trained, before):
         many, few = batch(scale.tokens), batch(FEW_TOKENS)
-
-        def compute(tokens: torch.Tensor) -> None:
-            trained.forward(tokens).backward()
-
-        def optimize() -> None:
-            for optimizer in trained.optimizers:
-                optimizer.step()
-
-        def drop() -> None:
-            for optimizer in trained.optimizers:
-                optimizer.zero_grad()
-
-        def step() -> None:
-            compute(many)
-            optimize()
-            drop()
-
-        for _ in range(scale.warmup):
+        step: Callable[[], object] = partial(train, trained, many)
+        for _ in range(scale.warmup + 1):
             step()
-        if link is not None:
-            link.sent.clear()
-        step()
-        sent = float(sum(t.nbytes for t in link.sent)) if link is not None else 0.0
-        if setting.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated() - before
-            found["peak"] = peak / 2**30
-        times = [timed(setting, step) for _ in range(steps)]
-        found["step"] = statistics.median(times) * 1e3
-        found["tokens"] = scale.tokens / statistics.median(times)
-        computing = [timed(setting, lambda: compute(many)) for _ in times]
-        found["compute"] = statistics.median(computing) * 1e3
-        found["exposed"] = exposed(setting, step)
+        if trained.is_captured:
+            step = captured(step)
+        found: dict[str, Value] = {}
+        with turns.quiet_gc():
+            if setting.device.type == "cuda":
+                found["peak"] = (torch.cuda.max_memory_allocated() - before) / 2**30
+            seconds = statistics.median(timed(setting, step) for _ in range(steps))
+            found["step"] = seconds * 1e3
+            found["tokens"] = scale.tokens / seconds
+            found["exposed"] = exposed(setting, step)
+            if trained.is_captured:  # its transfers stay as long as they were in the capture
+                host = timed(setting, step, waits=False)
+                found["host"] = host * 1e6 / (scale.blocks + 1)
+            else:
+                found.update(in_parts(trained, setting, many, few, steps, link))
+    return found
+
+
+def train(trained: Trained, batch: torch.Tensor) -> None:
+    trained.forward(batch).backward()
+    for optimizer in trained.optimizers:
+        optimizer.step()
+    for optimizer in trained.optimizers:
+        optimizer.zero_grad()
+
+
+def in_parts(
+    trained: Trained,
+    setting: Setting,
+    many: torch.Tensor,
+    few: torch.Tensor,
+    steps: int,
+    link: Link | None,
+) -> dict[str, float]:
+    """What forward and backward take, the optimizer, and the host."""
+
+    def compute(tokens: torch.Tensor) -> None:
+        trained.forward(tokens).backward()
+
+    def optimize() -> None:
+        for optimizer in trained.optimizers:
+            optimizer.step()
+
+    def drop() -> None:
+        for optimizer in trained.optimizers:
+            optimizer.zero_grad()
+
+    def alone(tokens: torch.Tensor, waits: bool = True) -> float:
+        """Seconds of a pass. An overlapped optimizer has to step what it began to."""
+        seconds = timed(setting, lambda: compute(tokens), waits)
+        if is_overlapped:
+            optimize()
         drop()
-        optimizing = []
-        for _ in range(3):
-            compute(few)
-            optimizing.append(timed(setting, optimize))
-            drop()
-        found["optimizer"] = statistics.median(optimizing) * 1e3
-        with no_limit(link):
-            host = [timed(setting, lambda: compute(few), waits=False) for _ in range(7)]
-        found["host"] = statistics.median(host) * 1e6 / (scale.blocks + 1)
-    return found, sent
+        return seconds
+
+    is_overlapped = any(getattr(each, "overlapped", None) for each in trained.optimizers)
+    computing = [alone(many) for _ in range(steps)]
+    optimizing = []
+    for _ in range(3):
+        compute(few)
+        optimizing.append(timed(setting, optimize))
+        drop()
+    with no_limit(link):
+        host = [alone(few, waits=False) for _ in range(7)]
+    return {
+        "compute": statistics.median(computing) * 1e3,
+        "optimizer": statistics.median(optimizing) * 1e3,
+        "host": statistics.median(host) * 1e6 / (setting.model.scale.blocks + 1),
+    }
+
+
+def captured(step: Callable[[], object]) -> Callable[[], object]:
+    """A replay of the step's CUDA graph. The step has run, so that optimizer states are there."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
 
 
 @contextmanager
@@ -282,25 +368,24 @@ def no_limit(link: Link | None) -> Iterator[None]:
         yield
         return
     speed, link.gigabytes_per_s = link.gigabytes_per_s, None
-    yield
-    link.gigabytes_per_s = speed
+    try:
+        yield
+    finally:
+        link.gigabytes_per_s = speed
 
 
-def exposed(setting: Setting, step: Callable[[], object]) -> float:
-    """Milliseconds, as the overlap report of one step says."""
+def exposed(setting: Setting, step: Callable[[], object]) -> Value:
+    """Milliseconds, as the overlap report of three steps says."""
     if setting.device.type != "cuda":
         return 0.0
-    synchronize(setting)
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        step()
+
+    def run() -> None:
+        for _ in range(PROFILED):
+            step()
         synchronize(setting)
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder) / "trace.json.gz"
-        profiler.export_chrome_trace(str(trace))
-        try:
-            return read_report(trace, steps=1).slowest.exposed_time / 1e3
-        except ValueError:  # no collectives
-            return 0.0
+
+    synchronize(setting)
+    return traces.Exposed(run, PROFILED)
 
 
 # ------------------------------------------------------------------ table
@@ -318,27 +403,54 @@ RATIOS = [
     ("step", "ours, its own AdamW", FSDP2),
     ("host", OURS, FSDP2),
     ("peak", OURS, FSDP2),
-    ("optimizer", "ours, Muon", "unsharded, torch's Muon"),
+    ("step", "ours, its own AdamW, captured", "ours, its own AdamW"),
+    ("step", "ours, 8 bits", OURS),
+    ("step", WHOLE, "FSDP2, torch's Muon"),
+    ("step", FLAT, "FSDP2, torch's Muon"),
+    ("optimizer", WHOLE, "unsharded, torch's Muon"),
+    ("optimizer", FLAT, "unsharded, torch's Muon"),
     ("step", "ours, offloaded", "FSDP2, offloaded"),
+    ("step", "ours, offloaded, overlapped", "FSDP2, offloaded"),
 ]
 
 
+def known(values: Sequence[Value], waits: bool) -> list[float]:
+    return [
+        each if isinstance(each, float) else each.value()
+        for each in values
+        if isinstance(each, float) or waits or each.is_known()
+    ]
+
+
 def table(
-    args: argparse.Namespace, setting: Setting, where: str, samples: Samples, bare_host: float
+    args: argparse.Namespace,
+    setting: Setting,
+    where: str,
+    samples: Samples,
+    bare_host: float,
+    waits: bool = True,
 ) -> Measurement:
+    """`waits`: for all traces to be read."""
     scale = setting.model.scale
     what = torch.cuda.get_device_name() if setting.device.type == "cuda" else "CPU"
     about = (
         f"{what}, torch {torch.__version__}, {where}; {scale.blocks} Llama-like blocks of width "
         f"{scale.width}, {scale.tokens} tokens a rank"
     )
-    shown = {quantity: dict(values) for quantity, values in samples.items()}
-    shown["host"] = {k: [each - bare_host for each in v] for k, v in samples["host"].items()}
+    shown = {
+        quantity: {name: v for name, found in values.items() if (v := known(found, waits))}
+        for quantity, values in samples.items()
+    }
+    shown["host"] = {k: [each - bare_host for each in v] for k, v in shown["host"].items()}
     results = Results()
     for quantity, (label, unit) in COLUMNS.items():
         values = shown.get(quantity, {})
         compared = [
-            (of, to) for each, of, to in RATIOS if each == quantity and all(values.get(to, ()))
+            (of, to)
+            for each, of, to in RATIOS
+            if each == quantity
+            and all(values.get(to, ()))
+            and len(values.get(of, ())) == len(values.get(to, ()))  # else a round is under way
         ]
         results.add(label, unit, values, *compared)
     settings = vars(args) | {"where": where}
@@ -372,10 +484,12 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def measured(
-    args: argparse.Namespace, tell: Callable[[Measurement], object] = lambda _: None
-) -> Measurement:
-    """Measure all systems. Calls `tell` with what is known after each round."""
+Tell = Callable[[Measurement, str], object]
+
+
+def measured(args: argparse.Namespace, tell: Tell = lambda *_: None) -> Measurement:
+    """Measure all systems. Calls `tell` after each with what is known, and a line about it. On
+    simulated ranks a system that raises is left out from then on."""
     link: Link | None = None
     device = torch.device(args.device)
     if "RANK" in os.environ:
@@ -391,19 +505,49 @@ def measured(
     mesh = init_device_mesh(args.device, (dist.get_world_size(),))
     setting = Setting(MODELS[args.model], device, mesh)
     chosen = args.systems or [n for n in SYSTEMS if device.type == "cuda" or n not in ON_CUDA]
-    base, _ = sample(UNSHARDED, setting, args.steps, link)
+    base = sample(UNSHARDED, setting, args.steps, link)
     if link is not None:
-        _, sent = sample(FSDP2, setting, 1, link)
-        link.gigabytes_per_s = sent / 1e9 / (args.ratio * base["compute"] / 1e3)
+        sent = sent_by(FSDP2, setting, link)
+        [compute] = known([base["compute"]], True)
+        link.gigabytes_per_s = sent / 1e9 / (args.ratio * compute / 1e3)
         where += f" on {link.gigabytes_per_s:.3g} GB/s, {args.waiting_blocks} waiting blocks"
-    samples: Samples = {}
+    samples: Samples = {"host": {}}
+
+    def result(waits: bool = True) -> Measurement:
+        [bare_host] = known([base["host"]], True)
+        about = "; ".join([where, *(f"{name} raised" for name in chosen if name in raised)])
+        return table(args, setting, about, samples, bare_host, waits)
+
+    raised: set[str] = set()
     for turn in range(args.rounds):
         for name in chosen if turn % 2 == 0 else chosen[::-1]:
-            found, _ = sample(name, setting, args.steps, link)
+            if name in raised:
+                continue
+            try:
+                is_base = turn == 0 and name == UNSHARDED
+                found = base if is_base else sample(name, setting, args.steps, link)
+            except Exception:
+                if link is None:  # the other ranks would wait
+                    raise
+                traceback.print_exc()
+                raised.add(name)
+                tell(result(False), f"{name} raised")
+                continue
             for quantity, value in found.items():
                 samples.setdefault(quantity, {}).setdefault(name, []).append(value)
-        tell(table(args, setting, where, samples, base["host"]))
-    return table(args, setting, where, samples, base["host"])
+            said = (f"{key} {known([found[key]], True)[0]:.4g}" for key in ("tokens", "step"))
+            tell(result(False), f"{name}: {' tokens/s, '.join(said)} ms")
+    return result()
+
+
+def sent_by(name: str, setting: Setting, link: Link) -> float:
+    """Bytes of a step."""
+    with built(SYSTEMS[name], setting) as (trained, _):
+        batch = torch.zeros(1, FEW_TOKENS, dtype=torch.int64, device=setting.device)
+        for _ in range(2):
+            link.sent.clear()
+            train(trained, batch)
+        return float(sum(transfer.nbytes for transfer in link.sent))
 
 
 if __name__ == "__main__":

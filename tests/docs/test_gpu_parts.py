@@ -6,18 +6,21 @@ import argparse
 import multiprocessing
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import gpu_parts
 import gpu_suite
+import gpu_tests
+import llama
 import memory
 from fsdp_overlap.tools.emulator import EmulatedDevice, fake_ranks, running
 from fsdp_overlap.tools.profiling import Report
-from harness import simulated_training
+from harness import simulated_training, traces
 from support.ranks import run_ranks
 from support.traces import Step, report_of
 
@@ -95,13 +98,26 @@ def test_a_first_step_is_one_of_which_nothing_was_predicted() -> None:
 def test_the_suite_runs_every_file_with_tests_for_a_gpu() -> None:
     rooms = {"cuda": "comm", "cuda_offload": "features", "finalization": "schedule"}
     rooms |= {"compile": "features", "simulated_modes": "docs"}
-    found = gpu_suite.tests_marked_gpu()
+    found = gpu_tests.files_with("gpu")
     assert {f"tests/{room}/test_{name}.py" for name, room in rooms.items()} <= set(found)
     assert "tests/integration/parity/test_parity.py" not in found
 
 
-def hang(scale: object, device: str, folder: Path, tell: gpu_parts.Tell) -> None:
-    tell(gpu_parts.Outcome({"found": 1}, "a page"))
+def test_two_ranks_share_a_gpu_in_a_part_of_their_own() -> None:
+    ranks, of_one = gpu_tests.tests()["ranks"], gpu_tests.tests()["tests"]
+    assert ranks.chosen[0] == "tests/comm/test_two_ranks.py"  # of which one step is first
+    others = "comm/test_cuda", "comm/test_groups", "features/test_conditional"
+    assert {f"tests/{name}.py" for name in others} < set(ranks.chosen)
+    assert ranks.env == {"FSDP_OVERLAP_RANKS_ON_GPUS": "2"}
+    assert "gpu and not two_ranks" in of_one.chosen
+
+
+def arguments(folder: Path) -> argparse.Namespace:
+    return argparse.Namespace(device="cpu", out=folder, all=False, traces=False, budget=560)
+
+
+def hang(room: object, tell: gpu_parts.Tell) -> None:
+    tell(gpu_parts.Outcome({"found": 1}, "a page", "one"))
     time.sleep(60)
 
 
@@ -110,30 +126,60 @@ def test_a_part_that_is_not_done_leaves_what_it_found_and_its_stacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_parts, "speed", hang)
-    args = argparse.Namespace(device="cpu", out=tmp_path)
     noted: list[dict[str, Any]] = []
-    part = gpu_suite.run_part(multiprocessing.get_context("fork"), "speed", args, 5, noted.append)
+    context = multiprocessing.get_context("fork")
+    part = gpu_suite.run_part(context, "speed", arguments(tmp_path), 5, noted.append)
     assert part["status"] == "failed"
     assert part["figures"] == {"found": 1}
     assert "not done in 5 s" in part["error"]
     assert "in hang" in part["error"]
-    assert len(noted) == 1
+    assert [each["said"] for each in noted] == ["one"]
+
+
+def run_tests(
+    folder: Path, *chosen: str, seconds: float = 100, said: list[str] | None = None
+) -> gpu_tests.Part:
+    tests = gpu_tests.Tests([*chosen, f"--rootdir={folder}"])
+    say = [].append if said is None else said.append
+    return gpu_tests.run_tests(arguments(folder), "tests", seconds, tests, say, "sources")
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("chosen", "error"),
-    [("no_such_test", "pytest ended with 5"), ("needs_a_gpu", "no test ran"), ("passes", "")],
+    [("no_such_test", "pytest ended with 5"), ("needs_a_gpu", "no test ran"), ("passes", None)],
 )
-def test_tests_that_do_not_run_have_failed(tmp_path: Path, chosen: str, error: str) -> None:
+def test_tests_that_do_not_run_have_failed(tmp_path: Path, chosen: str, error: str | None) -> None:
     (tmp_path / "test_some.py").write_text(
         "import pytest\n@pytest.mark.skip\ndef test_needs_a_gpu(): pass\ndef test_passes(): pass\n"
     )
-    args = argparse.Namespace(device="cpu", out=tmp_path)
-    file = str(tmp_path / "test_some.py")
-    part = gpu_suite.run_tests(args, "tests", 100, [file, "-k", chosen, f"--rootdir={tmp_path}"])
+    part = run_tests(tmp_path, str(tmp_path / "test_some.py"), "-k", chosen)
     assert part["status"] == ("failed" if error else "passed"), part
-    assert error in part.get("error", "")
+    assert (error or "") in (part["error"] or "")
+
+
+@pytest.mark.slow
+def test_what_passed_is_not_repeated_until_its_file_changes(tmp_path: Path) -> None:
+    file = tmp_path / "test_some.py"
+    text = "def test_passes(): pass\ndef test_fails(): assert {}\n"
+    file.write_text(text.format(False))
+    said: list[str] = []
+    part = run_tests(tmp_path, str(file), said=said)
+    assert "1 failed, 1 passed" in part["page"]
+    assert [line.rpartition("/")[0].partition("/2 ")[2][:6] for line in said] == [
+        "passed",
+        "FAILED",
+    ]
+    assert said[-1].endswith("test_some.py::test_fails")
+    part = run_tests(tmp_path, str(file))
+    assert "1 failed, 1 deselected" in part["page"]
+    assert "1 passed before" in part["page"]
+    file.write_text(text.format(True))
+    part = run_tests(tmp_path, str(file))
+    assert "`2 passed in" in part["page"]
+    part = run_tests(tmp_path, str(file))
+    assert part["status"] == "passed", part
+    assert "2 passed before" in part["page"]
 
 
 @pytest.mark.slow
@@ -141,8 +187,7 @@ def test_tests_that_are_not_done_say_what_has_failed(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(
         "import time\ndef test_fails(): assert not 'wrong'\ndef test_hangs(): time.sleep(60)\n"
     )
-    args = argparse.Namespace(device="cpu", out=tmp_path)
-    part = gpu_suite.run_tests(args, "tests", 15, [str(tmp_path), f"--rootdir={tmp_path}"])
+    part = run_tests(tmp_path, str(tmp_path), seconds=15)
     assert "not done in 15 s" in part["error"]
     assert "test_some.py::test_fails" in part["page"]
     assert "assert not 'wrong'" in (tmp_path / "tests.txt").read_text()
@@ -153,10 +198,15 @@ def test_memcheck_fails_by_what_the_tool_says_and_says_where_there_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "test_some.py").write_text("def test_passes(): pass\n")
-    monkeypatch.setattr(gpu_suite, "MEMCHECKED", [str(tmp_path), f"--rootdir={tmp_path}"])
-    args = argparse.Namespace(device="cpu", out=tmp_path)
+    tests = gpu_tests.Tests([str(tmp_path), f"--rootdir={tmp_path}"])
+    monkeypatch.setattr(gpu_tests, "tests", lambda: {"memcheck": tests})
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    part = gpu_suite.run_memcheck(args, "memcheck", 100)
+
+    def run(sources: str) -> gpu_tests.Part:
+        args = arguments(tmp_path)
+        return gpu_tests.run_memcheck(args, "memcheck", 100, [].append, sources)
+
+    part = run("without the tool")
     assert part["status"] == "passed", part
     assert "without compute-sanitizer" in part["page"]
     tool = tmp_path / "compute-sanitizer"
@@ -165,19 +215,78 @@ def test_memcheck_fails_by_what_the_tool_says_and_says_where_there_is_none(
         lines = "#!/bin/sh", 'shift 6; "$@"', f'echo "===== ERROR SUMMARY: {errors} errors"'
         tool.write_text("\n".join(lines))
         tool.chmod(0o755)
-        part = gpu_suite.run_memcheck(args, "memcheck", 100)
+        part = run(f"{errors} errors")
         assert part["status"] == status, part
         assert "under memcheck" in part["page"]
+
+
+ABOUT = {"device": "CPU", "torch": "2.11.0", "cuda": None, "nccl": None, "speeds": "fast"}
+
+
+def test_parts_that_passed_are_not_repeated_by_other_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[str] = []
+
+    def run_part(context: object, name: str, *_: object) -> gpu_tests.Part:
+        ran.append(name)
+        return {"status": "passed" if name == "speed" else "failed", "error": None}
+
+    monkeypatch.setattr(gpu_suite, "run_part", run_part)
+    monkeypatch.setattr(gpu_suite, "STARTED", time.monotonic())
+    args = arguments(tmp_path)
+    for _ in range(2):
+        suite = gpu_suite.Suite(args, ABOUT)
+        for name in ("speed", "memory"):
+            suite.run(name, None)
+    assert ran == ["speed", "memory", "memory"]
+    assert "speed: passed before" in capsys.readouterr().out
+    assert set(suite.results["parts"]) == {"speed", "memory"}  # of both commands
+    gpu_suite.Suite(args, ABOUT | {"torch": "2.13.0"}).run("speed", None)
+    args.all = True
+    gpu_suite.Suite(args, ABOUT).run("speed", None)
+    assert ran[3:] == ["speed", "speed"]
 
 
 def test_optional_parts_run_only_where_they_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["gpu_suite.py"])
     assert not set(gpu_suite.OPTIONAL) & set(gpu_suite.parse().parts)
-    monkeypatch.setattr("sys.argv", ["gpu_suite.py", "--parts", "two_ranks", "memcheck"])
-    assert gpu_suite.parse().parts == ["two_ranks", "memcheck"]
+    monkeypatch.setattr("sys.argv", ["gpu_suite.py", "--parts", "ranks", "memcheck"])
+    assert gpu_suite.parse().parts == ["ranks", "memcheck"]
     monkeypatch.setattr("sys.argv", ["gpu_suite.py", "--parts", "memcheck", "--device", "cpu"])
     with pytest.raises(SystemExit):
         gpu_suite.parse()
-    versions = {"2.28.9": False, "2.30.7": True, "3.0.1": True, None: False}
-    found = {version: gpu_suite.has_ranks_on_one_gpu(version) for version in versions}
-    assert found == versions
+
+
+def exposed_on_a_cpu() -> float:
+    model = torch.nn.Linear(4, 4)
+    return traces.Exposed(lambda: model(torch.ones(2, 4)).sum().backward(), 1).value()
+
+
+def test_a_process_of_its_own_reads_a_trace() -> None:
+    assert run_ranks(exposed_on_a_cpu, 1) == [0.0]
+
+
+def refuse(*_: object) -> NoReturn:
+    raise NotImplementedError("not here")
+
+
+def table_without_one() -> tuple[str, list[str], set[str]]:
+    dist.destroy_process_group()
+    llama.SYSTEMS["refuses"] = refuse
+    said: list[str] = []
+    systems = ["--systems", llama.UNSHARDED, "refuses", llama.OURS]
+    args = llama.parse([*"--device cpu --model tiny --steps 1 --rounds 2".split(), *systems])
+    found = llama.measured(args, lambda _, line: said.append(line))
+    return found.about, said, {figure.system for figure in found.figures}
+
+
+def test_a_system_that_raises_is_left_out_of_the_table() -> None:
+    [(about, said, systems)] = run_ranks(table_without_one, 1)
+    assert "; refuses raised;" in about
+    assert [line.partition(":")[0] for line in said] == [
+        llama.UNSHARDED,
+        "refuses raised",
+        *(llama.OURS, llama.OURS, llama.UNSHARDED),
+    ]
+    assert systems == {llama.UNSHARDED, llama.OURS}
