@@ -9,6 +9,7 @@ import sys
 import weakref
 from datetime import timedelta
 from functools import partial
+from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -47,7 +48,9 @@ def one_context_after_another() -> None:
             del twins
     finally:
         gc.enable()
-    assert counts[1:] == counts[1:2] * 11, counts
+    # Threads of what this process ran before may end meanwhile.
+    for before, after in pairwise(counts[1:]):
+        assert all(now <= then for then, now in zip(before, after, strict=True)), counts
 
 
 @LINUX
