@@ -9,6 +9,9 @@ from collections.abc import Iterator
 # Tensors are small here: a thread more waits at the end of every operation, and takes the time of
 # other workers and ranks. Processes that tests start inherit it.
 os.environ["OMP_NUM_THREADS"] = "1"
+# torch's flight recorder keeps the last 2000 collectives, so memory grows by some MiB until it has
+# that many. Tests of memory are about other growth.
+os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
 
 import pytest
 import torch

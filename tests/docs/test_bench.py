@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,8 +19,6 @@ from torch.distributed.tensor.debug import CommDebugMode
 import all as running
 import link
 import results
-import soak
-import stage_memory
 from all import bench
 from fsdp_overlap.tools.cli import main
 from harness import link_training
@@ -235,11 +232,11 @@ def test_a_claim_that_does_not_hold_is_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     claims = [Claim("memory is flat", False, "+9 MiB"), Claim("ranks agree", True, "6 losses")]
-    summary = fake(tmp_path, monkeypatch, soak=measured(0.5, claims))
+    summary = fake(tmp_path, monkeypatch, flat=measured(0.5, claims))
     assert not summary["is_good"]
     assert [row["is_met"] for row in summary["rows"][1:]] == [False, True]
     assert summary["rows"][1]["compared"] == "memory is flat: +9 MiB"
-    assert "\n- soak: memory is flat: +9 MiB\n" in (tmp_path / "out" / "summary.md").read_text()
+    assert "\n- flat: memory is flat: +9 MiB\n" in (tmp_path / "out" / "summary.md").read_text()
 
 
 def test_an_unknown_name_is_refused_with_those_there_are(
@@ -400,69 +397,3 @@ def test_the_cheapest_script_runs_under_the_command(
     assert floor["compared"] == "overhead a unit: bare / FSDP2"
     assert row["ratio"]["rounds"] == 3
     assert row["command"].endswith("bench/host_overhead.py --blocks 2 --rounds 3 --warmup 1")
-
-
-@pytest.mark.slow
-def test_thirty_steps_of_the_soak_hold(tmp_path: Path) -> None:
-    record = tmp_path / "soak.json"
-    arguments = ["--steps", "30", "--every", "10", "--blocks", "2", "--json", str(record)]
-    done = subprocess.run(
-        [sys.executable, str(SCRIPTS / "soak.py"), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    claims = read_measurement(record).claims
-    assert all(claim.holds for claim in claims)
-    # 36 forwards of 3 units, 33 backwards that gather 1.
-    assert "all_gathers 141, reduce_scatters 90, order_checks 30" in claims[1].found
-
-
-def test_the_soak_sees_a_leak_and_a_count_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    flat = [300 + 10 * (step < 300) + 0.3 * (step % 2) for step in range(2000)]
-    leaking = [300 + step / 1024 for step in range(2000)]
-    assert soak.rise(flat) < 0.5
-    assert soak.rise(leaking) > soak.MAX_RISE
-    monkeypatch.setattr(sys, "argv", ["soak.py", "--steps", "100"])
-    args = soak.OPTIONS.parse_args()
-    alive = ("peak_full_buffers", "current_full_buffers", "peak_reduce_inputs")
-    counted = {**soak.expected(100, 50, 4), **dict.fromkeys(alive, 0)}
-    counted |= {"current_reduce_inputs": 1, "reduce_inputs_before": 2, "all_gathers": 1}
-    ranks = [
-        {"resident": leaking, "losses": [2.0, 1.0 + rank], "stats": counted} for rank in (0, 1)
-    ]
-    holding = [claim.holds for claim in soak.claims_of(args, ranks)]
-    assert holding == [False, False, True, False, False, True]
-
-
-def test_memory_of_a_stage_that_is_not_what_tensors_take_breaks_a_claim() -> None:
-    sizes = {stage_memory.SHARDS: 30.0, stage_memory.FULL: 20.0}
-    mib = {"kept": 51.0, "released": 29.0, "while saving": 31.5, "next step": 50.0} | sizes
-
-    def broken(stage: int, **found: float) -> list[str]:
-        claims = stage_memory.claims_of({stage: mib | found}, tolerance=2.0)
-        return [claim.text for claim in claims if not claim.holds]
-
-    assert broken(2) == []
-    assert broken(2, released=50.0) == ["stage 2, released: shards and moments, 30.0 MiB"]
-    assert broken(2, kept=30.0) == [
-        "stage 2, kept: shards and moments and full parameters, 50.0 MiB"
-    ]
-    assert len(broken(3)) == 2  # where nothing may be kept
-
-
-@pytest.mark.slow
-def test_the_memory_of_stages_is_what_tensors_take(tmp_path: Path) -> None:
-    record = tmp_path / "stages.json"
-    arguments = ["--layers", "2", "--width", "256", "--json", str(record)]
-    done = subprocess.run(
-        [sys.executable, str(SCRIPTS / "stage_memory.py"), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    claims = read_measurement(record).claims
-    assert len(claims) == 12
-    assert all(claim.holds for claim in claims)

@@ -38,7 +38,7 @@ class Tries:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--tries", type=int, metavar="N", help="programs, kills or runs to try")
+    parser.addoption("--tries", type=int, metavar="N", help="programs, kills, runs or steps to try")
     parser.addoption("--seed", type=int, metavar="N", help="the same one tries the same ones")
     parser.addoption("--program", help="one random program, as printed for one that failed")
 
