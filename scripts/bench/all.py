@@ -83,8 +83,8 @@ def bench(names: Sequence[str], out: Path, quick: bool, repository: Path = REPOS
             console.print(f"{benchmark.name}: {state} ({took})", markup=False)
             # After each, so that a run that is stopped keeps what it had.
             write_summary(rows, where, out)
-    print(f"\n{page_of(rows, where, with_commands=False)}")
-    print(f"{out / 'summary.md'} and .json hold this table with all commands")
+    print(f"\n{page_of(rows, where)}")
+    print(f"{out / 'summary.md'} and .json hold these tables")
     return is_good
 
 

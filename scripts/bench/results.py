@@ -9,10 +9,9 @@ The figures are kept as docs/performance.json. Without a folder the pages are wr
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -21,15 +20,11 @@ import typer
 
 from harness.benchmarks import BENCHMARKS
 from harness.measurement import three_decimals
-from harness.summary import Circumstances, Row, read_summary
+from harness.summary import SWEPT, Circumstances, Row, lines_of, read_summary, tables_of
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 FIGURES, PICTURE = DOCS / "performance.json", DOCS / "step_time.png"
 RESULTS, PERFORMANCE = DOCS / "results.md", DOCS / "performance.md"
-HEADER = ("ours, other", "ratio (p10-p90)", "at most")
-MISSED = ", missed"
-SWEPT = re.compile(r"(.+) at ([\d.]+) \((.+)\)")
-"""What a row of a sweep compares: what, where, and along which axis."""
 LEFT_OUT = (" bare / FSDP2", "FSDP2, our collectives / FSDP2")
 """What is not compared with this library. These figures are in performance.json alone."""
 INTRODUCTION = """\
@@ -114,7 +109,7 @@ def headlines(where: Circumstances, rows: list[Row]) -> str:
         lines.append((headline.what, "; ".join(cells), command, headline.where))
     head = ("", "ours / FSDP2", "command", "measured on")
     below = f"{where.cpu}, {where.cores} cores; torch {where.torch}, Python {where.python}."
-    return f"{_lines_of(head, lines, numbers=False)}\n\nAll rows but the first: {below}"
+    return f"{lines_of(head, lines, numbers=False)}\n\nAll rows but the first: {below}"
 
 
 def missed(rows: list[Row]) -> str:
@@ -134,7 +129,7 @@ def missed(rows: list[Row]) -> str:
     count = sum(row.is_met is False for row in with_targets)
     return (
         f"{count} of {len(with_targets)} targets are missed, here by benchmark; several figures of "
-        "one are a sweep's.\n\n" + _lines_of(("what", "at most", "measured"), lines, numbers=False)
+        "one are a sweep's.\n\n" + lines_of(("what", "at most", "measured"), lines, numbers=False)
     )
 
 
@@ -158,71 +153,12 @@ def results_of(where: Circumstances, rows: list[Row]) -> str:
             topic = benchmark.topic
             parts.append(f"## {topic}\n")
         parts.append(f"**{benchmark.name}**: {benchmark.measures}.\n")
-        claims = [row for row in found if not row.unit and row.target == "must hold"]
-        if figures := [row for row in found if row not in claims]:
-            parts.append(_table_of(figures) + "\n")
-        if claims:
-            parts.append("\n".join(f"- {row.compared}{_missed(row)}" for row in claims) + "\n")
+        parts.append(tables_of(found) + "\n")
     return "\n".join(parts)
 
 
 def is_shown(row: Row) -> bool:
     return bool(row.target) or not row.compared.partition(" at ")[0].endswith(LEFT_OUT)
-
-
-def _table_of(rows: list[Row]) -> str:
-    """Return the table of a benchmark, or one for each quantity, in the head, if these are long."""
-    if all(SWEPT.fullmatch(row.compared) for row in rows):
-        return _sweep_of(rows)
-    of_quantity: dict[str, list[Row]] = {}
-    for row in rows:
-        of_quantity.setdefault(row.compared.partition(": ")[0], []).append(row)
-    if len(of_quantity) > 1 and len(rows) < 4 * len(of_quantity):
-        of_quantity = {"": rows}  # tables of less than four rows are hard to read
-    tables = []
-    for quantity, alike in of_quantity.items():
-        lines = []
-        for row in alike:
-            _, compared, ours, other, ratio, target, _ = row.cells()
-            compared = compared.removeprefix(f"{quantity}: ")
-            lines.append((compared, _both(ours, other), ratio, target + _missed(row)))
-        tables.append(_lines_of((quantity, *HEADER), lines))
-    return "\n\n".join(tables)
-
-
-def _sweep_of(rows: list[Row]) -> str:
-    """Return a table of ratios with a column for each point of the sweep."""
-    points: dict[str, None] = {}
-    lines: dict[str, dict[str, str]] = {}
-    for row in rows:
-        match = SWEPT.fullmatch(row.compared)
-        assert match
-        compared, point, axis = match.groups()
-        points[point] = None
-        ratio = three_decimals(row.ratio.median) if row.ratio else row.cells()[1]
-        sign = {True: " ≤ ", False: " > ", None: ""}[row.is_met]
-        lines.setdefault(compared, {})[point] = f"{ratio}{sign}{row.target}"
-    head = (f"by {axis}", *points)
-    return _lines_of(head, [(name, *line.values()) for name, line in lines.items()])
-
-
-def _lines_of(head: Sequence[str], lines: Sequence[Sequence[str]], *, numbers: bool = True) -> str:
-    """Return a table whose columns but the first are ``numbers``, or text."""
-    first, *rest = (f"| {' | '.join(cells)} |" for cells in (head, *lines))
-    rule = "|---:" if numbers else "|---"
-    return "\n".join([first, "|---" + rule * (len(head) - 1) + "|", *rest])
-
-
-def _missed(row: Row) -> str:
-    return MISSED if row.is_met is False else ""
-
-
-def _both(ours: str, other: str) -> str:
-    """``ours`` and ``other``, with one unit if they have the same."""
-    value, _, unit = ours.partition(" ")
-    if unit and other.endswith(f" {unit}"):
-        return f"{value}, {other}"
-    return ", ".join(filter(None, (ours, other)))
 
 
 def main(

@@ -1,4 +1,4 @@
-"""The headline figures of many benchmarks in one table."""
+"""The headline figures of many benchmarks, and their tables."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from itertools import groupby
 from pathlib import Path
 
 import torch
 
 from fsdp_overlap.tools.cli.process_group import cores
-from harness.markdown import markdown_table
 from harness.measurement import (
     Figure,
     Measurement,
@@ -25,20 +25,13 @@ from harness.measurement import (
     three_decimals,
 )
 
-_HEADER = (
-    "benchmark",
-    "compared",
-    "ours",
-    "FSDP2, other",
-    "ratio (p10-p90)",
-    "at most",
-    "met",
-)
-_LABELS = 2
+_HEADER = ("ours, other", "ratio (p10-p90)", "at most")
 _HOW = (
     "Medians over rounds in which systems take turns; a ratio is the median of the ratios round by "
     "round."
 )
+SWEPT = re.compile(r"(.+) at ([\d.]+) \((.+)\)")
+"""What a row of a sweep compares: what, where, and along which axis."""
 
 
 @dataclass(frozen=True)
@@ -59,27 +52,18 @@ class Row:
     is_met: bool | None = None
     failure: str = ""
 
-    def cells(self) -> tuple[str, ...]:
-        """In the order of the table's columns, the command last."""
-        compared = f"not measured: {self.failure}" if self.failure else self.compared
-        ratio = ""
-        if self.ratio is not None:
-            ratio = three_decimals(self.ratio.median)
-            if spread := interval(self.ratio, three_decimals):
-                ratio += f" ({spread})"
-        met = {True: "yes", False: "no", None: ""}[self.is_met]
-        return (
-            self.benchmark,
-            compared,
-            self._with_unit(self.ours),
-            self._with_unit(self.other),
-            ratio,
-            self.target,
-            "failed" if self.failure else met,
-        )
+    def medians(self) -> str:
+        """Ours and the other's, with one unit."""
+        values = (self.ours, self.other)
+        found = ", ".join(number(value) for value in values if value is not None)
+        return _of_unit(found, self.unit)
 
-    def _with_unit(self, value: float | None) -> str:
-        return "" if value is None else _of_unit(number(value), self.unit)
+    def spread(self) -> str:
+        """The ratio."""
+        if self.ratio is None:
+            return ""
+        spread = interval(self.ratio, three_decimals)
+        return three_decimals(self.ratio.median) + (f" ({spread})" if spread else "")
 
 
 @dataclass(frozen=True)
@@ -170,19 +154,73 @@ def write_summary(rows: Sequence[Row], where: Circumstances, folder: Path) -> No
     """summary.json and summary.md in `folder`."""
     record = {**asdict(where), "rows": [asdict(row) for row in rows]}
     (folder / "summary.json").write_text(json.dumps(record, indent=2) + "\n")
-    (folder / "summary.md").write_text(page_of(rows, where, with_commands=True))
+    (folder / "summary.md").write_text(page_of(rows, where))
 
 
-def page_of(rows: Sequence[Row], where: Circumstances, with_commands: bool) -> str:
-    """The table, and what was not met. A terminal is too narrow for commands."""
-    header: tuple[str, ...] = _HEADER
-    cells = [row.cells() for row in rows]
-    if with_commands:
-        header = (*_HEADER, "command")
-        cells = [(*row.cells(), f"`{row.command}`") for row in rows]
+def page_of(rows: Sequence[Row], where: Circumstances) -> str:
+    """The tables of each benchmark, and what was not met."""
+    parts = [f"{where}.", _HOW]
+    for name, found in groupby(rows, lambda row: row.benchmark):
+        of_one = list(found)
+        parts += filter(None, (f"**{name}**: `{of_one[0].command}`", tables_of(of_one)))
     missed = "\n".join(f"- {line}" for line in not_met(rows)) or "Nothing: all targets are met."
-    table = markdown_table(header, cells, _LABELS)
-    return f"{where}.\n\n{_HOW}\n\n{table}\n\n## Not met\n\n{missed}\n"
+    return "\n\n".join([*parts, "## Not met", missed]) + "\n"
+
+
+def tables_of(rows: Sequence[Row]) -> str:
+    """Return the tables of a benchmark's figures, and a list of its claims."""
+    claims = [row for row in rows if not row.unit and row.target == "must hold"]
+    figures = [row for row in rows if row not in claims and not row.failure]
+    parts = [_table_of(figures)] if figures else []
+    if claims:
+        parts.append("\n".join(f"- {row.compared}{_missed(row)}" for row in claims))
+    return "\n\n".join(parts)
+
+
+def _table_of(rows: list[Row]) -> str:
+    """Return the table of a benchmark, or one for each quantity, in the head, if these are long."""
+    if all(SWEPT.fullmatch(row.compared) for row in rows):
+        return _sweep_of(rows)
+    of_quantity: dict[str, list[Row]] = {}
+    for row in rows:
+        of_quantity.setdefault(row.compared.partition(": ")[0], []).append(row)
+    if len(of_quantity) > 1 and len(rows) < 4 * len(of_quantity):
+        of_quantity = {"": rows}  # tables of less than four rows are hard to read
+    tables = []
+    for quantity, alike in of_quantity.items():
+        lines = []
+        for row in alike:
+            compared = row.compared.removeprefix(f"{quantity}: ")
+            lines.append((compared, row.medians(), row.spread(), row.target + _missed(row)))
+        tables.append(lines_of((quantity, *_HEADER), lines))
+    return "\n\n".join(tables)
+
+
+def _sweep_of(rows: list[Row]) -> str:
+    """Return a table of ratios with a column for each point of the sweep."""
+    points: dict[str, None] = {}
+    lines: dict[str, dict[str, str]] = {}
+    for row in rows:
+        match = SWEPT.fullmatch(row.compared)
+        assert match
+        compared, point, axis = match.groups()
+        points[point] = None
+        ratio = three_decimals(row.ratio.median) if row.ratio else row.medians()
+        sign = {True: " ≤ ", False: " > ", None: ""}[row.is_met]
+        lines.setdefault(compared, {})[point] = f"{ratio}{sign}{row.target}"
+    head = (f"by {axis}", *points)
+    return lines_of(head, [(name, *line.values()) for name, line in lines.items()])
+
+
+def lines_of(head: Sequence[str], lines: Sequence[Sequence[str]], *, numbers: bool = True) -> str:
+    """Return a table whose columns but the first are ``numbers``, or text."""
+    first, *rest = (f"| {' | '.join(cells)} |" for cells in (head, *lines))
+    rule = "|---:" if numbers else "|---"
+    return "\n".join([first, "|---" + rule * (len(head) - 1) + "|", *rest])
+
+
+def _missed(row: Row) -> str:
+    return ", missed" if row.is_met is False else ""
 
 
 def read_summary(path: Path) -> tuple[Circumstances, list[Row]]:
