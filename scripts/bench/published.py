@@ -19,14 +19,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 from fsdp_overlap.tools.simulator import Costs, Device, Fabric, Training
 from fsdp_overlap.tools.simulator.costs import expected_maximum
 from fsdp_overlap.tools.simulator.estimate import StepCost, count_equal_blocks, estimate, measure
+from harness.markdown import markdown_table
 
 GIB = 2**30
+COLUMNS = ["table", "GPUs", "tokens/s", "step, %", "loss, %", "predicted", "deviation, %"]
+COLUMNS += ["GiB", "predicted"]
 DTYPES = ("dtype", "gather_dtype", "reduce_dtype")
 FLEX_BLOCK = 128
 """Queries, and keys, of a block that FlexAttention computes or leaves out."""
@@ -243,35 +245,21 @@ def main() -> None:
         help="the first table, the second and so on; all if left out",
     )
     chosen = [found[number - 1] for number in parser.parse_args().table]
-    shown = Table(box=None, pad_edge=False)
-    for name in (
-        "table",
-        "GPUs",
-        "tokens/s",
-        "step, %",
-        "loss, %",
-        "predicted",
-        "deviation, %",
-        "GiB",
-        "predicted",
-    ):
-        shown.add_column(name, justify="left" if name == "table" else "right")
-    console, progress = Console(width=160, highlight=False), Console(stderr=True)
+    console = Console(stderr=True)
+    rows: list[list[str]] = []
     for table in chosen:
-        if not progress.is_terminal:
-            progress.print(table.name, markup=False)
-        with progress.status(table.name):
+        if not console.is_terminal:
+            console.print(table.name, markup=False)
+        with console.status(table.name):
             try:
-                for line in lines(table):
-                    shown.add_row(*line)
+                rows += lines(table)
             except ValueError as error:  # no torchao
-                shown.add_row(table.name, "")
-                progress.print(f"{table.name}: {error}", markup=False)
-    console.print(shown)
+                console.print(f"{table.name}: {error}", markup=False)
+    print(markdown_table(COLUMNS, rows), "\n")
     for table in chosen:
         guessed = f"guessed: {table.guessed}; " if table.guessed else ""
         left_out = f"left out: {table.left_out}; " if table.left_out else ""
-        console.print(f"- {table.name}: {guessed}{left_out}{table.source}", markup=False)
+        print(f"- {table.name}: {guessed}{left_out}{table.source}")
 
 
 if __name__ == "__main__":

@@ -37,7 +37,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from statistics import median
 from typing import Any
 from unittest.mock import patch
@@ -45,7 +44,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import fsdp as fsdp2
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
@@ -88,27 +86,21 @@ class Unit(nn.Module):
         for number, shape in enumerate(shapes):
             self.register_parameter(f"w{number}", nn.Parameter(torch.empty(shape)))
 
-    def forward(self) -> None:
-        raise NotImplementedError
-
 
 def build(blocks: int | None) -> nn.Module:
     *inner, root = units_of(MODEL)
     with torch.device("meta"):
         model = Unit([spec.shape for spec in root])
-        shapes = [[spec.shape for spec in block] for block in inner[:blocks]]
-        model.blocks = nn.ModuleList(map(Unit, shapes))
+        for number, block in enumerate(inner[:blocks]):
+            model.add_module(f"blocks_{number}", Unit([spec.shape for spec in block]))
     return model
 
 
 def sharded(system: str, model: Any, mesh: DeviceMesh) -> None:
-    shard: Callable[[nn.Module], object] = (
-        partial(fsdp_overlap.fully_shard, ctx=fsdp_overlap.FsdpContext(mesh))
-        if system == OURS
-        else partial(fsdp2.fully_shard, mesh=mesh)
-    )
-    for module in (*model.blocks, model):
-        shard(module)
+    if system == OURS:
+        sharding.shard_ours(model, fsdp_overlap.FsdpContext(mesh))
+    else:
+        sharding.shard_fsdp2(model, mesh)
 
 
 @contextmanager

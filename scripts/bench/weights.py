@@ -38,7 +38,6 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed import fsdp as fsdp2
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -76,13 +75,9 @@ def build(args: argparse.Namespace) -> nn.Sequential:
 
 def sharded(args: argparse.Namespace, mesh: DeviceMesh, ours: bool) -> nn.Sequential:
     model = build(args)
-    ctx = fsdp_overlap.FsdpContext(mesh) if ours else None
-    for block in model:
-        if ctx is not None:
-            fsdp_overlap.fully_shard(block, ctx)
-        else:
-            fsdp2.fully_shard(block, mesh=mesh)
-    return model
+    if ours:
+        return sharding.shard_ours(model, fsdp_overlap.FsdpContext(mesh))
+    return sharding.shard_fsdp2(model, mesh)
 
 
 # Weights on all ranks

@@ -140,12 +140,7 @@ class Calls:
 
 def _prepare_torchs_helpers(ranks: int, calls: Calls) -> None:
     """Makes torch's helpers for tests believe that `ranks` CPUs are GPUs."""
-    from torch.testing._internal import (
-        common_cuda,
-        common_distributed,
-        common_fsdp,
-        common_utils,
-    )
+    from torch.testing._internal import common_cuda, common_distributed, common_fsdp, common_utils
 
     common_distributed.skip_if_lt_x_gpu = partial(_skip_if_fewer, ranks)
     common_distributed.requires_nccl_version = _unchanged

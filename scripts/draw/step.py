@@ -38,7 +38,7 @@ SECONDS = {"mm": 3.0, "all_gather": 2.0, "reduce_scatter": 2.0, "all_reduce": 0.
 @dataclass(frozen=True)
 class Box:
     """Something that takes time in one row of the picture. ``number`` is that of the hook which has
-    enqueued it, 0 if none has."""
+    enqueued it, 0 if none has. The products of one backward are one box."""
 
     row: str
     text: str
@@ -78,7 +78,7 @@ class Recorder:
         self.is_in_backward = False
         self.collective = -1
         """The block whose collective is being enqueued."""
-        self._held: dict[tuple[str, int], float] = {}
+        self.held: dict[tuple[str, int], float] = {}
         """Since when memory is held, by row and block."""
 
     # The emulated device's timing
@@ -103,9 +103,13 @@ class Recorder:
                 "all_reduce": ("reduce-scatter stream", "", -1),
             }[kind]
             if kind == "all_gather":
-                self.hold("full buffers", self.collective, ready)
+                self.held["full buffers", self.collective] = ready
             number = len(self.hooks) if row != "compute" else 0
-            self.boxes.append(Box(row, text, ready, end, block, number))
+            of_row = [at for at, box in enumerate(self.boxes) if box.row == row]
+            if row == "compute" and of_row and self.boxes[of_row[-1]].text == text:
+                self.boxes[of_row[-1]] = replace(self.boxes[of_row[-1]], end=end)
+            else:
+                self.boxes.append(Box(row, text, ready, end, block, number))
         return end
 
     # What the schedule commands
@@ -114,11 +118,8 @@ class Recorder:
         if self.hooks:
             self.hooks[-1].commands.append(text)
 
-    def hold(self, row: str, block: int, since: float) -> None:
-        self._held[row, block] = since
-
     def give_back(self, row: str, block: int, at: float) -> None:
-        self.boxes.append(Box(row, f"{block}", self._held.pop((row, block)), at, block))
+        self.boxes.append(Box(row, f"{block}", self.held.pop((row, block)), at, block))
 
 
 class RecordingStream(DeviceCommStream):
@@ -184,7 +185,7 @@ def watching(ctx: FsdpContext, device: EmulatedDevice, recorder: Recorder) -> It
 
     def allocate_input(gradients: Any, method: Any = comm.allocate_input) -> None:
         block = block_in(gradients.param_group.label)
-        recorder.hold("reduce inputs", block, device.default.ends)
+        recorder.held["reduce inputs", block] = device.default.ends
         method(gradients)
 
     def finish(gradients: Any, work: Any, method: Any = comm.finish) -> None:
@@ -243,21 +244,8 @@ def record() -> tuple[list[Hook], list[Box]]:
     assert not device.findings
     return recorder.hooks, [
         replace(box, start=round(box.start - begun, 2), end=round(box.end - begun, 2))
-        for box in joined(recorder.boxes)
+        for box in recorder.boxes
     ]
-
-
-def joined(boxes: list[Box]) -> list[Box]:
-    """Make one box of the products of each backward."""
-    found: list[Box] = []
-    for box in boxes:
-        of_row = [at for at, other in enumerate(found) if other.row == box.row]
-        last = of_row[-1] if of_row else -1
-        if of_row and box.row == "compute" and found[last].text == box.text:
-            found[last] = replace(found[last], end=box.end)
-        else:
-            found.append(box)
-    return found
 
 
 # ---- Drawing ----

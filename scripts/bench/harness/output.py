@@ -9,14 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from harness.markdown import markdown_table
-from harness.measurement import (
-    Figure,
-    Measurement,
-    Spread,
-    interval,
-    number,
-    three_decimals,
-)
+from harness.measurement import Figure, Measurement, Spread, interval, number, three_decimals
 
 
 def figures_of(

@@ -16,14 +16,7 @@ from pathlib import Path
 import torch
 
 from fsdp_overlap.tools.cli.process_group import cores
-from harness.measurement import (
-    Figure,
-    Measurement,
-    Spread,
-    interval,
-    number,
-    three_decimals,
-)
+from harness.measurement import Figure, Measurement, Spread, interval, number, three_decimals
 
 _HEADER = ("ours, other", "ratio (p10-p90)", "at most")
 _HOW = (
@@ -209,7 +202,8 @@ def _sweep_of(rows: list[Row]) -> str:
         sign = {True: " ≤ ", False: " > ", None: ""}[row.is_met]
         lines.setdefault(compared, {})[point] = f"{ratio}{sign}{row.target}"
     head = (f"by {axis}", *points)
-    return lines_of(head, [(name, *line.values()) for name, line in lines.items()])
+    cells = [(name, *(line.get(point, "") for point in points)) for name, line in lines.items()]
+    return lines_of(head, cells)
 
 
 def lines_of(head: Sequence[str], lines: Sequence[Sequence[str]], *, numbers: bool = True) -> str:
