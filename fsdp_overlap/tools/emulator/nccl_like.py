@@ -409,7 +409,6 @@ class NcclLikeGroup(_ProcessGroup):
     allreduce_coalesced = allreduce
 
     @replayable
-    @replayable
     def reduce(self, tensors: Any, opts: Any) -> dist.Work:
         [tensor] = tensors
         is_root = self.rank() == opts.rootRank
