@@ -170,7 +170,7 @@ class HostThread:
 def _is_ready(job: Job) -> bool:
     try:
         return job.is_ready()
-    except RuntimeError:  # of the device, which fails what the job runs too
+    except Exception:  # of the device, which fails what the job runs too
         return True
 
 

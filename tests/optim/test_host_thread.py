@@ -60,11 +60,12 @@ def test_of_those_that_are_ready_the_newest_is_stepped_and_else_the_oldest() -> 
     thread.finish()
 
 
-def test_a_device_that_fails_fails_the_step() -> None:
+@pytest.mark.parametrize("error", [RuntimeError, OSError])
+def test_a_device_that_fails_fails_the_step(error: type[Exception]) -> None:
     thread = HostThread()
 
     def fail() -> bool:
-        raise RuntimeError("an illegal memory access")
+        raise error("an illegal memory access")
 
     [job] = thread.submit([Call(fail, "a unit", fail)])  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="'a unit' failed in its thread: an illegal memory"):
