@@ -329,9 +329,10 @@ class OverlappedSteps:
         Raises:
             RuntimeError: a step in the thread failed, or what was stepped in backward was changed
                 since: a gradient, a parameter, its state or an option of its group; or a CUDA graph
-                is captured.
+                is captured, and shards are on the host.
         """
-        refuse_in_capture("an optimizer with overlap= steps offloaded shards")
+        if any(each.rest_device.type == "cpu" for each in (*self._ahead, *self._arrived)):
+            refuse_in_capture("an optimizer with overlap= steps offloaded shards")
         self._thread.check()
         groups_in_backward = self._group_of
         self._read_groups()

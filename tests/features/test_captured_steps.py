@@ -650,6 +650,16 @@ def test_no_other_thread_begins_to_ask_the_device_in_a_capture(device: EmulatedD
     assert not device.findings
 
 
+def test_overlapped_steps_of_shards_on_the_device_are_captured(device: EmulatedDevice) -> None:
+    one, plain = OneStep(optimizer_options={"overlap": OverlapPolicy()}), OneStep()
+    one.capture()
+    for _ in range(2):
+        one.graph.replay()
+        plain.step()
+    assert torch.equal(one.evaluate(), plain.evaluate())
+    assert not device.findings
+
+
 def test_a_graph_ends_with_its_groups_and_its_model(device: EmulatedDevice) -> None:
     one = OneStep()
     one.capture()
