@@ -261,6 +261,7 @@ class _HostCopies:
         """Yield the bytes of ``weight``, which is complete at the event ``ready``. Each piece is
         good until the next one."""
         self._stream.wait_event(ready)
+        weight.record_stream(self._stream)  # a copy may be under way when a write fails
         pieces = weight.view(-1).view(torch.uint8).split(_SLOT_BYTES)
         following = self._copy(pieces[0], 0)
         for number in range(len(pieces)):

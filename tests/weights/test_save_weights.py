@@ -81,6 +81,19 @@ def test_weights_come_from_a_device_in_pieces_beside_compute(dtype: torch.dtype)
         assert out.getvalue() == bytes(weight.view(-1).view(torch.uint8).tolist())
 
 
+def test_a_weight_of_which_a_write_fails_is_not_freed_under_its_copy() -> None:
+    def fail(device: torch.device) -> None:
+        weight, out = torch.ones(20, device=device), io.BytesIO()
+        out.close()  # as a full disk, which raises too
+        with pytest.raises(ValueError, match="closed"):
+            save._write(out, weight, mark_enqueued(device), save._HostCopies(device))
+
+    with running(EmulatedDevice()) as emulated, patch.object(save, "_SLOT_BYTES", 32):
+        fail(torch.device("emulated", 0))
+        torch.ones(20, device="emulated")
+        assert not emulated.findings
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_several_files_have_an_index(layout: str, tmp_path: Path) -> None:
