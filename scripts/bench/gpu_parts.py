@@ -11,7 +11,7 @@ import json
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,8 +31,6 @@ from harness.measurement import Measurement, Spread, Sweep
 from harness.runner import Results
 from harness.simulated_training import (
     FSDP2,
-    FULL,
-    MIXED,
     OURS,
     SCALES,
     UNSHARDED,
@@ -44,33 +42,22 @@ from harness.simulated_training import (
 )
 from memory import samplers
 
-# Of a loss, and of a gradient as a part of the parameter's largest: what kernels that add in
-# another order may do.
-TOLERANCES = {"float32": 1e-4, "bfloat16": 3e-2}
-
-
+TOLERANCE = 3e-2
+"""Of a loss, and of a gradient as a part of the parameter's largest: what kernels that add in
+another order may do in bfloat16."""
 FIRST = "ours, the first step of a model"
-
-
-PARITY = (
-    "Two steps without an optimizer; gradients add up. The unsharded model has the weights that a "
-    "model has whose ranks all hold rank 0's shards. The error of the loss is relative; that of "
-    "the worst gradient, of which rank 0's ranges are compared, is a part of the largest element "
-    "of the parameter's."
-)
 
 
 class Room(NamedTuple):
     """How large a part runs, and where. traces: whether to keep those of profiles in `folder`."""
 
-    scale: Scale
     device: str
     folder: Path
     traces: bool = False
 
-    @classmethod
-    def of(cls, device: str, folder: Path, traces: bool) -> Room:
-        return cls(SCALES[device], device, folder, traces)
+    @property
+    def scale(self) -> Scale:
+        return SCALES[self.device]
 
 
 class Outcome(NamedTuple):
@@ -87,30 +74,6 @@ Tell = Callable[[Outcome], None]
 WAITING = (32, 1)
 """Blocks of a collective's kernel that stay on the GPU until it ends: as many as NCCL's do, or
 one."""
-
-
-def parity(room: Room, tell: Tell) -> None:
-    """Losses and gradients of both systems against those of an unsharded model."""
-    scale = room.scale
-    small = replace(
-        scale,
-        blocks=min(scale.blocks, 4),
-        width=min(scale.width, 1024),
-        hidden=min(scale.hidden, 2048),
-        tokens=min(scale.tokens, 512),
-    )
-    figures: dict[str, Any] = {}
-    rows = []
-    for dtype, policy in (("float32", FULL), ("bfloat16", MIXED)):
-        bench = Bench.start(small, room.device, policy)
-        for name in (OURS, FSDP2):
-            loss, gradient = errors_of(bench, name)
-            figures.setdefault(dtype, {})[name] = {"loss": loss, "gradient": gradient}
-            rows.append([f"{name}, {dtype}", f"{loss:.1e}", f"{gradient:.1e}"])
-            page = markdown_table(["system", "loss", "worst gradient"], rows)
-            tell(Outcome(figures, f"{PARITY}\n\n{page}", ", ".join(rows[-1])))
-            assert_parity(name, dtype, loss, gradient)
-        dist.destroy_process_group()
 
 
 def errors_of(bench: Bench, name: str) -> tuple[float, float]:
@@ -135,12 +98,11 @@ def errors_of(bench: Bench, name: str) -> tuple[float, float]:
     return abs(losses[0] / losses[1] - 1), worst
 
 
-def assert_parity(name: str, dtype: str, loss: float, gradient: float) -> None:
-    """Of the errors of a system that computes in `dtype`."""
-    most = TOLERANCES[dtype]
-    # Not the other way round, which NaN would pass.
-    assert loss <= most, f"{name}, {dtype}: the loss is off by {loss:.1e}, at most {most}"
-    assert gradient <= most, f"{name}, {dtype}: a gradient is off by {gradient:.1e}, at most {most}"
+def assert_parity(name: str, loss: float, gradient: float) -> None:
+    """Of the errors of a system."""
+    for what, found in (("the loss", loss), ("a gradient", gradient)):
+        # Not the other way round, which NaN would pass.
+        assert found <= TOLERANCE, f"{name}: {what} is off by {found:.1e}, at most {TOLERANCE}"
 
 
 def memory(room: Room, tell: Tell) -> None:
@@ -299,7 +261,7 @@ def speed(room: Room, tell: Tell) -> None:
     scale = room.scale
     bench = Bench.start(scale, room.device)
     for name in (OURS, FSDP2):
-        assert_parity(name, "bfloat16", *errors_of(bench, name))
+        assert_parity(name, *errors_of(bench, name))
     compute = compute_alone(bench, room)
     sent = {name: bench.sent_by(name) for name in (OURS, FSDP2)}
     bytes_sent = {name: sum(t.nbytes for t in found) for name, found in sent.items()}

@@ -109,22 +109,13 @@ def run_tests(
     # Not strict about options of plugins, which a machine without network may lack.
     options = "-v -o addopts=-rfE -o console_output_style=count -p no:cacheprovider --color=no"
     options += f" -o faulthandler_timeout={max(5.0, limit - 20):.0f}"  # a hang leaves its stacks
+    options += " -p support.passed"
     passed = [f"--passed={args.out / 'passed.txt'}", f"--sources={name}-{sources}"]
     chosen = tests.on_cpu if args.device == "cpu" and tests.on_cpu else tests.chosen
     log = args.out / f"{name}.txt"
     with log.open("w") as file:
         process = subprocess.Popen(
-            [
-                *under,
-                sys.executable,
-                "-m",
-                "pytest",
-                *options.split(),
-                "-p",
-                "support.passed",
-                *passed,
-                *chosen,
-            ],
+            [*under, sys.executable, "-m", "pytest", *options.split(), *passed, *chosen],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": python_path(), **tests.env},
             stdout=file,

@@ -137,6 +137,22 @@ class Trained(NamedTuple):
     optimizers: list[torch.optim.Optimizer]
     is_captured: bool = False
 
+    def compute(self, tokens: torch.Tensor) -> None:
+        self.forward(tokens).backward()
+
+    def optimize(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def drop(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def step(self, tokens: torch.Tensor) -> None:
+        self.compute(tokens)
+        self.optimize()
+        self.drop()
+
 
 Build = Callable[[nn.Module, Setting], Trained]
 Optimizers = Callable[[nn.Module], list[torch.optim.Optimizer]]
@@ -268,13 +284,12 @@ def built(build: Build, setting: Setting) -> Iterator[tuple[Trained, float]]:
 def sample(name: str, setting: Setting, steps: int, link: Link | None) -> dict[str, Value]:
     """What was measured of a system."""
     scale = setting.model.scale
-
-    def batch(count: int) -> torch.Tensor:
-        return torch.randint(setting.model.vocabulary, (1, count), device=setting.device)
-
     with built(SYSTEMS[name], setting) as (trained, before):
-        many, few = batch(scale.tokens), batch(FEW_TOKENS)
-        step: Callable[[], object] = partial(train, trained, many)
+        many, few = (
+            torch.randint(setting.model.vocabulary, (1, count), device=setting.device)
+            for count in (scale.tokens, FEW_TOKENS)
+        )
+        step: Callable[[], object] = partial(trained.step, many)
         for _ in range(scale.warmup + 1):
             step()
         if trained.is_captured:
@@ -295,14 +310,6 @@ def sample(name: str, setting: Setting, steps: int, link: Link | None) -> dict[s
     return found
 
 
-def train(trained: Trained, batch: torch.Tensor) -> None:
-    trained.forward(batch).backward()
-    for optimizer in trained.optimizers:
-        optimizer.step()
-    for optimizer in trained.optimizers:
-        optimizer.zero_grad()
-
-
 def in_parts(
     trained: Trained,
     setting: Setting,
@@ -313,32 +320,21 @@ def in_parts(
 ) -> dict[str, float]:
     """What forward and backward take, the optimizer, and the host."""
 
-    def compute(tokens: torch.Tensor) -> None:
-        trained.forward(tokens).backward()
-
-    def optimize() -> None:
-        for optimizer in trained.optimizers:
-            optimizer.step()
-
-    def drop() -> None:
-        for optimizer in trained.optimizers:
-            optimizer.zero_grad()
-
     def alone(tokens: torch.Tensor, waits: bool = True) -> float:
         """Seconds of a pass. An overlapped optimizer has to step what it began to."""
-        seconds = timed(setting, lambda: compute(tokens), waits)
+        seconds = timed(setting, partial(trained.compute, tokens), waits)
         if is_overlapped:
-            optimize()
-        drop()
+            trained.optimize()
+        trained.drop()
         return seconds
 
     is_overlapped = any(getattr(each, "overlapped", None) for each in trained.optimizers)
     computing = [alone(many) for _ in range(steps)]
     optimizing = []
     for _ in range(3):
-        compute(few)
-        optimizing.append(timed(setting, optimize))
-        drop()
+        trained.compute(few)
+        optimizing.append(timed(setting, trained.optimize))
+        trained.drop()
     with no_limit(link):
         host = [alone(few, waits=False) for _ in range(7)]
     return {
@@ -433,10 +429,12 @@ def table(
     """`waits`: for all traces to be read."""
     scale = setting.model.scale
     what = torch.cuda.get_device_name() if setting.device.type == "cuda" else "CPU"
-    about = (
-        f"{what}, torch {torch.__version__}, {where}; {scale.blocks} Llama-like blocks of width "
-        f"{scale.width}, {scale.tokens} tokens a rank"
+    model = (
+        f"{scale.blocks} Llama-like blocks of width {scale.width}"
+        if setting.model.build is Llama
+        else f"{2 * scale.blocks} matrices of {scale.width} x {scale.hidden}"
     )
+    about = f"{what}, torch {torch.__version__}, {where}; {model}, {scale.tokens} tokens a rank"
     shown = {
         quantity: {name: v for name, found in values.items() if (v := known(found, waits))}
         for quantity, values in samples.items()
@@ -546,7 +544,7 @@ def sent_by(name: str, setting: Setting, link: Link) -> float:
         batch = torch.zeros(1, FEW_TOKENS, dtype=torch.int64, device=setting.device)
         for _ in range(2):
             link.sent.clear()
-            train(trained, batch)
+            trained.step(batch)
         return float(sum(transfer.nbytes for transfer in link.sent))
 
 

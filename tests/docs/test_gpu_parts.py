@@ -36,15 +36,15 @@ def test_a_step_that_takes_more_memory_than_it_may_fails() -> None:
 
 
 def test_a_loss_or_gradient_that_is_off_or_no_number_fails() -> None:
-    gpu_parts.assert_parity("ours", "bfloat16", 1e-3, 1e-2)
+    gpu_parts.assert_parity("ours", 1e-3, 1e-2)
     for loss, gradient, what in (
         (0.1, 0.0, "the loss"),
         (0.0, 0.1, "a gradient"),
         (float("nan"), 0.0, "the loss"),
         (0.0, float("nan"), "a gradient"),
     ):
-        with pytest.raises(AssertionError, match=f"ours, bfloat16: {what} is off by"):
-            gpu_parts.assert_parity("ours", "bfloat16", loss, gradient)
+        with pytest.raises(AssertionError, match=f"ours: {what} is off by"):
+            gpu_parts.assert_parity("ours", loss, gradient)
 
 
 @pytest.mark.slow
@@ -246,6 +246,24 @@ def test_parts_that_passed_are_not_repeated_by_other_commands(
     args.all = True
     gpu_suite.Suite(args, ABOUT).run("speed", None)
     assert ran[3:] == ["speed", "speed"]
+
+
+def test_a_part_for_which_no_time_is_left_keeps_what_it_found_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {"status": "failed", "error": "not done", "page": "half a table"}
+    monkeypatch.setattr(gpu_suite, "run_part", lambda *_: found)
+    monkeypatch.setattr(gpu_suite, "STARTED", time.monotonic())
+    args = arguments(tmp_path)
+    gpu_suite.Suite(args, ABOUT).run("training", None)
+    args.budget = 0
+    suite = gpu_suite.Suite(args, ABOUT)
+    suite.run("training", None)
+    assert suite.results["parts"]["training"]["error"] == "not begun: 0 s were over"
+    assert "half a table" in (tmp_path / "summary.md").read_text()
+    monkeypatch.setattr(gpu_suite, "digest", lambda *_: "other sources")
+    gpu_suite.Suite(args, ABOUT).run("training", None)
+    assert "half a table" not in (tmp_path / "summary.md").read_text()
 
 
 def test_optional_parts_run_only_where_they_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -354,13 +354,7 @@ def test_reports_take_a_kernel_of_the_simulation_for_a_collective() -> None:
 
 @pytest.mark.slow
 def test_the_suite_runs_at_a_tiny_scale_on_a_cpu(tmp_path: Path) -> None:
-    parts = [
-        "speed",
-        "parity",
-        "memory",
-        "overlap",
-        "training",
-    ]  # of its part of tests, see test_gpu_parts
+    parts = "speed memory overlap training".split()  # of its part of tests, see test_gpu_parts
     command = [sys.executable, SUITE, "--device", "cpu", "--out", tmp_path, "--parts", *parts]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr
