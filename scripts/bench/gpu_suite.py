@@ -290,12 +290,9 @@ ALLOCATOR = (
 
 
 def facts_of(results: Mapping[str, Any]) -> str:
-    versions = [f"torch {results['torch']}"]
-    versions += [f"{label} {results[key]}" for label, key in NAMES.items() if results[key]]
+    keys = {"torch": "torch", "CUDA": "cuda", "NCCL": "nccl"}
+    versions = [f"{label} {results[key]}" for label, key in keys.items() if results[key]]
     return f"{results['device']}, {', '.join(versions)}; {results['speeds']}"
-
-
-NAMES = {"CUDA": "cuda", "NCCL": "nccl"}
 
 
 def summary_of(results: dict[str, Any]) -> str:

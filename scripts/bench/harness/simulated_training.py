@@ -22,7 +22,6 @@ from harness import simulated_ranks
 from harness.simulated_link import Link, Transfer, repeated
 
 OURS, FSDP2, UNSHARDED = "ours", "FSDP2", "unsharded"
-FULL = fsdp2.MixedPrecisionPolicy()
 MIXED = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -126,30 +125,25 @@ def build(scale: Scale, device: str) -> nn.Sequential:
     return model
 
 
-def build_ours(
-    scale: Scale, device: str, mesh: DeviceMesh, policy: fsdp2.MixedPrecisionPolicy
-) -> nn.Sequential:
+def build_ours(scale: Scale, device: str, mesh: DeviceMesh) -> nn.Sequential:
     """A model of ours, on a context of its own."""
     model = build(scale, device)
     ctx = fsdp_overlap.FsdpContext(mesh)
     for block in model[:-1]:
-        fsdp_overlap.fully_shard(block, ctx, mp_policy=policy)
-    fsdp_overlap.fully_shard(model, ctx, mp_policy=policy)
+        fsdp_overlap.fully_shard(block, ctx, mp_policy=MIXED)
+    fsdp_overlap.fully_shard(model, ctx, mp_policy=MIXED)
     return model
 
 
-def build_all(
-    scale: Scale, device: str, mesh: DeviceMesh, policy: fsdp2.MixedPrecisionPolicy
-) -> dict[str, nn.Sequential]:
+def build_all(scale: Scale, device: str, mesh: DeviceMesh) -> dict[str, nn.Sequential]:
     """The unsharded one in the dtype in which the others compute. One after the other, so that only
     one is whole in float32 at a time."""
-    models = {}
-    models[OURS] = build_ours(scale, device, mesh, policy)
+    models = {OURS: build_ours(scale, device, mesh)}
     models[FSDP2] = build(scale, device)
     for block in models[FSDP2][:-1]:
-        fsdp2.fully_shard(block, mesh=mesh, mp_policy=policy)
-    fsdp2.fully_shard(models[FSDP2], mesh=mesh, mp_policy=policy)
-    models[UNSHARDED] = build(scale, device).to(policy.param_dtype)
+        fsdp2.fully_shard(block, mesh=mesh, mp_policy=MIXED)
+    fsdp2.fully_shard(models[FSDP2], mesh=mesh, mp_policy=MIXED)
+    models[UNSHARDED] = build(scale, device).to(MIXED.param_dtype)
     return models
 
 
@@ -215,23 +209,22 @@ class Bench:
     link: Link
     models: dict[str, nn.Sequential]
     batch: torch.Tensor
-    policy: fsdp2.MixedPrecisionPolicy
 
     @classmethod
-    def start(cls, scale: Scale, device: str, policy: fsdp2.MixedPrecisionPolicy = MIXED) -> Bench:
+    def start(cls, scale: Scale, device: str) -> Bench:
         link = simulated_ranks.start(device, scale.world_size)
         mesh = init_device_mesh(device, (scale.world_size,))
         torch.manual_seed(0)
         shape = (1, scale.tokens, scale.width)
-        batch = torch.randn(shape, device=device, dtype=policy.param_dtype)
-        models = build_all(scale, device, mesh, policy)
-        return cls(scale, device, link, models, batch, policy)
+        batch = torch.randn(shape, device=device, dtype=MIXED.param_dtype)
+        models = build_all(scale, device, mesh)
+        return cls(scale, device, link, models, batch)
 
     def new_ours(self) -> nn.Sequential:
         """Another model of ours, which has not run yet. It uses the comm streams, and so the
         memory, of the one that has: no first allocations disturb its first step."""
         mesh = init_device_mesh(self.device, (self.scale.world_size,))
-        model = build_ours(self.scale, self.device, mesh, self.policy)
+        model = build_ours(self.scale, self.device, mesh)
         fsdp_overlap.share_comm_ctx([self.models[OURS], model])
         return model
 
