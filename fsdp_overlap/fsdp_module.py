@@ -105,7 +105,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
             context.join_capture(unit)
             unit.sync_requires_grad()
             unit.hook_gradients()
-            context.schedule.prefetcher.use(unit)
+            context.schedule.unshard(unit)
         handle = UnshardHandle(units)
         if async_op:
             return handle

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from itertools import count
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -231,9 +232,13 @@ class HostCommStream(CommStream):
 class DeviceWorkHandle:
     """Work on a comm stream's stream, up to an event."""
 
+    _numbers = count()
+
     def __init__(self, event: torch.Event, streams: Any) -> None:
         self._event = event
         self._streams = streams
+        self.number = next(self._numbers)
+        """Grows in the order in which work is enqueued."""
 
     def wait(self) -> None:
         self._streams.current_stream().wait_event(self._event)

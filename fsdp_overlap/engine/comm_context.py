@@ -206,9 +206,10 @@ class CommContext:
 
     def wait_for_unread(self) -> None:
         if self._unread:
-            last = self._unread[-1].unread  # and what is before it on the comm stream
-            assert last is not None
-            last.wait()
+            # What was gathered last, and so all that is before it on the comm stream. Buffers may
+            # be freed in another order.
+            works = [work for each in self._unread if (work := each.unread) is not None]
+            max(works, key=lambda work: work.number).wait()
             for param_group in self._unread:
                 param_group.unread = None
             self._unread.clear()

@@ -25,7 +25,13 @@ from fsdp_overlap.comm.collectives import (
     RangeCollectives,
     choose,
 )
-from fsdp_overlap.comm.comm_streams import CollectiveOp, CommStream, ComputeEvent, WorkHandle
+from fsdp_overlap.comm.comm_streams import (
+    CollectiveOp,
+    CommStream,
+    ComputeEvent,
+    DeviceWorkHandle,
+    WorkHandle,
+)
 from fsdp_overlap.comm.custom_collectives import CustomCollectives, CustomComms
 from fsdp_overlap.comm.extension_gather import ExtensionGather
 from fsdp_overlap.comm.process_groups import CommGroups, communicates
@@ -208,7 +214,7 @@ class ParamGroup:
         self.outer_shard: OuterShard | None = None
         """The shard, if the ranks that hold copies of it divide it."""
         self._work: WorkHandle | None = None
-        self.unread: WorkHandle | None = None
+        self.unread: DeviceWorkHandle | None = None
         """An all-gather whose full buffer was freed before compute waited for it. It may still read
         the shard, so it comes before edits of that."""
         # the state before a gather that is being issued
@@ -595,7 +601,7 @@ class ParamGroup:
                 f"param group of unit {self.label!r} is freed and not gathered; after an error "
                 "call ctx.reset() on every rank"
             )
-        if self._work is not None and comm_stream.runs_ahead:
+        if isinstance(self._work, DeviceWorkHandle):
             # What it writes to is used next on the comm stream, which allocated it.
             self.unread, self._work = self._work, None
         elif self._work is not None:

@@ -588,6 +588,12 @@ class Schedule:
 
     # On the user's command
 
+    def unshard(self, unit: ScheduledUnit) -> None:
+        """Gather ``unit``, unless it is unsharded."""
+        self.prefetcher.use(unit)
+        if not self._running and not self._engine.is_in_backward():
+            self._comm.wait_for_unread()  # no pass ends before the user may edit shards
+
     def show_unsharded(self, unit: ScheduledUnit) -> None:
         """Make compute wait for ``unit``, and register its unsharded parameters until its full
         buffers are freed."""

@@ -922,7 +922,9 @@ DEFECTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "memory that compute uses next": Defect(
         DeviceCommStream, "allocate", ALLOCATES, SERVES, new="if True:"
     ).plant,
-    "edited after a pass": Defect(CommContext, "wait_for_unread", "last.wait()", SERVES).plant,
+    "edited after a pass": Defect(
+        CommContext, "wait_for_unread", "max(works, key=lambda work: work.number).wait()", SERVES
+    ).plant,
     "edited in backward": Defect(
         CommContext,
         "reduce",

@@ -234,7 +234,33 @@ def stepped_twice() -> None:
         program.step()
 
 
+def stepped_unsharded() -> None:
+    """A unit is unsharded by hand, and what was gathered for the next forward is freed unread."""
+    program = Program(optimizer_options={"prefetch_next_forward": True}, prefetch=2)
+    for _ in range(3):
+        program.backward()
+        program.optimizer.step()
+    program.model.unshard()
+    program.optimizer.step()
+
+
+def finalized_before_a_wait() -> None:
+    """What was gathered before gradients are finalized is freed unread, the last of it first."""
+    program = Program(prefetch=2)
+    program.train(2)
+    program.model.set_manual_backward_finalization(True)
+    program.backward()
+    with torch.no_grad():
+        for parameter in program.model.parameters():
+            parameter.mul_(0.5)
+    program.ctx.start_param_sync()
+    program.model.finalize_backward()
+    program.step()
+
+
 MODES["stepped twice"] = stepped_twice
+MODES["stepped while unsharded by hand"] = stepped_unsharded
+MODES["finalized before a wait"] = finalized_before_a_wait
 for optimizer in (AdamW, Muon):
     MODES[f"{optimizer.__name__} gathers for the next forward"] = trained(
         optimizer=optimizer, optimizer_options={"prefetch_next_forward": True}
