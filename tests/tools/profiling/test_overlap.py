@@ -109,7 +109,7 @@ RUNS = {
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Report]]:
     folder = tmp_path_factory.mktemp("traces")
-    run_ranks(train, 2, RUNS, str(folder))
+    run_ranks(train, 2, RUNS, str(folder), timeout=200)
     return {
         name: [read_report(*sorted(path.iterdir())) for path in sorted((folder / name).iterdir())]
         for name in RUNS
