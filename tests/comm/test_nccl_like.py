@@ -428,7 +428,7 @@ def test_training_equals_unsharded_training_and_sends_nothing_that_nobody_wrote(
     tmp_path: Path,
 ) -> None:
     claims = [*TRAINING, partial(save_and_load, str(tmp_path))]
-    run_ranks(with_nan_in_memory, 4, claims, backend=BACKEND)
+    run_ranks(with_nan_in_memory, 4, claims, backend=BACKEND, timeout=200)
 
 
 def test_ragged_collectives_are_not_done_before_they_are() -> None:
@@ -437,4 +437,4 @@ def test_ragged_collectives_are_not_done_before_they_are() -> None:
 
 def test_ranks_that_are_no_power_of_two() -> None:
     claims = [partial(layouts.train, layout, "giant") for layout in ("flat", "mixed")]
-    run_ranks(with_nan_in_memory, 3, [*claims, exchange_matrices], backend=BACKEND)
+    run_ranks(with_nan_in_memory, 3, [*claims, exchange_matrices], backend=BACKEND, timeout=200)

@@ -89,6 +89,7 @@ def newest() -> AbstractContextManager[Any]:
     return patch.object(D2HCopy, "is_done", lambda copy: True)
 
 
+@pytest.mark.alone  # of real time: beside other work a step begins late
 @pytest.mark.parametrize(("planted", "in_backward"), [(nullcontext, 3), (newest, 1)])
 def test_steps_overlap_with_backward_of_a_device(
     device: EmulatedDevice, planted: Callable[[], AbstractContextManager[Any]], in_backward: int
