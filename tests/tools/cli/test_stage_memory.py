@@ -24,7 +24,7 @@ from support.ranks import close_pool, run_ranks
 
 KEPT, RELEASED, SAVING, NEXT = "kept", "released", "while saving", "next step"
 SHARDS, FULL = "shards and moments", "full parameters"  # computed from the sizes of tensors
-TOLERANCE = 4.0  # MiB
+TOLERANCE = 8.0  # MiB: the largest tensor has 4, and one of them is now and then freed late
 MIB = 1 << 20
 _M_MMAP_THRESHOLD = -3  # malloc.h
 
@@ -106,7 +106,7 @@ def test_the_memory_of_stages_is_what_tensors_take(tmp_path: Path) -> None:
     for found in ranks:
         assert [line for stage, mib in found.items() for line in broken(stage, mib)] == []
         # Shards and moments and the full parameters are far apart, against the tolerance.
-        assert all(mib[FULL] > 20 * TOLERANCE for mib in found.values())
+        assert all(mib[FULL] > 10 * TOLERANCE for mib in found.values())
 
 
 def test_memory_of_a_stage_that_is_not_what_tensors_take_is_seen() -> None:
