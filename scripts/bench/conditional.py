@@ -257,7 +257,7 @@ def report(args: argparse.Namespace, found: dict[str, Any]) -> Results:
     total = {ALL: [us + in_messages for us in found[SCHEDULE]]}
     results.add(HOST, "us", total, at_most={ALL: HOST_TARGET})
     if found[SIMULATED]:
-        at_most = {ALL_OF.format(ranks): SIMULATED_TARGET for ranks in args.ranks_in_simulation}
+        at_most = dict.fromkeys(found[SIMULATED], SIMULATED_TARGET)
         results.add(SIMULATED, "us", found[SIMULATED], at_most=at_most)
     [sent] = found[MESSAGES][PLAIN]
     text = "without conditional units ranks exchange no messages"
