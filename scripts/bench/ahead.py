@@ -7,10 +7,6 @@ ones take turns. Nothing is measured: each step is one of `fsdp-overlap simulate
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated
-
-import typer
-from rich.console import Console
 
 from fsdp_overlap.tools.simulator import Costs, Device, Fabric, Training, simulate
 
@@ -46,28 +42,21 @@ CASES: dict[str, tuple[Training, str, str]] = {
 """Each with its device and fabric. Of DeepSeek-V3 nine of 58 equal blocks: all take minutes."""
 
 
-def main(
-    only: Annotated[str, typer.Option(help="The cases whose names begin so.")] = "",
-    most: Annotated[int, typer.Option(help="The most units ahead.")] = 3,
-) -> None:
-    """Prints a row of a table for each case: by prefetch the step and what of its all-gathers is
+def main() -> None:
+    """Print a row of a table for each case: by prefetch the step and what of its all-gathers is
     exposed, in ms, and GiB reserved."""
-    out = Console(highlight=False, soft_wrap=True)
     for name, (training, device, fabric) in CASES.items():
-        if not name.startswith(only):
-            continue
         costs = Costs(Device.read(device), Fabric.read(fabric))
         row = [name]
-        for prefetch in range(most + 1):
+        for prefetch in range(4):
             found = simulate(replace(training, prefetch=prefetch).program, training.gpus, costs)
             exposed = sum(
                 each.exposed for each in found.report.collectives if each.kind == "all_gather"
             )
-            row.append(
-                f"{1e3 * found.seconds:.0f}, {exposed / 1e3:.0f}, {found.reserved / GIB:.1f}"
-            )
-        out.print("| " + " | ".join(row) + " |")
+            gib = found.reserved / GIB
+            row.append(f"{1e3 * found.seconds:.0f}, {exposed / 1e3:.0f}, {gib:.1f}")
+        print("| " + " | ".join(row) + " |", flush=True)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -11,11 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated
-
-import torch
-import typer
 
 from fsdp_overlap.layout import (
     BlockAtomic,
@@ -26,9 +21,9 @@ from fsdp_overlap.layout import (
     TensorAtomic,
     plan_units,
 )
-from harness import output
+from harness import options, runner
 from harness.balance_bound import least_imbalance
-from harness.measurement import Measurement, Sweep
+from harness.measurement import Sweep
 from harness.real_models import MODELS, units_of
 from harness.runner import Results
 
@@ -129,9 +124,10 @@ def plan(model: str, ranks: int, kind: str) -> Planned:
     )
 
 
-def measurement_of(planned: Sequence[Planned]) -> Measurement:
+def results_of(planned: Sequence[Planned]) -> Results:
     """Imbalance by number of ranks and, of each model, the headlines."""
-    results = Results(sweep=Sweep("ranks"))
+    about = "one unit a block; parameters in bfloat16; imbalance: the largest over the mean"
+    results = Results(about, Sweep("ranks"))
     whole: dict[str, list[Planned]] = {}
     for one in planned:
         for what, unit, value in (
@@ -153,32 +149,25 @@ def measurement_of(planned: Sequence[Planned]) -> Measurement:
         target = MANY_PLANNING_TARGET if slowest.matrices >= MANY else PLANNING_TARGET
         found = {system: [slowest.seconds]}
         results.add("longest planning", "s", found, at_most={system: target})
-    about = "one unit a block; parameters in bfloat16; imbalance: the largest over the mean"
-    settings = {"torch": torch.__version__}
-    return Measurement(
-        about, settings, output.repeated_argv(), results.figures, sweep=results.sweep
-    )
+    return results
 
 
-def main(
-    model: Annotated[str | None, typer.Option(help="Only models whose name holds this.")] = None,
-    layout: Annotated[
-        str | None,
-        typer.Option(help="tensor-atomic, equal, flat or block-atomic; all if left out."),
-    ] = None,
-    json: Annotated[Path | None, typer.Option(help="Also write the figures here.")] = None,
-) -> None:
-    """One unit a block. Imbalance is the largest over the mean."""
+OPTIONS = options.parser(__doc__)
+OPTIONS.add_argument("--model", default="", help="only models whose name holds this")
+OPTIONS.add_argument("--layout", choices=LAYOUTS, nargs="+", default=list(LAYOUTS))
+
+
+def main() -> None:
+    args = OPTIONS.parse_args()
     planned = [
         plan(name, world_size, kind)
         for name in MODELS
-        if model is None or model.lower() in name.lower()
+        if args.model.lower() in name.lower()
         for world_size in WORLD_SIZES
-        for kind in LAYOUTS
-        if layout in (None, kind)
+        for kind in args.layout
     ]
-    output.publish(measurement_of(planned), json)
+    runner.publish(args, results_of(planned))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

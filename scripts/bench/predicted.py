@@ -28,12 +28,12 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from torch.distributed.device_mesh import init_device_mesh
-from torch.profiler import ProfilerActivity, profile
 
 import hsdp
 from fsdp_overlap.tools.simulator import CpuPrediction, Fabric, Profile, simulate_on_cpu
 from harness import link_training, options, peaks, runner, slow_link, turns
 from harness.runner import Results
+from harness.traces import trace
 
 MIB = 2**20
 STEPS = 2
@@ -114,7 +114,8 @@ def sample(args: argparse.Namespace) -> dict[str, list[float]]:
     sampler = partial(turns.weighed, unit=MIB) if args.memory else partial(turns.timed, steps=STEPS)
     samples = turns.slowest({name: sampler(step) for name, step in steps.items()}, args.rounds)
     if args.trace is not None:
-        trace(steps[cases[0].name], args.trace if dist.get_rank() == 0 else None)
+        path = args.trace if dist.get_rank() == 0 else None
+        trace(steps[cases[0].name], TRACED_STEPS, path)
     return samples
 
 
@@ -123,16 +124,6 @@ def touch_heap() -> None:
     so move on in memory, and traced steps alone would wait for new pages."""
     blocks = [torch.ones(HEAP_BLOCK // 4) for _ in range(HEAP_BLOCKS)]
     del blocks
-
-
-def trace(step: Callable[[], float], path: Path | None) -> None:
-    """Runs steps under the profiler, on all ranks; one of them has a `path` to write to."""
-    dist.barrier()
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
-        for _ in range(TRACED_STEPS):
-            step()
-    if path is not None:
-        profiler.export_chrome_trace(str(path))
 
 
 def launch(args: argparse.Namespace) -> tuple[dict[str, Any], ...]:

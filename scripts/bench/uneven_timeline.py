@@ -42,7 +42,6 @@ class Model(nn.Module):
 
 OPTIONS = options.parser(__doc__, rate="2gbit", ranks=2)
 OPTIONS.add_argument("--out", type=Path, default=Path("runs/uneven"), help="folder of traces")
-OPTIONS.add_argument("--picture", type=Path, default=Path("docs/uneven.png"))
 
 
 def sample(args: argparse.Namespace) -> None:
@@ -64,7 +63,8 @@ def sample(args: argparse.Namespace) -> None:
 
 
 def draw(args: argparse.Namespace, _: None) -> None:
-    write_png({"": read_report(*sorted(args.out.glob("rank-*.json.gz")), steps=1)}, args.picture)
+    report = read_report(*sorted(args.out.glob("rank-*.json.gz")), steps=1)
+    write_png({"": report}, Path("docs/uneven.png"))
 
 
 if __name__ == "__main__":

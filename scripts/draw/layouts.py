@@ -1,10 +1,6 @@
 """Draws docs/layouts.svg: one block of a transformer under each layout."""
 
-from pathlib import Path
-from typing import Annotated
-
 import torch
-import typer
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
@@ -36,20 +32,14 @@ LAYOUTS: dict[str, LayoutRule] = {
 
 
 def draw(axes: Axes, plan: ParamGroupPlan, title: str, width: int) -> None:
-    for spec in plan.specs:
-        offset = plan.offsets[plan.specs.index(spec)]
+    for spec, offset, block_size in zip(plan.specs, plan.offsets, plan.block_sizes, strict=True):
+        is_shown = width // 100 < block_size < spec.numel
         for rank, start, stop in plan.ranges(spec.fqn):
-            left = offset + start - plan.shard_starts[rank]
-            axes.add_patch(
-                Rectangle((left, rank - 0.38), stop - start, 0.76, color=COLORS[spec.fqn], lw=0)
-            )
-        block_size = plan.block_sizes[plan.specs.index(spec)]
-        for rank, start, stop in plan.ranges(spec.fqn):
-            for cut in (
-                range(start, stop, block_size) if width // 100 < block_size < spec.numel else ()
-            ):
-                left = offset + cut - plan.shard_starts[rank]
-                axes.plot([left, left], [rank - 0.38, rank + 0.38], color="white", lw=0.6)
+            begin = offset - plan.shard_starts[rank]
+            corner = (begin + start, rank - 0.38)
+            axes.add_patch(Rectangle(corner, stop - start, 0.76, color=COLORS[spec.fqn], lw=0))
+            for cut in range(start, stop, block_size) if is_shown else ():
+                axes.plot([begin + cut] * 2, [rank - 0.38, rank + 0.38], color="white", lw=0.6)
     axes.set(xlim=(0, max(plan.shard_numels) * 1.02), ylim=(RANKS - 0.5, -0.5), yticks=range(RANKS))
     axes.set_yticklabels([f"rank {rank}" for rank in range(RANKS)])
     axes.set_xticks([])
@@ -57,9 +47,7 @@ def draw(axes: Axes, plan: ParamGroupPlan, title: str, width: int) -> None:
     axes.spines[:].set_visible(False)
 
 
-def main(
-    out: Annotated[Path, typer.Option(help="The picture.")] = Path("docs/layouts.svg"),
-) -> None:
+def main() -> None:
     """One block of width 256 on four ranks. A bar is what a rank holds."""
     specs = [ParamSpec(fqn, shape, torch.float32) for fqn, shape in SHAPES.items()]
     figure = new_picture(7.5, 5.2)
@@ -68,8 +56,8 @@ def main(
     for axes, (title, plan) in zip(figure.subplots(len(plans)), plans.items(), strict=True):
         draw(axes, plan, title, width)
     names = {fqn: f"{fqn} {' x '.join(map(str, shape))}" for fqn, shape in SHAPES.items()}
-    save(figure, out, [Patch(color=COLORS[fqn], label=names[fqn]) for fqn in SHAPES])
+    save(figure, "layouts.svg", [Patch(color=COLORS[fqn], label=names[fqn]) for fqn in SHAPES])
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

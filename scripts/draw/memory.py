@@ -10,9 +10,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from fsdp_overlap import Flat, TensorAtomic
 from fsdp_overlap.layout import Layout, ParamGroupPlan, ParamSpec, plan_units
@@ -67,9 +64,7 @@ def is_matrix(spec: ParamSpec) -> bool:
     return spec.ndim >= 2 and not spec.is_embedding and spec.fqn != HEAD
 
 
-def draw(
-    out: Annotated[Path, typer.Option(help="The picture.")] = Path("docs/memory.svg"),
-) -> None:
+def draw() -> None:
     """Draw it, and print what it shows."""
     units = units_of(MODEL)
     bars = {}
@@ -94,7 +89,7 @@ def draw(
     axes.set(xlabel="GiB", xlim=(0, max(left) * 1.1))
     axes.set_title(f"{MODEL} on {RANKS} ranks, the rank that holds most", loc="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
-    save(figure, out, axes.get_legend_handles_labels()[0])
+    save(figure, "memory.svg", axes.get_legend_handles_labels()[0])
     for name, memory in bars.items():
         parts = ", ".join(
             f"{field.name.replace('_', ' ')} {getattr(memory, field.name) / GIB:.2f}"
@@ -104,4 +99,4 @@ def draw(
 
 
 if __name__ == "__main__":
-    typer.run(draw)
+    draw()

@@ -1,5 +1,7 @@
 """Pictures of docs/ that come out the same, byte by byte, from the same versions of packages."""
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +10,8 @@ import matplotlib
 from matplotlib.artist import Artist
 from matplotlib.figure import Figure
 
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
 
 def new_picture(width: float, height: float) -> Figure:
     """Begin an SVG, in inches, whose text stays text. The script's name seeds the names in it."""
@@ -15,8 +19,8 @@ def new_picture(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def save(figure: Figure, out: Path, legend: Sequence[Artist] = ()) -> None:
-    """Write it, with a legend below if there is one."""
+def save(figure: Figure, name: str, legend: Sequence[Artist] = ()) -> None:
+    """Write it into docs/, with a legend below if there is one."""
     if legend:
         figure.legend(
             handles=legend,
@@ -25,4 +29,4 @@ def save(figure: Figure, out: Path, legend: Sequence[Artist] = ()) -> None:
             fontsize=8,
             frameon=False,
         )
-    figure.savefig(out, metadata={"Date": None})
+    figure.savefig(DOCS / name, metadata={"Date": None})

@@ -2,11 +2,9 @@
 its gradients on their way back, in bytes."""
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Annotated, cast
+from typing import cast
 
 import torch
-import typer
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
@@ -85,14 +83,14 @@ def draw(axes: Axes, bars: list[tuple[str, Bar]], forward: int) -> None:
     axes.set_axis_off()
 
 
-def main(
-    out: Annotated[Path, typer.Option(help="The picture.")] = Path("docs/precision.svg"),
-) -> None:
+def main() -> None:
     """A block of width 32 on two ranks. A bar is as long as its bytes."""
     figure = new_picture(9, 3.6)
     draw(figure.subplots(), rows(plan_of(POLICY)), 4)
-    save(figure, out, [Patch(color=color, label=label) for color, label in NAMES.items()])
+    save(
+        figure, "precision.svg", [Patch(color=color, label=label) for color, label in NAMES.items()]
+    )
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

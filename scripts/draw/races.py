@@ -9,21 +9,14 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from playwright.sync_api import sync_playwright
 
-PAGE = Path(__file__).parents[2] / "docs" / "races.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "races.md"
 PICTURE = PAGE.with_suffix(".png")
 
 
-def main(
-    out: Annotated[Path, typer.Option(help="The picture.")] = PICTURE,
-    browser: Annotated[str, typer.Option(help="Chromium, or Google Chrome.")] = "chromium",
-) -> None:
-    """Draw it."""
-    out = out.absolute()
+def main() -> None:
     text = PAGE.read_text()
     [program] = re.findall(r"^```python\n# prefetch.py\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
@@ -32,13 +25,13 @@ def main(
         command = [sys.executable, "-m", "fsdp_overlap", "races", "--page", "races.html"]
         subprocess.run([*command, "prefetch.py"], check=False, stdout=subprocess.DEVNULL)
         with sync_playwright() as playwright:
-            program = shutil.which(browser)
+            program = shutil.which("chromium") or shutil.which("google-chrome")
             chromium = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
             page = chromium.new_page(viewport={"width": 1000, "height": 800}, device_scale_factor=2)
             page.goto(Path("races.html").absolute().as_uri())
-            page.locator("#finding-1").screenshot(path=out)
+            page.locator("#finding-1").screenshot(path=PICTURE)
             chromium.close()
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -8,14 +8,12 @@ ragged: docs/scale_ragged.svg, layouts whose shards differ in size, and the time
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
-from typing import Annotated
 
-import typer
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -150,20 +148,13 @@ PICTURES: dict[str, Callable[[Figure], None]] = {
 }
 
 
-def main(
-    pictures: Annotated[list[str] | None, typer.Argument(help="gpus, prefetch, ragged")] = None,
-    out: Annotated[Path, typer.Option(help="The folder for the pictures.")] = Path("docs"),
-) -> None:
-    """Draws the pictures that are named, or all of them."""
-    for name in pictures or PICTURES:
-        if name not in PICTURES:
-            raise typer.BadParameter(f"{name}: there are {', '.join(PICTURES)}")
-    for name in pictures or PICTURES:
-        path = out / f"scale_{name}.svg"
+def main() -> None:
+    """Draw the pictures that are named, or all of them."""
+    for name in sys.argv[1:] or PICTURES:
         figure = new_picture(7.5, 3.8)
         PICTURES[name](figure)
-        save(figure, path)
+        save(figure, f"scale_{name}.svg")
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -8,15 +8,15 @@ what, are the schedule's and the streams'."""
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 from unittest.mock import patch
 
 import torch
-import typer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -26,6 +26,7 @@ from fsdp_overlap.tools.emulator import EmulatedDevice, Operation, fake_ranks, r
 from fsdp_overlap.tools.emulator.queues import Queue
 from fsdp_overlap.tools.simulator.simulate import BACKEND
 
+PICTURE = Path(__file__).resolve().parents[2] / "docs" / "step.svg"
 BLOCKS = 3
 RANKS = 4
 HOST = 0.4
@@ -327,17 +328,14 @@ def x_of(time: float) -> float:
     return round(LEFT + UNIT * time, 1)
 
 
-def main(
-    out: Annotated[Path, typer.Option(help="The picture.")] = Path("docs/step.svg"),
-    table: Annotated[bool, typer.Option(help="Print what hooks command instead.")] = False,
-) -> None:
+def main() -> None:
     hooks, boxes = record()
-    if table:
+    if "--table" in sys.argv:
         for number, hook in enumerate(hooks, 1):
             print(f"| {number} | {hook.name} | {', '.join(hook.commands) or 'none'} |")
     else:
-        out.write_text(svg(boxes))
+        PICTURE.write_text(svg(boxes))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -4,10 +4,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
-import typer
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
@@ -50,9 +46,7 @@ def draw(axes: Axes, held: dict[str, tuple[str, ...]], moment: int, rank: int) -
     axes.spines[:].set_visible(False)
 
 
-def main(
-    out: Annotated[Path, typer.Option(help="The picture.")] = Path("docs/tutorial.svg"),
-) -> None:
+def main() -> None:
     rows = [("each rank,\nunsharded", "plain", 0)]
     rows += [(f"rank {rank},\nsharded", "sharded", rank) for rank in range(2)]
     figure = new_picture(7.5, 5.2)
@@ -70,8 +64,8 @@ def main(
         Patch(color=HALVES[1], label="the half that rank 1 keeps"),
         Patch(facecolor="white", edgecolor=EDGE, label="not in memory"),
     ]
-    save(figure, out, legend)
+    save(figure, "tutorial.svg", legend)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -17,7 +17,7 @@ def trace(step: Callable[[], object], steps: int, path: Path | None) -> None:
     """Run steps under the profiler on all ranks, and write the trace of those that have a `path`.
     Collective."""
     dist.barrier()
-    # With shapes, which tell how many bytes FSDP2's collectives move.
+    # With shapes, which tell how many bytes FSDP2's collectives move, and of what operations are.
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         dist.barrier()
         for _ in range(steps):
