@@ -1,21 +1,20 @@
 """What `gpu_suite.py` measures under simulated ranks, each part in a process of its own.
 
-Every part takes a `Room` and a function. It joins simulated ranks, and calls the function with what
-it has found as often as that grows: its figures, a page of Markdown about them, and a line about
-what is new. So a part that does not finish leaves what it had.
+Every part takes the type of a device and a function. It joins simulated ranks, and calls the
+function with what it has found as often as that grows: its figures, a page of Markdown about them,
+and a line about what is new. So a part that does not finish leaves what it had.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,7 +26,7 @@ from fsdp_overlap.tools.profiling.report import ROWS
 from fsdp_overlap.tools.profiling.tables import ReportTable, kinds_table, ranks_table
 from harness import output, simulated_ranks, turns
 from harness.markdown import markdown_table
-from harness.measurement import Measurement, Spread, Sweep
+from harness.measurement import Measurement, Sweep
 from harness.runner import Results
 from harness.simulated_training import (
     FSDP2,
@@ -46,18 +45,6 @@ TOLERANCE = 3e-2
 """Of a loss, and of a gradient as a part of the parameter's largest: what kernels that add in
 another order may do in bfloat16."""
 FIRST = "ours, the first step of a model"
-
-
-class Room(NamedTuple):
-    """How large a part runs, and where. traces: whether to keep those of profiles in `folder`."""
-
-    device: str
-    folder: Path
-    traces: bool = False
-
-    @property
-    def scale(self) -> Scale:
-        return SCALES[self.device]
 
 
 class Outcome(NamedTuple):
@@ -105,31 +92,25 @@ def assert_parity(name: str, loss: float, gradient: float) -> None:
         assert found <= TOLERANCE, f"{name}: {what} is off by {found:.1e}, at most {TOLERANCE}"
 
 
-def memory(room: Room, tell: Tell) -> None:
+def memory(device: str, tell: Tell) -> None:
     """How far a step's memory peaks above rest and gradient shards, in blocks of parameters."""
-    scale, device = room.scale, room.device
+    scale = SCALES[device]
     simulated_ranks.start(device, scale.world_size)
     mesh = init_device_mesh(device, (scale.world_size,))
     blocks, width = scale.memory_blocks, scale.memory_width
     with turns.quiet_gc():
         samples = turns.alternate(samplers(mesh, blocks, width), scale.rounds, warmup=3)
-    bounds = {name: f"{most:g}" for name, most in BOUNDS.items()}
-    rows = [
-        [name, f"{statistics.median(v):.2f}", f"{min(v):.2f}-{max(v):.2f}", bounds.get(name, "")]
-        for name, v in samples.items()
-    ]
     what = (
         "the caching allocator's own count"
         if device == "cuda"
         else "on a CPU the process's resident memory, which says little of blocks this small"
     )
-    page = (
+    results = Results(
         f"{blocks} blocks of width {width} in float32, {scale.world_size} simulated "
-        f"ranks; the peak of a step above rest and gradient shards, in blocks' parameters; {what}."
-        f"\n\n{markdown_table(['system', 'blocks', 'least-most', 'at most'], rows)}"
+        f"ranks; the peak of a step above rest and gradient shards, in blocks' parameters; {what}"
     )
-    figures = {name: asdict(Spread.of(values)) for name, values in samples.items()}
-    tell(Outcome(figures, page))
+    results.add("peak", "blocks", samples, at_most=BOUNDS)
+    tell(outcome_of([measured(results)]))
     if device == "cuda":
         assert_within_bounds(samples)
 
@@ -146,29 +127,17 @@ def assert_within_bounds(samples: Mapping[str, Sequence[float]]) -> None:
         assert found <= most, f"{name}: a step takes {found:.2f} blocks, at most {most}"
 
 
-def compute_alone(bench: Bench, room: Room) -> float:
-    """Milliseconds of an unsharded step, which parts measure once for all."""
-    file = room.folder / "compute.json"
-    name = torch.cuda.get_device_name() if room.device == "cuda" else "CPU"
-    key = f"{name}, torch {torch.__version__}, {bench.scale}"
-    known: dict[str, float] = json.loads(file.read_text()) if file.exists() else {}
-    if key not in known:
-        known[key] = bench.compute_alone()
-        file.write_text(json.dumps(known))
-    return known[key]
-
-
-def overlap(room: Room, tell: Tell) -> None:
+def overlap(device: str, tell: Tell) -> None:
     """What is exposed in a profile of a few steps, and of a first one, as the library's own report
     says."""
-    scale, device = room.scale, room.device
+    scale = SCALES[device]
     bench = Bench.start(scale, device)
-    bench.limit(scale.profiled, bench.sent_by(OURS), compute_alone(bench, room))
+    bench.limit(scale.profiled, bench.sent_by(OURS), bench.compute_alone())
     found = "" if device == "cuda" else ", of which a CPU's trace shows none"
     reports: dict[str, Report] = {}
 
     def report(name: str, step: Callable[[], object], steps: int) -> None:
-        reports[name] = profiled(bench, step, steps, room, name)
+        reports[name] = profiled(bench, step, steps)
         tables = "\n\n".join(map(_markdown, (ranks_table(reports), kinds_table(reports))))
         page = (
             f"Communication alone takes {scale.profiled} of compute alone, at "
@@ -198,7 +167,7 @@ def waiting(name: str, blocks: int) -> str:
     return name if blocks == 1 else f"{name}, {blocks} waiting blocks"
 
 
-def profiled(bench: Bench, step: Callable[[], object], steps: int, room: Room, name: str) -> Report:
+def profiled(bench: Bench, step: Callable[[], object], steps: int) -> Report:
     activities = [ProfilerActivity.CPU]
     if bench.device == "cuda":
         activities.append(ProfilerActivity.CUDA)
@@ -208,7 +177,7 @@ def profiled(bench: Bench, step: Callable[[], object], steps: int, room: Room, n
             step()
         bench.synchronize()
     with tempfile.TemporaryDirectory() as folder:
-        trace = (room.folder if room.traces else Path(folder)) / f"{name}.json"
+        trace = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(trace))
         return read_report(trace, steps=steps)
 
@@ -256,13 +225,13 @@ def _markdown(table: ReportTable) -> str:
     return markdown_table(table.header, table.rows)
 
 
-def speed(room: Room, tell: Tell) -> None:
+def speed(device: str, tell: Tell) -> None:
     """Step times against the larger of compute alone and communication alone."""
-    scale = room.scale
-    bench = Bench.start(scale, room.device)
+    scale = SCALES[device]
+    bench = Bench.start(scale, device)
     for name in (OURS, FSDP2):
         assert_parity(name, *errors_of(bench, name))
-    compute = compute_alone(bench, room)
+    compute = bench.compute_alone()
     sent = {name: bench.sent_by(name) for name in (OURS, FSDP2)}
     bytes_sent = {name: sum(t.nbytes for t in found) for name, found in sent.items()}
     # The fewer bytes: no system can do with less time.
@@ -281,7 +250,8 @@ def speed(room: Room, tell: Tell) -> None:
     done: dict[int, Measurement] = {}
     for blocks in WAITING:
         bench.link.waiting_blocks = blocks
-        results = Results(sweep=Sweep("sending was to be, of compute"))
+        about = f"{blocks} waiting blocks"
+        results = Results(f"{about}: {page}", Sweep("sending was to be, of compute"))
         for ratio in scale.ratios:
             bench.limit(ratio, least, compute)
             with turns.quiet_gc():
@@ -295,38 +265,34 @@ def speed(room: Room, tell: Tell) -> None:
             if bench.link.gigabytes_per_s is not None:
                 speeds["asked"] = [bench.link.gigabytes_per_s]
             results.add("link", "GB/s", speeds, at=ratio)
-            about = f"{blocks} waiting blocks"
-            done[blocks] = Measurement(
-                about, {}, [], results.figures, results.ratios, [], results.sweep
-            )
-            figures = {str(of): asdict(found) for of, found in done.items()}
-            said = f"{about}, {ratio:g}: " + ", ".join(
-                f"{n} {v:.4g} ms" for n, v in medians.items()
-            )
-            shown = "\n\n".join([f"{page}.", *map(_shown, done.values())])
-            tell(Outcome({"bytes_sent": bytes_sent, "waiting_blocks": figures}, shown, said))
+            done[blocks] = measured(results)
+            said = ", ".join(f"{n} {v:.4g} ms" for n, v in medians.items())
+            tell(outcome_of(done.values(), f"{about}, {ratio:g}: {said}"))
 
 
-def _shown(found: Measurement) -> str:
-    return "\n\n".join([f"{found.about}:", *output.tables(found), *output.lines(found)])
+def measured(results: Results) -> Measurement:
+    return results.measurement(argparse.Namespace())
 
 
-def training(room: Room, tell: Tell) -> None:
+def outcome_of(found: Iterable[Measurement], said: str = "") -> Outcome:
+    """Measurements, and a page of their tables and of what they compare."""
+    shown = [part for one in found for part in (one.about, *output.tables(one), *output.lines(one))]
+    return Outcome({"measurements": [asdict(one) for one in found]}, "\n\n".join(shown), said)
+
+
+def training(device: str, tell: Tell) -> None:
     """Whole steps of a Llama-like model, of all systems; and of large matrices, stepped by Muon."""
-    prefix = "" if room.device == "cuda" else "tiny "
+    prefix = "" if device == "cuda" else "tiny "
     done: list[Measurement] = []
     of_muon = [name for name in llama.SYSTEMS if "Muon" in name]
     for model, systems in (("1b" if not prefix else "tiny", []), (f"{prefix}matrices", of_muon)):
         turns_of = "--rounds 1 --steps 2" if prefix else "--rounds 2 --steps 4"
-        options = f"--device {room.device} {turns_of} --model".split()
+        options = f"--device {device} {turns_of} --model".split()
         chosen = ["--systems", *systems] if systems else []
         args = llama.parse([*options, model, *chosen])
 
         def told(measurement: Measurement, said: str, model: str = model) -> None:
-            known = [*done, measurement]
-            page = "\n\n".join("\n\n".join([each.about, *output.tables(each)]) for each in known)
-            figures = {"measurements": [asdict(each) for each in known]}
-            tell(Outcome(figures, page, f"{model}, {said}"))
+            tell(outcome_of([*done, measurement], f"{model}, {said}"))
 
         whole = llama.measured(args, told)
         told(whole, "done")

@@ -19,8 +19,8 @@ and, only where `--parts` names it:
 All from training to memory run on simulated ranks alone (`simulated_ranks.py` says what these are
 and are not). Takes less than ten minutes and no network. Each part is a process of its own with a
 time limit, and one that fails does not stop the next. Each figure is printed and written as it is
-found: `--out` holds results.json, summary.md, what the tests wrote, and traces if they are asked
-for. What passed there with the same sources, on the same device, is not repeated.
+found: `--out` holds results.json, summary.md and what the tests wrote. What passed there with the
+same sources, on the same device, is not repeated.
 
 Ends with 0 if no part failed, 1 if not, 2 without a GPU.
 """
@@ -123,7 +123,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--all", action="store_true", help="forget what passed before, and run it again"
     )
-    parser.add_argument("--traces", action="store_true", help="keep the traces of profiles")
     args = parser.parse_args()
     of_cuda = {name for name, each in tests().items() if not each.on_cpu}
     if args.device == "cpu" and (found := of_cuda.intersection(args.parts or ())):
@@ -263,7 +262,7 @@ def _part_main(
             if args.device == "cpu":
                 torch.set_num_threads(1)
             getattr(gpu_parts, name)(
-                gpu_parts.Room(args.device, args.out, args.traces),
+                args.device,
                 lambda outcome: result.send(outcome._asdict()),
             )
             done: Part = {"status": "passed", "error": None}

@@ -52,7 +52,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fsdp_overlap
 import fsdp_overlap.optim
 from fsdp_overlap.layout import Flat, Layout, TensorAtomic
-from harness import output, simulated_ranks, traces, turns
+from harness import options, output, simulated_ranks, traces, turns
 from harness.measurement import Measurement
 from harness.runner import Results
 from harness.simulated_link import Link
@@ -178,8 +178,8 @@ def own_muon(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [fsdp_overlap.optim.Muon(model, lr=LR)]
 
 
-def own_adamw(model: nn.Module, **options: Any) -> list[torch.optim.Optimizer]:
-    return [fsdp_overlap.optim.AdamW(model.parameters(), lr=LR, **options)]
+def own_adamw(model: nn.Module, **settings: Any) -> list[torch.optim.Optimizer]:
+    return [fsdp_overlap.optim.AdamW(model.parameters(), lr=LR, **settings)]
 
 
 def autocast(model: Callable[..., Any], setting: Setting) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -199,9 +199,11 @@ def ddp(model: nn.Module, setting: Setting) -> Trained:
     return Trained(autocast(wrapped, setting), adamw(model))
 
 
-def torchs(model: Any, setting: Setting, optimizers: Optimizers = adamw, **options: Any) -> Trained:
+def torchs(
+    model: Any, setting: Setting, optimizers: Optimizers = adamw, **policies: Any
+) -> Trained:
     for module in (*model.blocks, model):
-        fsdp2.fully_shard(module, mesh=setting.mesh, mp_policy=MIXED, **options)
+        fsdp2.fully_shard(module, mesh=setting.mesh, mp_policy=MIXED, **policies)
     return Trained(model, optimizers(model))
 
 
@@ -211,11 +213,11 @@ def ours(
     optimizers: Optimizers = adamw,
     layout: Layout = Flat(),  # noqa: B008, frozen
     is_captured: bool = False,
-    **options: Any,
+    **policies: Any,
 ) -> Trained:
     ctx = fsdp_overlap.FsdpContext(setting.mesh, layout=layout)
     for module in (*model.blocks, model):
-        fsdp_overlap.fully_shard(module, ctx, mp_policy=MIXED, **options)
+        fsdp_overlap.fully_shard(module, ctx, mp_policy=MIXED, **policies)
     return Trained(model, optimizers(model), is_captured)
 
 
@@ -434,13 +436,13 @@ def table(
         if setting.model.build is Llama
         else f"{2 * scale.blocks} matrices of {scale.width} x {scale.hidden}"
     )
-    about = f"{what}, torch {torch.__version__}, {where}; {model}, {scale.tokens} tokens a rank"
+    about = f"{what}, {where}; {model}, {scale.tokens} tokens a rank"
     shown = {
         quantity: {name: v for name, found in values.items() if (v := known(found, waits))}
         for quantity, values in samples.items()
     }
     shown["host"] = {k: [each - bare_host for each in v] for k, v in shown["host"].items()}
-    results = Results()
+    results = Results(about, where=where)
     for quantity, (label, unit) in COLUMNS.items():
         values = shown.get(quantity, {})
         compared = [
@@ -451,24 +453,20 @@ def table(
             and len(values.get(of, ())) == len(values.get(to, ()))  # else a round is under way
         ]
         results.add(label, unit, values, *compared)
-    settings = vars(args) | {"where": where}
-    return Measurement(about, settings, output.repeated_argv(), results.figures, results.ratios)
+    return results.measurement(args)
 
 
 # ------------------------------------------------------------------- main
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options.parser(__doc__, rounds=2, steps=8)
     parser.add_argument("--model", choices=MODELS, default="1b")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, metavar="NAME")
-    parser.add_argument("--ranks", type=int, default=8, help="simulated ones")
+    parser.add_argument("--ranks", type=int, default=8, dest="simulated", help="simulated ones")
     parser.add_argument("--ratio", type=float, default=0.75, help="of sending to compute")
     parser.add_argument("--waiting-blocks", type=int, default=32, metavar="N")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=8)
-    output.add_output(parser)
     return parser.parse_args(argv)
 
 
@@ -497,9 +495,9 @@ def measured(args: argparse.Namespace, tell: Tell = lambda *_: None) -> Measurem
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         where = f"{dist.get_world_size()} ranks"
     else:
-        link = simulated_ranks.start(args.device, args.ranks)
+        link = simulated_ranks.start(args.device, args.simulated)
         link.waiting_blocks = args.waiting_blocks
-        where = f"rank 0 of {args.ranks}, simulated"
+        where = f"rank 0 of {args.simulated}, simulated"
     mesh = init_device_mesh(args.device, (dist.get_world_size(),))
     setting = Setting(MODELS[args.model], device, mesh)
     chosen = args.systems or [n for n in SYSTEMS if device.type == "cuda" or n not in ON_CUDA]

@@ -113,7 +113,7 @@ def test_two_ranks_share_a_gpu_in_a_part_of_their_own() -> None:
 
 
 def arguments(folder: Path) -> argparse.Namespace:
-    return argparse.Namespace(device="cpu", out=folder, all=False, traces=False, budget=560)
+    return argparse.Namespace(device="cpu", out=folder, all=False, budget=560)
 
 
 def hang(room: object, tell: gpu_parts.Tell) -> None:

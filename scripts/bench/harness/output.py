@@ -4,27 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
 from harness.markdown import markdown_table
-from harness.measurement import Figure, Measurement, Spread, interval, number, three_decimals
-
-
-def figures_of(
-    quantity: str,
-    unit: str,
-    samples: Mapping[str, Sequence[float]],
-    *,
-    at: float | None = None,
-    at_most: Mapping[str, float] | None = None,
-) -> list[Figure]:
-    """`quantity` of each system in `samples`, with the target of those in `at_most`."""
-    return [
-        Figure(quantity, system, unit, Spread.of(values), at, (at_most or {}).get(system))
-        for system, values in samples.items()
-    ]
+from harness.measurement import Measurement, interval, number, three_decimals
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 
 from harness import options, output, peaks, processes, slow_link
-from harness.measurement import Claim, Figure, Measurement, Ratio, Sweep
+from harness.measurement import Claim, Figure, Measurement, Ratio, Spread, Sweep
 
 
 class Results:
@@ -60,7 +60,9 @@ class Results:
     ) -> None:
         """Add the figure of each system in ``samples``, with its target in ``at_most``, and a ratio
         for each pair of ``compared`` that has samples; a third item is its target."""
-        self.figures += output.figures_of(quantity, unit, samples, at=at, at_most=at_most)
+        for system, values in samples.items():
+            most = (at_most or {}).get(system)
+            self.figures.append(Figure(quantity, system, unit, Spread.of(values), at, most))
         for of, to, *target in compared:
             if of in samples and to in samples:
                 most = target[0] if target else None
