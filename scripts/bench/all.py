@@ -19,9 +19,6 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
 from fsdp_overlap.tools.cli.output import BadInput
 from fsdp_overlap.tools.cli.run_folder import check_out
 from harness.benchmarks import BENCHMARKS, Benchmark
@@ -55,34 +52,24 @@ def bench(names: Sequence[str], out: Path, quick: bool, repository: Path = REPOS
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     out.mkdir(parents=True, exist_ok=True)
     where = Circumstances.here(repository, quick)
-    # A file takes long lines; a terminal says how long.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     rows: list[Row] = []
     is_good = True
-    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True) as progress:
-        whole = progress.add_task("", total=None)
-        for k, benchmark in enumerate(chosen, start=1):
-            progress.update(whole, description=f"{k} of {len(chosen)} benchmarks")
-            running = progress.add_task(benchmark.name, total=None)
-            start = time.monotonic()
-            found, failure = run_one(benchmark, out, quick, repository)
-            progress.remove_task(running)
-            took = f"{time.monotonic() - start:.0f} s"
-            if found is not None:
-                rows += rows_of(benchmark.name, found)
-                plot(found, f"{benchmark.name}: {found.about}", out / f"{benchmark.name}.png")
-            if failure is not None:
-                command = shlex.join(["python", *benchmark.command(quick)])
-                rows.append(Row(benchmark.name, "", command, failure=failure))
-            broken = [] if found is None else broken_claims(found)
-            is_good &= failure is None and not broken
-            state = (
-                f"failed: {failure}" if failure else f"broken: {broken[0]}" if broken else "done"
-            )
-            console.print(f"{benchmark.name}: {state} ({took})", markup=False)
-            # After each, so that a run that is stopped keeps what it had.
-            write_summary(rows, where, out)
+    for k, benchmark in enumerate(chosen, start=1):
+        print(f"{k} of {len(chosen)}: {benchmark.name}: ", end="", flush=True)
+        start = time.monotonic()
+        found, failure = run_one(benchmark, out, quick, repository)
+        if found is not None:
+            rows += rows_of(benchmark.name, found)
+            plot(found, f"{benchmark.name}: {found.about}", out / f"{benchmark.name}.png")
+        if failure is not None:
+            command = shlex.join(["python", *benchmark.command(quick)])
+            rows.append(Row(benchmark.name, "", command, failure=failure))
+        broken = [] if found is None else broken_claims(found)
+        is_good &= failure is None and not broken
+        state = f"failed: {failure}" if failure else f"broken: {broken[0]}" if broken else "done"
+        print(f"{state} ({time.monotonic() - start:.0f} s)", flush=True)
+        # After each, so that a run that is stopped keeps what it had.
+        write_summary(rows, where, out)
     print(f"\n{page_of(rows, where)}")
     print(f"{out / 'summary.md'} and .json hold these tables")
     return is_good
@@ -108,7 +95,7 @@ def run_one(
             stderr=subprocess.STDOUT,
         )
         try:
-            process.wait()  # progress is drawn by a thread of its own meanwhile
+            process.wait()
         finally:
             process.terminate()  # if it still runs, when it ends its ranks
             process.wait()

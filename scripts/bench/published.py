@@ -2,8 +2,7 @@
 
 Three tables are those that devices' products within training are fitted to, by their first row:
 their errors say nothing. What steps lose with scale is the time at a row over the time at the
-first. Beside it is the deviation of a cluster's GPUs that would explain it. Below the tables it
-says what is guessed of them, and what cannot be said.
+first. Below the tables it says what is guessed of them, and what cannot be said.
 """
 
 from __future__ import annotations
@@ -22,13 +21,11 @@ from rich.console import Console
 from torch import nn
 
 from fsdp_overlap.tools.simulator import Costs, Device, Fabric, Training
-from fsdp_overlap.tools.simulator.costs import expected_maximum
 from fsdp_overlap.tools.simulator.estimate import StepCost, count_equal_blocks, estimate, measure
 from harness.markdown import markdown_table
 
 GIB = 2**30
-COLUMNS = ["table", "GPUs", "tokens/s", "step, %", "loss, %", "predicted", "deviation, %"]
-COLUMNS += ["GiB", "predicted"]
+COLUMNS = ["table", "GPUs", "tokens/s", "step, %", "loss, %", "predicted", "GiB", "predicted"]
 DTYPES = ("dtype", "gather_dtype", "reduce_dtype")
 FLEX_BLOCK = 128
 """Queries, and keys, of a block that FlexAttention computes or leaves out."""
@@ -197,22 +194,18 @@ def predict(table: Published, gpus: int) -> StepCost:
 
 
 def lines(table: Published) -> Iterator[list[str]]:
-    first, known = table.rows[0], device_of(table).variation
+    first = table.rows[0]
     took: dict[int, tuple[float, float]] = {}
     for row in table.rows:
         found = predict(table, row.gpus)
         took[row.gpus] = table.training.tokens / row.tokens, found.seconds
-        loss, predicted, explained = "", "", ""
+        loss, predicted = "", ""
         if row is not first:
             lost, says = (
                 now / before - 1
                 for now, before in zip(took[row.gpus], took[first.gpus], strict=True)
             )
-            before, lag = expected_maximum(first.gpus), expected_maximum(row.gpus)
-            # By how much the predicted loss grows with the deviation.
-            slope = (lag - before) / (1 + known * before) * found.compute / found.seconds
             loss, predicted = f"{100 * lost:.1f}", f"{100 * says:.1f}"
-            explained = f"{100 * (known + (lost - says) / slope):.1f}"
         yield [
             table.name if row is first else "",
             str(row.gpus),
@@ -222,7 +215,6 @@ def lines(table: Published) -> Iterator[list[str]]:
             else _error(found.seconds, took[row.gpus][0]),
             loss,
             predicted,
-            explained,
             "" if row.memory is None else f"{row.memory:.1f}",
             f"{(found.memory if table.is_allocated else found.reserved) / GIB:.1f}",
         ]

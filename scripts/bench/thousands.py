@@ -41,9 +41,7 @@ from statistics import median
 from typing import Any
 from unittest.mock import patch
 
-import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
@@ -56,7 +54,7 @@ from fsdp_overlap.checkpoint import SafeFileSystemWriter, ShardedSavePlanner
 from fsdp_overlap.torch_internals import StorageInfo
 from harness import options, peaks, processes, runner, sharding, turns
 from harness.bare_sharding import BareUnit
-from harness.real_models import units_of
+from harness.real_models import on_meta
 from harness.runner import Results
 
 OURS, FSDP2 = "ours", "FSDP2"
@@ -76,24 +74,6 @@ QUANTITIES = {
 COORDINATE_TARGET = 0.1
 MODEL = "Llama-3 8B"
 BLOCKS, WIDTH = 8, 32
-
-
-class Unit(nn.Module):
-    """Parameters of these shapes; nobody computes here."""
-
-    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
-        super().__init__()
-        for number, shape in enumerate(shapes):
-            self.register_parameter(f"w{number}", nn.Parameter(torch.empty(shape)))
-
-
-def build(blocks: int | None) -> nn.Module:
-    *inner, root = units_of(MODEL)
-    with torch.device("meta"):
-        model = Unit([spec.shape for spec in root])
-        for number, block in enumerate(inner[:blocks]):
-            model.add_module(f"blocks_{number}", Unit([spec.shape for spec in block]))
-    return model
 
 
 def sharded(system: str, model: Any, mesh: DeviceMesh) -> None:
@@ -161,7 +141,7 @@ def steps_of(system: str, mesh: DeviceMesh) -> dict[str, float]:
 
 def measure(system: str, world_size: int, blocks: int | None) -> dict[str, float]:
     processes.join_fake_ranks(world_size)
-    model = build(blocks)
+    model = on_meta(MODEL, blocks)
     mesh = sharding.cpu_mesh()
     found: dict[str, float] = {}
 

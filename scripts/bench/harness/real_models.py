@@ -1,6 +1,9 @@
 """The shapes of real models, as units of parameters."""
 
+from __future__ import annotations
+
 import torch
+from torch import nn
 
 from fsdp_overlap.layout import ParamSpec
 
@@ -43,3 +46,22 @@ def units_of(model: str) -> list[list[ParamSpec]]:
         ParamSpec("output.weight", (vocabulary, width), dtype),
     ]
     return [block] * blocks + [root]
+
+
+class Unit(nn.Module):
+    """Parameters of these shapes; nobody computes here."""
+
+    def __init__(self, specs: list[ParamSpec]) -> None:
+        super().__init__()
+        for number, spec in enumerate(specs):
+            self.register_parameter(f"w{number}", nn.Parameter(torch.empty(spec.shape)))
+
+
+def on_meta(model: str, blocks: int | None = None) -> Unit:
+    """A model on the meta device, or its first blocks: the root, with each block as a child."""
+    *inner, root = units_of(model)
+    with torch.device("meta"):
+        made = Unit(root)
+        for number, block in enumerate(inner[:blocks]):
+            made.add_module(f"blocks_{number}", Unit(block))
+    return made
