@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_overlap import FsdpContext
-from harness import link_training, options, runner, sharding, slow_link, turns
+from harness import link_training, options, runner, sharding, turns
 from harness.runner import Results
 from link import FSDP2
 
@@ -89,13 +89,7 @@ def make_steps(shape: Shape) -> dict[str, Callable[[], float]]:
 
 OPTIONS = options.parser(__doc__, ranks=2, rounds=9)
 OPTIONS.add_argument("--shapes", choices=SHAPES, nargs="+", default=list(SHAPES))
-OPTIONS.add_argument(
-    "--rates",
-    type=lambda text: text if text == LOOPBACK else slow_link.checked_rate(text),
-    nargs="+",
-    default=[LOOPBACK, "2gbit"],
-    help=f"of the link, in tc's words, or {LOOPBACK}, which needs no root",
-)
+options.add_rates(OPTIONS, LOOPBACK, [LOOPBACK, "2gbit"])
 
 
 def sample(args: argparse.Namespace) -> dict[str, list[float]]:

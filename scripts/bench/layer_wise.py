@@ -43,7 +43,7 @@ MATRICES: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 }
 
 
-def plain(name: str, model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
+def plain(name: str, model: nn.Module) -> Callable[[], None]:
     """Make the optimizers of an unsharded model. Return their step."""
     matrices = [p for p in model.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if p.dim() != 2]
@@ -79,8 +79,8 @@ def sample(args: argparse.Namespace) -> dict[str, Any]:
         muon.shard(models[name], layout)
     optimize = partial(plain, args.optimizer)
     steps = {
-        UNSHARDED: optimize(models[UNSHARDED], torch.bfloat16),
-        DEALT: layer_wise(models[DEALT], torch.bfloat16, optimize),
+        UNSHARDED: optimize(models[UNSHARDED]),
+        DEALT: layer_wise(models[DEALT], optimize),
         WHOLE: ours(args.optimizer, models[WHOLE]),
         FLAT: ours(args.optimizer, models[FLAT]),
     }
@@ -90,7 +90,7 @@ def sample(args: argparse.Namespace) -> dict[str, Any]:
     for name, step in steps.items():
         for _ in range(2):  # SOAP only looks at the gradient in its first
             collectives[name] = muon.collectives_in(step, models[name])
-        muon.check(name, models[name], models[UNSHARDED], "bfloat16")
+        muon.check(name, models[name], models[UNSHARDED])
     clock = time.process_time if args.processor_time else time.perf_counter
     samplers = {name: turns.timed(step, clock=clock) for name, step in steps.items()}
     return {STEP: turns.slowest(samplers, args.rounds), COLLECTIVES: collectives}

@@ -2,17 +2,14 @@
 
 Ranks train one model in five ways:
 
-- ours and FSDP2; with `--layout`, ours also as `Flat()` lays it out, because a layout must not cost
-  anything;
-- FSDP2 with our collectives, which it waits for as it does for its own;
+- ours and FSDP2; with `--layout`, ours also as `Flat()` lays it out, which it must not cost more
+  than;
+- FSDP2 with our collectives, which it waits for as it does for its own. So what FSDP2 gains with
+  them is theirs, and what ours gains beyond that is overlap, and the host's work;
 - compute alone: the model unsharded, all ranks at the same time, nothing communicated;
 - communication alone: the collectives of a step of ours (each block gathered for forward, each but
-  the last, which is kept, for backward, and reduced once, in the same forms), enqueued back to back
-  on both groups, two reductions at a time as in a step, nothing computed.
-
-On gloo FSDP2 hides nothing, and its collectives send more and copy more than ours. So ours gains by
-both: what FSDP2 gains with our collectives is theirs, and what ours gains beyond that is overlap,
-and the host's work, of which ours has less.
+  the last, which is kept, for backward, and reduced once), enqueued back to back on both groups,
+  two reductions at a time as in a step, nothing computed.
 
 The larger of the last two is the bound: the samples of whichever has the larger median. The target
 is 1.02 of it where one of the two is at least twice the other, and 1.04 where they are nearer,
@@ -24,16 +21,13 @@ gathers for the next forward (`prefetch_next_forward=True`), FSDP2 by torch's, f
 Compute alone does that with as many elements as a rank has of the sharded model, a tensor for each
 block.
 
-With `--optimizer` the question is another one: what it buys to gather parameters under compute. A
-step is one of training then, of `--microbatches` forwards and backwards, and the systems are ours
-with overlap on and off, and FSDP2. At `--stage` 1 and 2 full buffers are kept between steps: on,
-their refresh is started after the optimizer's step and runs under the next forward; off, the step
-ends with it. At stage 3, off is a prefetch of 0. The target is a gain of 15% where communication is
-heavy, on links of 2 Gbit/s and less, and no loss on faster ones.
-
-Muon is our optimizer, on whole matrices, and torch's on FSDP2, with products in float32; AdamW is
-ours, and torch's fused. FSDP2 comes as near to the stage as it can: at 1 and 2 it keeps parameters
-from forward to backward, and from one microbatch to the next.
+With `--optimizer` the question is what it buys to gather parameters under compute. A step is one of
+training then, of `--microbatches` forwards and backwards, and the systems are ours with overlap on
+and off, and FSDP2. At `--stage` 1 and 2 full buffers are kept between steps: on, their refresh is
+started after the optimizer's step and runs under the next forward; off, the step ends with it. At
+stage 3, off is a prefetch of 0. Muon is our optimizer, on whole matrices, and torch's on FSDP2;
+AdamW is ours, and torch's fused. FSDP2 comes as near to the stage as it can: at 1 and 2 it keeps
+parameters from forward to backward, and from one microbatch to the next.
 """
 
 from __future__ import annotations

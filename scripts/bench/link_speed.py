@@ -42,13 +42,7 @@ def measure(args: argparse.Namespace, rate: str) -> tuple[float, dict[str, list[
 
 
 OPTIONS = options.parser(__doc__, ranks=2, blocks=8, rows=512, sleep=0.0, rounds=7, steps=1)
-OPTIONS.add_argument(
-    "--rates",
-    type=lambda text: text if text == UNLIMITED else slow_link.checked_rate(text),
-    nargs="+",
-    default=["1gbit", "2gbit", "4gbit", "8gbit", UNLIMITED],
-    help=f"of the link, in tc's words, or {UNLIMITED}",
-)
+options.add_rates(OPTIONS, UNLIMITED, ["1gbit", "2gbit", "4gbit", "8gbit", UNLIMITED])
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ and two norms. The matrices are stepped by Muon, the norms by AdamW, with the sa
 
 A second model has as many parameters in stacks of experts, which torch's Muon does not step: ours,
 with experts divided among two ranks and sharded over the rest, and ours unsharded. Products are in
-bfloat16, the default of both, or in `--dtype float32`, for which torch's are replaced.
+bfloat16, the default of both.
 
 A sample is one `step()`; gradients are there before. Collectives are those that torch's
 `CommDebugMode` counts in one step. Every system must have stepped as the unsharded one.
@@ -50,6 +50,7 @@ STEP, COLLECTIVES = "step", "collectives a step"
 # WHOLE's time over that of these, by the number of ranks.
 TARGETS = {2: {UNSHARDED: 0.55, FSDP2: 0.5}, 4: {UNSHARDED: 0.3}}
 EXPERTS_IN_A_BLOCK = 12
+CLOSE = 2e-2  # of the learning rate, to products in bfloat16
 
 
 class Experts(nn.Module):
@@ -66,13 +67,13 @@ class System:
     must step as that of ``reference`` does."""
 
     prepare: Callable[[nn.Sequential], None]
-    optimize: Callable[[nn.Module, torch.dtype], Callable[[], None]]
+    optimize: Callable[[nn.Module], Callable[[], None]]
     reference: str = UNSHARDED
     block: type[nn.Module] = link_training.Block
 
 
-def ours(model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
-    return Muon(model, LR, adamw=ADAMW, ns_dtype=dtype).step
+def ours(model: nn.Module) -> Callable[[], None]:
+    return Muon(model, LR, adamw=ADAMW).step
 
 
 def shard(model: nn.Sequential, layout: Layout, mesh: DeviceMesh | None = None) -> None:
@@ -123,14 +124,13 @@ def give_gradients(model: nn.Module) -> None:
 def sample(args: argparse.Namespace) -> dict[str, Any]:
     if dist.get_world_size() % 2:
         output.fail("use an even number of --ranks, of which two divide experts")
-    dtype = getattr(torch, args.dtype)
     models, steps, collectives = {}, {}, {}
     for name, system in systems().items():
         model = models[name] = build(args, system.block)
         system.prepare(model)
-        steps[name] = system.optimize(model, dtype)
+        steps[name] = system.optimize(model)
         collectives[name] = collectives_in(steps[name], model)
-        check(name, model, models[system.reference], args.dtype)
+        check(name, model, models[system.reference])
     return {STEP: turns.slowest_steps(steps, args), COLLECTIVES: collectives}
 
 
@@ -142,24 +142,22 @@ def collectives_in(step: Callable[[], None], model: nn.Module) -> list[float]:
     return [float(issued.get_total_counts())]
 
 
-def check(name: str, model: nn.Module, reference: nn.Module, dtype: str) -> None:
+def check(name: str, model: nn.Module, reference: nn.Module) -> None:
     """Fails unless both have the same parameters, after one step of each."""
-    close = 1e-4 if dtype == "float32" else 2e-2
     for (fqn, mine), its in zip(model.named_parameters(), reference.parameters(), strict=True):
         whole = mine.full_tensor() if isinstance(mine, DTensor) else mine
         # A step is of the size of the learning rate.
         error = (whole - its).abs().max().item()
-        if not error <= close * LR:
+        if not error <= CLOSE * LR:
             output.fail(f"{name}: {fqn} is off by {error} after a step", code=1)
 
 
 OPTIONS = options.parser(__doc__, ranks=2, blocks=8, width=512, rounds=5, timeout=1800.0)
-OPTIONS.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
 
 
 def report(args: argparse.Namespace, found: dict[str, Any]) -> Results:
     targets = TARGETS.get(args.ranks, {})
-    results = Results(f"products in {args.dtype}")
+    results = Results("products in bfloat16")
     results.add(
         STEP,
         "ms",

@@ -12,9 +12,7 @@ from harness import optimizers
 
 
 def layer_wise(
-    model: nn.Module,
-    dtype: torch.dtype,
-    optimize: Callable[[nn.Module, torch.dtype], Callable[[], None]] = optimizers.torchs,
+    model: nn.Module, optimize: Callable[[nn.Module], Callable[[], None]] = optimizers.torchs
 ) -> Callable[[], None]:
     """A step of torch's optimizers, or others, on an unsharded model, of which each rank steps a
     part.
@@ -32,8 +30,7 @@ def layer_wise(
         loads[owner] += _work(parameter)
         dealt[owner].append(parameter)
     flats = [_flatten(parameters) for parameters in dealt]
-    mine = nn.ParameterList(dealt[rank])
-    step_mine = optimize(mine, dtype)
+    step_mine = optimize(nn.ParameterList(dealt[rank]))
 
     def step() -> None:
         step_mine()

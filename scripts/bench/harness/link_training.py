@@ -265,7 +265,7 @@ def train_fsdp2(args: argparse.Namespace) -> Callable[[], float]:
             model.set_requires_gradient_sync(is_last)
 
     if args.optimizer == "muon":
-        update = torchs(model, torch.float32)
+        update = torchs(model)
     else:
         update = torch.optim.AdamW(model.parameters(), **ADAMW, fused=True).step
     return make_step(model, make_batch(args.rows), update, args.microbatches, begin)

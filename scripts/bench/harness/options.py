@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,6 +42,17 @@ def parser(documentation: str, **defaults: Any) -> argparse.ArgumentParser:
         made.add_argument(f"--{name.replace('_', '-')}", default=default, **_OPTIONS[name])
     output.add_output(made)
     return made
+
+
+def add_rates(parser: argparse.ArgumentParser, without_limit: str, rates: Sequence[str]) -> None:
+    """Add the rates of links, one of which may be the word for a link without a limit."""
+    parser.add_argument(
+        "--rates",
+        type=lambda text: text if text == without_limit else slow_link.checked_rate(text),
+        nargs="+",
+        default=rates,
+        help=f"of the link, in tc's words, or {without_limit}, which needs no root",
+    )
 
 
 def add_folder(parser: argparse.ArgumentParser, takes: str) -> None:
