@@ -2,8 +2,8 @@
 
 Copies of one model of many tiny blocks (14 parameters of width 32 each, so that next to nothing but
 the host's work is left) take steps in turn in one process: unsharded, sharded by FSDP2, sharded by
-ours, also in rows as FSDP2 shards, and sharded as barely as can be (`bare_sharding.py`), which is
-the floor. A fake process group of 8 ranks stands for the network: its collectives return at once.
+ours, also in rows as FSDP2 shards. A fake process group of 8 ranks stands for the network: its
+collectives return at once.
 
 Times are of the processor, which in one thread that never waits is the host's work, whatever else
 the machine runs. Overhead per unit = (sharded step - unsharded step of that round) / blocks, in
@@ -11,7 +11,7 @@ microseconds. With several numbers of `--blocks`, one after the other, it shows 
 the same in a deep model.
 
 `--copies 2` shards over a mesh of two dimensions, with copies along the first. `--mixed` computes
-in bfloat16, the unsharded step too, and reduces in float32. Neither has a floor or a target.
+in bfloat16, the unsharded step too, and reduces in float32. Neither has a target.
 
 `--calls` counts instead how many Python functions of ours and of `torch.distributed` a step calls
 for a unit. That has no noise, and can be said of lanes that are streams too: there on an emulated
@@ -35,7 +35,6 @@ import fsdp_overlap
 from fsdp_overlap.tools.emulator import EmulatedDevice, fake_ranks, running
 from fsdp_overlap.tools.emulator.threads import DeviceThread
 from harness import options, processes, runner, sharding, turns
-from harness.bare_sharding import BareUnit
 from harness.calls import count_calls
 from harness.measurement import Sweep
 from harness.runner import Results
@@ -135,15 +134,10 @@ OPTIONS.add_argument("--calls", action="store_true", help="count calls of functi
 def make_steps(args: argparse.Namespace, blocks: int) -> dict[str, Callable[[], torch.Tensor]]:
     """A training step of each system."""
     mesh, policy = make_mesh(args, "cpu"), MIXED if args.mixed else FULL
-    has_floor = args.copies == 1 and not args.mixed
-    systems = ("unsharded", "FSDP2", *TARGETS, *(["bare"] if has_floor else []))
-    models = {name: build(blocks, args.width) for name in systems}
+    models = {name: build(blocks, args.width) for name in ("unsharded", "FSDP2", *TARGETS)}
     sharding.shard_fsdp2(models["FSDP2"], mesh, mp_policy=policy)
     for name in TARGETS:
         shard_ours(models[name], mesh, args.prefetch, in_rows=name != "ours", policy=policy)
-    if has_floor:
-        for block in models["bare"]:
-            BareUnit(block, mesh.get_group())
     models["unsharded"].to(policy.param_dtype)
     steps = {name: make_step(model, args.width) for name, model in models.items()}
     if args.mixed:  # the others cast what they are given
@@ -180,11 +174,11 @@ def overheads(args: argparse.Namespace, blocks: int, at: int | None, results: Re
         for name, values in samples.items()
         if name != "unsharded"
     }
-    has_floor = "bare" in overhead
+    has_targets = args.copies == 1 and not args.mixed
     steps = {name: [us / 1e3 for us in values] for name, values in samples.items()}
     results.add("step", "ms", steps, at=at)
-    targets = [(name, "FSDP2", most if has_floor else None) for name, most in TARGETS.items()]
-    results.add(OVERHEAD, "us", overhead, *targets, ("bare", "FSDP2"), at=at)
+    targets = [(name, "FSDP2", most if has_targets else None) for name, most in TARGETS.items()]
+    results.add(OVERHEAD, "us", overhead, *targets, at=at)
 
 
 def calls(args: argparse.Namespace, blocks: int, at: int | None, results: Results) -> None:

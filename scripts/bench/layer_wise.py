@@ -21,7 +21,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from pytorch_optimizer import SOAP
 from torch import nn
 
@@ -30,32 +29,14 @@ from fsdp_overlap import Flat, TensorAtomic
 from fsdp_overlap.optim import AdamW, LayerWise, Muon
 from harness import options, runner, turns
 from harness.layer_wise import layer_wise
-from harness.optimizers import ADAMW, LR
+from harness.optimizers import ADAMW, LR, MUON, OfMatrices, torchs
 from harness.runner import Results
 from muon import COLLECTIVES, STEP
 
 UNSHARDED, DEALT = "unsharded", "layer-wise"
 WHOLE, FLAT = "LayerWise, TensorAtomic()", "LayerWise, Flat()"
-MUON = "Muon, Flat()"
-MATRICES: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
-    "muon": partial(torch.optim.Muon, lr=LR),
-    "soap": partial(SOAP, lr=LR),
-}
-
-
-def plain(name: str, model: nn.Module) -> Callable[[], None]:
-    """Make the optimizers of an unsharded model. Return their step."""
-    matrices = [p for p in model.parameters() if p.dim() == 2]
-    others = [p for p in model.parameters() if p.dim() != 2]
-    steps = [MATRICES[name](matrices).step] if matrices else []
-    if others:
-        steps.append(torch.optim.AdamW(others, **ADAMW, fused=True).step)
-
-    def step() -> None:
-        for each in steps:
-            each()
-
-    return step
+OWN = "Muon, Flat()"
+MATRICES: dict[str, OfMatrices] = {"muon": MUON, "soap": partial(SOAP, lr=LR)}
 
 
 def ours(name: str, model: nn.Module) -> Callable[[], None]:
@@ -74,10 +55,10 @@ OPTIONS.add_argument(
 
 
 def sample(args: argparse.Namespace) -> dict[str, Any]:
-    models = {name: muon.build(args) for name in (UNSHARDED, DEALT, WHOLE, FLAT, MUON)}
-    for name, layout in {WHOLE: TensorAtomic(), FLAT: Flat(), MUON: Flat()}.items():
+    models = {name: muon.build(args) for name in (UNSHARDED, DEALT, WHOLE, FLAT, OWN)}
+    for name, layout in {WHOLE: TensorAtomic(), FLAT: Flat(), OWN: Flat()}.items():
         muon.shard(models[name], layout)
-    optimize = partial(plain, args.optimizer)
+    optimize = partial(torchs, of_matrices=MATRICES[args.optimizer])
     steps = {
         UNSHARDED: optimize(models[UNSHARDED]),
         DEALT: layer_wise(models[DEALT], optimize),
@@ -85,7 +66,7 @@ def sample(args: argparse.Namespace) -> dict[str, Any]:
         FLAT: ours(args.optimizer, models[FLAT]),
     }
     if args.optimizer == "muon":
-        steps[MUON] = Muon(models[MUON], lr=LR, adamw=ADAMW).step
+        steps[OWN] = Muon(models[OWN], lr=LR, adamw=ADAMW).step
     collectives = {}
     for name, step in steps.items():
         for _ in range(2):  # SOAP only looks at the gradient in its first
@@ -106,7 +87,7 @@ def report(args: argparse.Namespace, found: dict[str, Any]) -> Results:
         (WHOLE, DEALT),
         (FLAT, UNSHARDED),
         (FLAT, DEALT),
-        (FLAT, MUON),
+        (FLAT, OWN),
     )
     results.add(COLLECTIVES, "", found[COLLECTIVES], at_most={WHOLE: 0})
     return results

@@ -36,10 +36,11 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -337,7 +338,7 @@ def in_parts(
         trained.compute(few)
         optimizing.append(timed(setting, trained.optimize))
         trained.drop()
-    with no_limit(link):
+    with patch.object(link, "gigabytes_per_s", None) if link else nullcontext():
         host = [alone(few, waits=False) for _ in range(7)]
     return {
         "compute": statistics.median(computing) * 1e3,
@@ -358,18 +359,6 @@ def captured(step: Callable[[], object]) -> Callable[[], object]:
     with torch.cuda.graph(graph):
         step()
     return graph.replay
-
-
-@contextmanager
-def no_limit(link: Link | None) -> Iterator[None]:
-    if link is None:
-        yield
-        return
-    speed, link.gigabytes_per_s = link.gigabytes_per_s, None
-    try:
-        yield
-    finally:
-        link.gigabytes_per_s = speed
 
 
 def exposed(setting: Setting, step: Callable[[], object]) -> Value:

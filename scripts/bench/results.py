@@ -25,7 +25,7 @@ from harness.summary import SWEPT, Circumstances, Row, lines_of, read_summary, t
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 FIGURES, PICTURE = DOCS / "performance.json", DOCS / "step_time.png"
 RESULTS, PERFORMANCE = DOCS / "results.md", DOCS / "performance.md"
-LEFT_OUT = (" bare / FSDP2", "FSDP2, our collectives / FSDP2")
+LEFT_OUT = "FSDP2, our collectives / FSDP2"
 """What is not compared with this library. These figures are in performance.json alone."""
 INTRODUCTION = """\
 # All results
@@ -43,8 +43,6 @@ limited loopback is the network.
 - **Bound** of a step over a link: the larger of compute alone and communication alone.
 - **`--sleep`**: blocks sleep instead of computing, as a host that waits for an accelerator. With
   real compute ranks also pay for gloo's threads.
-- **`bare`** (`scripts/bench/harness/bare_sharding.py`): gathers, swaps parameters and reduces,
-  without prefetch.
 - **Host time**: CPU time, with a fake process group of 8 ranks.
 - **Memory**: peak of a rank's resident memory above rest and gradient shards, in blocks of
   parameters.

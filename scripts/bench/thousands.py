@@ -5,9 +5,9 @@ system in a process of its own, because groups and caches stay. Of one rank:
 
 - *shard*: `fully_shard()` of all blocks and of the root, and the resident memory that it takes;
 - *start*: how much longer the first step takes than a later one, and *step*: what a later one takes
-  for a unit beyond the floor of `host_overhead.py`, both of its tiny blocks, because nobody could
-  compute the others. The floor is most of what a step takes here, because a fake all-gather fills
-  the part of every rank;
+  for a unit beyond an unsharded step and the collectives alone, both of the tiny blocks of
+  `host_overhead.py`, because nobody could compute the others. The collectives are most of what a
+  step takes here, because a fake all-gather fills the part of every rank;
 - *state dict*: `model.state_dict()`;
 - *plan*: what a rank plans to save, by `torch.distributed.checkpoint`'s planner, and how many
   tensors it writes.
@@ -41,6 +41,7 @@ from statistics import median
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
@@ -53,7 +54,6 @@ import host_overhead
 from fsdp_overlap.checkpoint import SafeFileSystemWriter, ShardedSavePlanner
 from fsdp_overlap.torch_internals import StorageInfo
 from harness import options, peaks, processes, runner, sharding, turns
-from harness.bare_sharding import BareUnit
 from harness.real_models import on_meta
 from harness.runner import Results
 
@@ -122,15 +122,24 @@ class Saving:
 
 def steps_of(system: str, mesh: DeviceMesh) -> dict[str, float]:
     """The host's time for the first step, and for a unit of later ones."""
-    model, bare = host_overhead.build(BLOCKS, WIDTH), host_overhead.build(BLOCKS, WIDTH)
-    for block in bare:
-        BareUnit(block, mesh.get_group())
+    model, plain = host_overhead.build(BLOCKS, WIDTH), host_overhead.build(BLOCKS, WIDTH)
+    unsharded, group = host_overhead.make_step(plain, WIDTH), mesh.get_group()
+    shard = torch.zeros(-(-sum(p.numel() for p in plain[0].parameters()) // group.size()))
+    full = torch.zeros(group.size() * len(shard))
+
+    def alone() -> None:
+        unsharded()
+        for _ in range(2 * BLOCKS - 1):  # the last block is kept for backward
+            group._allgather_base(full, shard).wait()
+        for _ in range(BLOCKS):
+            group._reduce_scatter_base(shard, full).wait()
+
     if system == OURS:
         host_overhead.shard_ours(model, mesh, prefetch=1)
     else:
         sharding.shard_fsdp2(model, mesh)
     step = host_overhead.timed(host_overhead.make_step(model, WIDTH))
-    floor = host_overhead.timed(host_overhead.make_step(bare, WIDTH))
+    floor = host_overhead.timed(alone)
     floor()
     first = step()
     with turns.quiet_gc():

@@ -3,6 +3,10 @@
 gpus: docs/scale_gpus.svg, what each of more and more GPUs gets done.
 prefetch: docs/scale_prefetch.svg, prefetch and blocks a unit against memory and time.
 ragged: docs/scale_ragged.svg, layouts whose shards differ in size, and the time of a step.
+
+`ahead` draws nothing, and takes 20 minutes: it prints how far ahead to gather, for models of
+equal units, and for mixtures whose experts are units of their own, so that heavy and light ones
+take turns.
 """
 
 from __future__ import annotations
@@ -25,22 +29,25 @@ from pictures import new_picture, save
 
 DEVICE, FABRIC = "h100_sxm", "nvlink4_400g"
 LARGE = "h200_sxm"  # for what does not fit the other
+SLOW = "nvlink3_roce_200g"
 GIB = 2**30
 COLORS = ["#4477aa", "#228833", "#aa3377", "#ccbb44", "#66ccee"]
 
 
 @dataclass(frozen=True)
 class Found:
-    """Seconds of a step, bytes that the allocator takes, and tokens."""
+    """Seconds of a step, those in which it waits for gathers, bytes that the allocator takes, and
+    tokens."""
 
     seconds: float
+    waits: float
     reserved: int
     tokens: int
 
 
 @cache
-def predict(training: Training, device: str = DEVICE) -> Found:
-    costs = Costs(Device.read(device), Fabric.read(FABRIC))
+def predict(training: Training, device: str = DEVICE, fabric: str = FABRIC) -> Found:
+    costs = Costs(Device.read(device), Fabric.read(fabric))
     found = simulate(training.program, training.gpus, costs)
     waits: Counter[str] = Counter()
     for each in found.report.collectives:
@@ -52,7 +59,7 @@ def predict(training: Training, device: str = DEVICE) -> Found:
         f"{found.seconds:.3f} s, of which it waits for gathers {waits['all_gather']:.3f} s and for "
         f"reductions {waits['reduce_scatter']:.3f} s, {found.reserved / GIB:.1f} GiB"
     )
-    return Found(found.seconds, found.reserved, training.tokens)
+    return Found(found.seconds, waits["all_gather"], found.reserved, training.tokens)
 
 
 def draw_gpus(figure: Figure) -> None:
@@ -148,8 +155,41 @@ PICTURES: dict[str, Callable[[Figure], None]] = {
 }
 
 
+_FULL = Training("llama3-8b", gpus=64, checkpointing="full")
+AHEAD: dict[str, tuple[Training, str, str]] = {
+    "8B, 64 GPUs": (_FULL, DEVICE, FABRIC),
+    "8B, 64 GPUs, 4,096 tokens, 200 Gb/s": (replace(_FULL, sequence=4096), DEVICE, SLOW),
+    "8B, 64 GPUs, 1,024 tokens, 200 Gb/s": (replace(_FULL, sequence=1024), DEVICE, SLOW),
+    "405B, 1,024 GPUs": (replace(_FULL, model="llama3-405b", gpus=1024), LARGE, FABRIC),
+    "Moonlight, 64 GPUs": (
+        replace(_FULL, model="moonlight-16b", expert_parallel=8, sequence=4096),
+        DEVICE,
+        FABRIC,
+    ),
+    "DeepSeek-V3, 1,024 GPUs": (
+        replace(_FULL, model="deepseek-v3", gpus=1024, expert_parallel=32, sequence=4096, blocks=9),
+        LARGE,
+        FABRIC,
+    ),
+}
+"""Each with its device and fabric. Of DeepSeek-V3 nine of 58 equal blocks: all take minutes."""
+
+
+def print_ahead() -> None:
+    """Print a row of a table for each case: by prefetch the step and what of its all-gathers is
+    exposed, in ms, and GiB reserved."""
+    for name, (training, device, fabric) in AHEAD.items():
+        found = [predict(replace(training, prefetch=k), device, fabric) for k in range(4)]
+        cells = (
+            f"{1e3 * f.seconds:.0f}, {1e3 * f.waits:.0f}, {f.reserved / GIB:.1f}" for f in found
+        )
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+
+
 def main() -> None:
     """Draw the pictures that are named, or all of them."""
+    if sys.argv[1:] == ["ahead"]:
+        return print_ahead()
     for name in sys.argv[1:] or PICTURES:
         figure = new_picture(7.5, 3.8)
         PICTURES[name](figure)

@@ -4,7 +4,6 @@
   writes them, `plot` draws sweeps, `summary` puts those of many benchmarks into one table.
 - `turns`, `peaks`: how time and memory are sampled.
 - `processes`, `slow_link`: ranks, and the link between them.
-- `link_training`, `simulated_training`, `optimizers`, `real_models`, `bare_sharding`: what is
-  trained or planned.
+- `link_training`, `simulated_training`, `optimizers`, `real_models`: what is trained or planned.
 - `simulated_ranks`: many ranks on one device.
 """
