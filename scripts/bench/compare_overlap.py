@@ -24,16 +24,13 @@ OPTIONS = options.parser(
 OPTIONS.add_argument(
     "--out", type=Path, default=Path("runs/against_fsdp2"), help="folder for its files"
 )
-OPTIONS.add_argument("--whole", action="store_true", help="as in link.py")
 
 
 def sample(args: argparse.Namespace) -> None:
     ours, _ = link_training.shard_ours(args, "flat", args.prefetch)
     theirs = link_training.shard_fsdp2(args)
-    updates = {OURS: link_training.update_ours, FSDP2: link_training.update_torchs}
     for name, model in ((OURS, ours), (FSDP2, theirs)):
-        update = updates[name](model) if args.whole else lambda: None
-        step = link_training.make_step(model, link_training.make_batch(args.rows), update)
+        step = link_training.make_step(model, link_training.make_batch(args.rows))
         step()  # the order is known from now on
         trace(step, args.steps, args.out / name / f"rank-{dist.get_rank()}.json.gz")
 

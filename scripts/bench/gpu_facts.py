@@ -7,11 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 
-BEFORE = time.perf_counter()
-
-import torch  # noqa: E402
-
-IMPORTED = time.perf_counter()
+import torch
 
 
 def per_second(run: Callable[[], object], amount: float) -> float:
@@ -28,9 +24,7 @@ def per_second(run: Callable[[], object], amount: float) -> float:
 
 def speeds(device: str) -> str:
     size, nbytes = (8192, 1 << 30) if device == "cuda" else (512, 1 << 24)
-    made = time.perf_counter()
     a = torch.ones(size, size, device=device, dtype=torch.bfloat16)
-    first = time.perf_counter() - made
     there = torch.empty(nbytes, dtype=torch.uint8, device=device)
     here = torch.empty(nbytes // 4, dtype=torch.uint8, pin_memory=device == "cuda")
     teraflops = per_second(lambda: a @ a, 2e-12 * size**3)
@@ -40,7 +34,6 @@ def speeds(device: str) -> str:
         for pair in ((there[: len(here)], here), (here, there[: len(here)]))
     )
     return (
-        f"import {IMPORTED - BEFORE:.1f} s, device {first:.1f} s; "
         f"bfloat16 {teraflops:.3g} TFLOP/s, memory {copied:.3g} GB/s, "
         f"from the host {to:.3g} GB/s, to it {back:.3g} GB/s"
     )

@@ -1,26 +1,11 @@
 """Show what one GPU can tell of the library: whether it is right, and how it compares with FSDP2.
 
-    facts      the device, and how fast it multiplies and copies; always
-    ranks      two ranks of NCCL on the GPU train as the unsharded model does
-    training   whole steps of a model of 1.2 billion parameters, beside FSDP2, DDP and unsharded,
-               and of 32 matrices of 4,096 x 16,384
-    speed      step times against the larger of compute and communication alone
-    overlap    what a profile says is exposed, and that all is hidden that can be
-    memory     the allocator's peak of a step, and that it is within its bounds
-    tests      the tests marked gpu: at one rank with NCCL, and on simulated ranks
-    compiled   those of them that compile
-    sanitizer  training again under CUDA's stream sanitizer, which finds unordered accesses
-
-and, only where `--parts` names it:
-
-    memcheck   training without torch's caching allocator, so that a read of freed memory is a
-               fault; under compute-sanitizer if that is on PATH
-
-All from training to memory run on simulated ranks alone (`simulated_ranks.py` says what these are
-and are not). Takes less than ten minutes and no network. Each part is a process of its own with a
-time limit, and one that fails does not stop the next. Each figure is printed and written as it is
-found: `--out` holds results.json, summary.md and what the tests wrote. What passed there with the
-same sources, on the same device, is not repeated.
+docs/gpu.md says what each part shows; `memcheck` runs only where `--parts` names it. All from
+training to memory run on simulated ranks alone (`simulated_ranks.py` says what these are and are
+not). No part needs a network. Each is a process of its own with a time limit, and one that fails
+does not stop the next. Each figure is printed and written as it is found: `--out` holds
+results.json, summary.md and what the tests wrote. What passed there with the same sources, on the
+same device, is not repeated.
 
 Ends with 0 if no part failed, 1 if not, 2 without a GPU.
 """

@@ -4,21 +4,15 @@ Every system has a copy of the model of `host_overhead.py`, sharded over a fake 
 which this process is rank 0. Forward and backward run once per system; then the operation alone is
 timed, once per round. Before each sample and outside of its time the gradients are set to what an
 unsharded backward gives, because a fake reduce-scatter promises no values and because clipping
-changes them.
+changes them. The results are compared with an unsharded model's on this rank's shard.
 
 *Optimizer step*: `step()` of AdamW with the same settings everywhere, its states warmed up. The
 reference, 1.0, is torch's foreach AdamW on what FSDP2 shards. Our AdamW is a fused one, so it is
 compared with torch's fused one too.
 
-*Clipping*: from `model.parameters()` to the norm as a plain tensor on every rank. The limit is half
-the norm, so every gradient is scaled in every sample. FSDP2's norm is a DTensor; `full_tensor()`,
-which makes the plain one, belongs to its time (the norm comes back replicated on the versions of
-torch that were looked at, so this is no second collective). The reference is the faster of FSDP2's
-two. Walking `model.parameters()` is part of every row.
-
-Three steps on every system must give what three plain steps give the unsharded model, on this
-rank's shard; each clip must return the norm of this rank's gradients, which is what a fake
-all-reduce leaves, and scale them to half.
+*Clipping*: from `model.parameters()` to the norm as a plain tensor on every rank, which FSDP2's
+DTensor takes `full_tensor()` for. The limit is half the norm, so every gradient is scaled in every
+sample. The reference is the faster of FSDP2's two.
 
 FSDP2 cuts every parameter, so each rank holds a piece of each; ours cuts the flat row of a unit's
 parameters, so rank 0 holds parts of 5 of a block's 14 here and nothing of the others. The number of

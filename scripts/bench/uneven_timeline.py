@@ -22,19 +22,16 @@ from harness.traces import trace
 WIDTH, ROWS, BLOCKS = 1024, 512, 3
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.relu(self.linear(x))
+def build() -> nn.Sequential:
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(BLOCKS))
+    )
 
 
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.tower, self.text = (nn.Sequential(*(Block() for _ in range(BLOCKS))) for _ in range(2))
+        self.tower, self.text = build(), build()
 
     def forward(self, x: torch.Tensor, has_image: bool) -> torch.Tensor:
         return self.text(self.tower(x) if has_image else x)

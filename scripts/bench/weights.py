@@ -109,7 +109,10 @@ def movers(args: argparse.Namespace) -> tuple[dict[str, Callable[[], object]], W
     trains = dist.get_rank() < 2
     shapes = {name: weight.shape for name, weight in build(args).state_dict().items()}
     targets = [
-        {name: part(shape, number % 2) for number, (name, shape) in enumerate(shapes.items())}
+        {
+            name: torch.empty(shape).chunk(2, number % 2)[0].clone()
+            for number, (name, shape) in enumerate(shapes.items())
+        }
         for _ in range(2)
     ]
     placed = {
@@ -137,13 +140,6 @@ def movers(args: argparse.Namespace) -> tuple[dict[str, Callable[[], object]], W
     if not trains:
         assert all(torch.equal(targets[0][name], targets[1][name]) for name in shapes)
     return {OURS: resharding.run, GATHERED: gathered}, resharding
-
-
-def part(shape: torch.Size, dim: int) -> torch.Tensor:
-    """Memory for half of a matrix, along ``dim``."""
-    sizes = list(shape)
-    sizes[dim] //= 2
-    return torch.empty(sizes)
 
 
 # Weights in files

@@ -83,8 +83,8 @@ def launch_ranks(
         return json.loads(result.read_text()) if result.exists() else None
 
 
-def join_ranks(timeout_s: float = 120.0) -> tuple[int, int]:
-    """Initialize gloo among the ranks of `launch_ranks`; returns (rank, world size)."""
+def join_ranks(timeout_s: float) -> None:
+    """Initialize gloo among the ranks of `launch_ranks`."""
     import torch
     import torch.distributed as dist
 
@@ -98,7 +98,6 @@ def join_ranks(timeout_s: float = 120.0) -> tuple[int, int]:
         timeout=datetime.timedelta(seconds=timeout_s),
     )
     torch.manual_seed(0)  # every rank builds the same model
-    return rank, world_size
 
 
 def join_fake_ranks(world_size: int) -> None:

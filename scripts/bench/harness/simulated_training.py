@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import nn
@@ -154,18 +155,10 @@ def true_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     from the beginning, and FSDP2's parameters from rows to rows.
     """
     found: dict[int, torch.Tensor] = {}
-    for param_group in (
-        param_group for unit in units_of(model) for param_group in unit.param_groups
-    ):
-        flat = torch.cat(
-            [repeated(param_group.shard, numel) for numel in param_group.plan.shard_numels]
-        )
-        for parameter, spec, offset in zip(
-            param_group.sharded_parameters,
-            param_group.plan.specs,
-            param_group.plan.offsets,
-            strict=True,
-        ):
+    for param_group in chain.from_iterable(unit.param_groups for unit in units_of(model)):
+        plan, parameters = param_group.plan, param_group.sharded_parameters
+        flat = torch.cat([repeated(param_group.shard, numel) for numel in plan.shard_numels])
+        for parameter, spec, offset in zip(parameters, plan.specs, plan.offsets, strict=True):
             found[id(parameter)] = flat[offset : offset + spec.numel].view(spec.shape)
     for parameter in model.parameters():
         if isinstance(parameter, DTensor) and id(parameter) not in found:
