@@ -7,15 +7,13 @@ place with `load` what they saved themselves. FSDP2 uses torch's `FileSystemWrit
 checksums before it changes anything; ours is also loaded without comparing those of tensors, and by
 torch's reader, which compares none. Each reader must bring back every shard, bit by bit.
 
-*Time* includes `state_dict()`. Loads find the files in the page cache, as they were just written:
-they measure the software. Saves wait for the disk, so `--folder /dev/shm` is the one to look at for
-what the software adds.
+*Time* includes `state_dict()`. Loads find the files in the page cache. Saves wait for the disk, so
+`--folder /dev/shm` shows what the software adds.
 
 *Memory* is the peak of a rank's resident memory during one save or load above what it was before,
 on the rank with most; files in the page cache do not count. It is measured in ranks of its own, in
-which freed blocks of 64 KiB and more go back to the system at once (MALLOC_MMAP_THRESHOLD_), so
-that none hides in what rested before. That slows down whoever takes large blocks, FSDP2's load to
-half its speed, and so nothing is timed there.
+which freed blocks of 64 KiB and more go back to the system at once, so that none hides in what
+rested before. That slows down whoever takes large blocks, so nothing is timed there.
 """
 
 from __future__ import annotations

@@ -40,11 +40,6 @@ def train_ours(
     return make_step(args, model, AdamW(model.parameters(), **ADAMW))
 
 
-def train_fsdp2(args: argparse.Namespace, mesh: DeviceMesh) -> Callable[[], float]:
-    model = sharding.shard_fsdp2(link_training.build(args.blocks, args.sleep), mesh)
-    return make_step(args, model, torch.optim.AdamW(model.parameters(), **ADAMW, fused=True))
-
-
 def make_step(
     args: argparse.Namespace, model: Any, optimizer: torch.optim.Optimizer
 ) -> Callable[[], float]:
@@ -54,10 +49,12 @@ def make_step(
 
 def sample(args: argparse.Namespace) -> dict[str, list[float]]:
     mesh = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("replicate", "shard"))
+    theirs = sharding.shard_fsdp2(link_training.build(args.blocks, args.sleep), mesh)
+    adamw = torch.optim.AdamW(theirs.parameters(), **ADAMW, fused=True)
     steps = {
         OURS: train_ours(args, mesh, False),
         DIVIDED: train_ours(args, mesh, True),
-        FSDP2: train_fsdp2(args, mesh),
+        FSDP2: make_step(args, theirs, adamw),
     }
     for _ in range(2):
         turns.same_losses({name: step() for name, step in steps.items()})

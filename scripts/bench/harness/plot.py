@@ -37,8 +37,6 @@ def _draw_lines(axes: Axes, figures: Sequence[Figure], sweep: Sweep) -> None:
             for figure in figures
             if figure.system == system and figure.at is not None
         )
-        if not points:
-            continue
         at = [where for where, _ in points]
         spreads = [spread for _, spread in points]
         color = _COLORS[k % len(_COLORS)]
@@ -63,10 +61,6 @@ def _draw_lines(axes: Axes, figures: Sequence[Figure], sweep: Sweep) -> None:
     else:
         axes.set_ylim(bottom=0)
     axes.set_xlabel(sweep.name)
-    axes.set_ylabel(_name(figures[0]))
+    axes.set_ylabel(", ".join(filter(None, (figures[0].quantity, figures[0].unit))))
     axes.grid(True, which="both", alpha=0.25)
     axes.legend(fontsize=8)
-
-
-def _name(figure: Figure) -> str:
-    return f"{figure.quantity}, {figure.unit}" if figure.unit else figure.quantity

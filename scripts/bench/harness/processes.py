@@ -68,14 +68,12 @@ def launch_ranks(
         ]
         try:
             deadline = time.monotonic() + timeout_s
-            while any(rank.poll() is None for rank in ranks):
-                if any(rank.returncode for rank in ranks):
+            while None in (codes := [rank.poll() for rank in ranks]) or any(codes):
+                if any(codes):
                     fail("a rank failed; its error is above", code=1)
                 if time.monotonic() > deadline:
                     fail(f"the ranks did not finish in {timeout_s:.0f} s", code=1)
                 time.sleep(0.05)
-            if any(rank.returncode for rank in ranks):
-                fail("a rank failed; its error is above", code=1)
         finally:
             for rank in ranks:
                 rank.kill()

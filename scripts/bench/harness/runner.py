@@ -1,17 +1,7 @@
 """Runs a benchmark: parses its options, launches its ranks and publishes what they sampled.
 
 A benchmark is a script of its documentation, its options, `sample`, which runs on each rank, and
-`report`, which makes figures of the samples:
-
-    OPTIONS = options.parser(__doc__, ranks=2, rounds=9)
-
-    def sample(args): ...
-    def report(args, found): ...
-
-    if __name__ == "__main__":
-        runner.main(OPTIONS, sample, report)
-
-Where a benchmark says nothing else:
+`report`, which makes figures of the samples. Where a benchmark says nothing else:
 
 - Ranks talk by gloo over loopback. With `--rate` it is limited, in a network namespace made for the
   run, which needs root and `tc`.

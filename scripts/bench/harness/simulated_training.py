@@ -130,20 +130,17 @@ def build_ours(scale: Scale, device: str, mesh: DeviceMesh) -> nn.Sequential:
     """A model of ours, on a context of its own."""
     model = build(scale, device)
     ctx = fsdp_overlap.FsdpContext(mesh)
-    for block in model[:-1]:
-        fsdp_overlap.fully_shard(block, ctx, mp_policy=MIXED)
-    fsdp_overlap.fully_shard(model, ctx, mp_policy=MIXED)
+    for module in (*model[:-1], model):
+        fsdp_overlap.fully_shard(module, ctx, mp_policy=MIXED)
     return model
 
 
 def build_all(scale: Scale, device: str, mesh: DeviceMesh) -> dict[str, nn.Sequential]:
     """The unsharded one in the dtype in which the others compute. One after the other, so that only
     one is whole in float32 at a time."""
-    models = {OURS: build_ours(scale, device, mesh)}
-    models[FSDP2] = build(scale, device)
-    for block in models[FSDP2][:-1]:
-        fsdp2.fully_shard(block, mesh=mesh, mp_policy=MIXED)
-    fsdp2.fully_shard(models[FSDP2], mesh=mesh, mp_policy=MIXED)
+    models = {OURS: build_ours(scale, device, mesh), FSDP2: build(scale, device)}
+    for module in (*models[FSDP2][:-1], models[FSDP2]):
+        fsdp2.fully_shard(module, mesh=mesh, mp_policy=MIXED)
     models[UNSHARDED] = build(scale, device).to(MIXED.param_dtype)
     return models
 
