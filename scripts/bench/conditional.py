@@ -1,9 +1,9 @@
 """What it costs that ranks may run different units: a step of a model with a conditional tower.
 
-The tower is the first half of the blocks, or with `--before` it follows some of the others, and is
-a unit too. Systems are ours: the tower is not conditional; it is, and all ranks run it; it is, and
-every second rank runs it, while the others shadow it. Of the last, a sample is of the ranks that
-run the tower. With no conditional unit, ranks must exchange no message at all.
+The tower is the first half of the blocks, and is a unit too. Systems are ours: the tower is not
+conditional; it is, and all ranks run it; it is, and every second rank runs it, while the others
+shadow it. Of the last, a sample is of the ranks that run the tower. With no conditional unit, ranks
+must exchange no message at all.
 
 What they cost the host is the sum of two measurements, since gloo's threads on shared cores make
 single steps vary by more than it is. In one process with a fake process group, which answers with
@@ -53,24 +53,21 @@ HOST_WIDTH, HOST_STEPS, WARM_UP = 32, 5, 3
 class Model(nn.Module):
     """Blocks, among them a tower that this rank runs or not."""
 
-    def __init__(self, blocks: int, before: int, sleep_ms: float, width: int) -> None:
+    def __init__(self, blocks: int, sleep_ms: float, width: int) -> None:
         super().__init__()
         all_blocks = link_training.build(blocks, sleep_ms, width)
-        end = before + blocks // 2
-        self.first, self.tower = all_blocks[:before], all_blocks[before:end]
-        self.last = all_blocks[end:]
+        self.tower, self.rest = all_blocks[: blocks // 2], all_blocks[blocks // 2 :]
         self.runs_tower = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        return self.last(self.tower(x) if self.runs_tower else x)
+        return self.rest(self.tower(x) if self.runs_tower else x)
 
 
 def prepare(args: argparse.Namespace, name: str, width: int) -> Callable[[], float]:
     """Return a step of the system ``name``."""
-    model = Model(args.blocks, args.before, args.sleep, width)
+    model = Model(args.blocks, args.sleep, width)
     ctx = FsdpContext(sharding.cpu_mesh())
-    for block in (*model.first, *model.tower, *model.last):
+    for block in (*model.tower, *model.rest):
         fully_shard(block, ctx)
     fully_shard(model.tower, ctx, conditional=name != PLAIN)
     fully_shard(model, ctx)
@@ -220,7 +217,6 @@ def measure_link(args: argparse.Namespace) -> dict[str, list[float]]:
 OPTIONS = options.parser(
     __doc__, rate="2gbit", ranks=2, blocks=8, rows=64, sleep=43.0, rounds=25, steps=1
 )
-OPTIONS.add_argument("--before", type=int, default=0, help="blocks that run before the tower")
 OPTIONS.add_argument("--host-rounds", type=int, default=300, help="of what the host is measured")
 OPTIONS.add_argument(
     "--ranks-in-simulation", type=int, nargs="*", default=[8, 64, 1024], help="of the host's work"
@@ -245,7 +241,7 @@ def launch(args: argparse.Namespace) -> dict[str, Any]:
 
 def report(args: argparse.Namespace, found: dict[str, Any]) -> Results:
     results = Results(
-        f"blocks of 12*{link_training.WIDTH}^2, {args.before} before a tower of "
+        f"blocks of 12*{link_training.WIDTH}^2, a tower of "
         f"{args.blocks // 2}; the host: blocks of 12*{HOST_WIDTH}^2, {args.host_rounds} rounds of "
         f"{HOST_STEPS} steps"
     )
