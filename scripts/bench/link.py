@@ -1,33 +1,23 @@
 """Training over a slow link: our step against FSDP2's and against what its parts take alone.
 
-Ranks train one model in five ways:
+Ranks train one model as ours (with `--layout` also as `Flat()` lays it out), FSDP2, and FSDP2 with
+our collectives, which it waits for as for its own: what it gains with them is theirs, and what ours
+gains beyond that is overlap, and the host's work. Besides: compute alone, unsharded on all ranks at
+the same time; and communication alone, the collectives of a step of ours enqueued back to back on
+both groups, two reductions at a time.
 
-- ours and FSDP2; with `--layout`, ours also as `Flat()` lays it out, which it must not cost more
-  than;
-- FSDP2 with our collectives, which it waits for as it does for its own. So what FSDP2 gains with
-  them is theirs, and what ours gains beyond that is overlap, and the host's work;
-- compute alone: the model unsharded, all ranks at the same time, nothing communicated;
-- communication alone: the collectives of a step of ours (each block gathered for forward, each but
-  the last, which is kept, for backward, and reduced once), enqueued back to back on both groups,
-  two reductions at a time as in a step, nothing computed.
-
-The larger of the last two is the bound: the samples of whichever has the larger median. The target
-is 1.02 of it where one of the two is at least twice the other, and 1.04 where they are nearer,
-because then neither can hide what the other adds. Ranks and communication share the host's cores,
-which such a bound does not know; `--sleep` with few `--rows` shows the schedule alone.
+The larger of the last two medians is the bound. The target is 1.02 of it where one of the two is at
+least twice the other, and 1.04 where they are nearer, because then neither can hide what the other
+adds. Ranks and communication share the host's cores, which such a bound does not know; `--sleep`
+with few `--rows` shows the schedule alone.
 
 With `--whole` a step also clips gradients by their norm and steps AdamW: ours by ours, which also
-gathers for the next forward (`prefetch_next_forward=True`), FSDP2 by torch's, foreach and fused.
-Compute alone does that with as many elements as a rank has of the sharded model, a tensor for each
-block.
+gathers for the next forward, FSDP2 by torch's, foreach and fused; compute alone with as many
+elements as a rank has, a tensor for each block.
 
-With `--optimizer` the question is what it buys to gather parameters under compute. A step is one of
-training then, of `--microbatches` forwards and backwards, and the systems are ours with overlap on
-and off, and FSDP2. At `--stage` 1 and 2 full buffers are kept between steps: on, their refresh is
-started after the optimizer's step and runs under the next forward; off, the step ends with it. At
-stage 3, off is a prefetch of 0. Muon is our optimizer, on whole matrices, and torch's on FSDP2;
-AdamW is ours, and torch's fused. FSDP2 comes as near to the stage as it can: at 1 and 2 it keeps
-parameters from forward to backward, and from one microbatch to the next.
+With `--optimizer` a step is one of training, of `--microbatches` forwards and backwards: ours with
+overlap on and off, and FSDP2, which comes as near to `--stage` as it can. Off, the refresh of full
+buffers ends the step (stages 1 and 2), or nothing is prefetched (stage 3).
 """
 
 from __future__ import annotations

@@ -12,13 +12,9 @@ system in a process of its own, because groups and caches stay. Of one rank:
 - *plan*: what a rank plans to save, by `torch.distributed.checkpoint`'s planner, and how many
   tensors it writes.
 
-Of a save, without the tensors:
-
-- *sent to the first rank*: what all ranks send to it before and after they write, pickled;
-- *coordinate*: how long the first rank works while the others wait: it reads what they sent, plans,
-  answers, and writes the metadata; and the memory of a process that does. What other ranks send is
-  made in the same process, outside of that time;
-- *returned*: how long a rank takes to read what `save()` returns to it.
+Of a save, without the tensors: what is *sent to the first rank* before and after ranks write,
+pickled; *coordinate*, how long it works while the others wait, and its memory; *returned*, how long
+a rank takes to read what `save()` returns to it.
 
 Ours saves with `ShardedSavePlanner` and `SafeFileSystemWriter`, FSDP2 with torch's own. A sample is
 one run of a process.

@@ -14,12 +14,10 @@ the sum `world_size` times it. Where all ranks have one batch, that is the train
 the one whose weights repeat from shard to shard. Losses and gradients can be compared with it
 unsharded. After an optimizer's step they no longer can: the other ranks' gradients differ.
 
-Ranges of a list may have different sizes. Then a rank holds what this one holds, cut to its own
-size, or again and again until that is full: `repeated(range, numel)`; zeros where this one holds
-nothing. All-gathers of lists fill their ranges so, and all-to-alls, in which every rank sends here
-what this one sends to itself. A reduce-scatter gives this rank's own range of a list too. What is
-gathered in two steps (kept parts, divided copies) differs from what is gathered in one unless all
-ranges are equal. A broadcast leaves what is there, so `full_tensor()` has this rank's range alone.
+Where ranges of a list differ in size, a rank holds what this one holds, cut to its own size or
+repeated until that is full, and zeros where this one holds nothing. So what is gathered in two
+steps (kept parts, divided copies) differs from what is gathered in one. A broadcast leaves what is
+there, so `full_tensor()` has this rank's range alone.
 
 **Time.** A collective lasts as long as `link.gigabytes_per_s` needs for the bytes that a rank
 receives, `(world_size - 1) / world_size` of the whole where ranges are equal (twice that for an
@@ -31,15 +29,11 @@ honest:
 - A group runs one collective at a time, in the order in which they were issued, as a communicator
   does.
 
-What is not simulated: a slower rank, and the latency of a message. `simulated_link.BLOCKS` blocks
-copy; then `link.waiting_blocks` of them keep their multiprocessors until the transfer ends: one, or
-as many as NCCL has.
-
-On a GPU a collective is one kernel, and one or two for each range of a list, one after the other. A
-kernel copies and then watches the GPU's own nanosecond clock.
-Clocks of multiprocessors, which `torch.cuda._sleep` counts, slow down under load. Its name begins
-with `nccl`, by which traces know a collective. On a CPU it takes the caller's time, by sleeping:
-good for trying out what uses it, not for saying anything about overlap.
+What is not simulated: a slower rank, and the latency of a message. On a GPU a collective is one
+kernel, and one or two for each range of a list. `simulated_link.BLOCKS` blocks copy; then
+`link.waiting_blocks` of them watch the GPU's own nanosecond clock until the transfer ends (clocks
+of multiprocessors slow down under load). Its name begins with `nccl`, by which traces know a
+collective. On a CPU it sleeps in the caller's time, which says nothing about overlap.
 """
 
 from __future__ import annotations
