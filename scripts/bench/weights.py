@@ -15,9 +15,7 @@ Ours is `save_weights()`, of which each rank writes a part. In the two others th
 what it has gathered, from `export_weights()` or from FSDP2's full state dict.
 
 *--plan*, on one rank of a fake process group: what the first export of Llama-3 8B, with a block a
-unit, takes a rank's host beside collectives and copies. The other ranks tell the same as this one.
-
-All systems must give the same weights.
+unit, takes a rank's host beside collectives and copies. All systems must give the same weights.
 """
 
 from __future__ import annotations
