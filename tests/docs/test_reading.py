@@ -1,0 +1,100 @@
+"""The plain path stays small: `scripts/reading.py` measures what a plain run enters and loads."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.pages import ROOT
+
+LIMITS = {
+    "plain run, code lines": 4204,
+    "plain run, files": 51,
+    "steady forward and backward, code lines": 1517,
+    "steady forward and backward, files": 28,
+    "fully_shard, code lines": 1521,
+    "fully_shard, files": 30,
+    "loaded by the import, code lines": 14658,
+    "loaded by the import, files": 87,
+    "Python calls a unit and steady step": 200,
+    "branches of Schedule.after_forward": 34,
+    "branches of hooks.after_forward": 29,
+    "files of the core that name a feature": 36,
+}
+"""At most. Lower them with the figures; whoever raises one says why."""
+
+
+def problems_of(measured: dict[str, Any], limits: dict[str, int]) -> list[str]:
+    figures = measured["figures"]
+    assert figures.keys() == limits.keys()
+    return [
+        *(
+            f"{name}: {figures[name]}, at most {limit} (see scripts/reading.py --files)"
+            for name, limit in limits.items()
+            if figures[name] > limit
+        ),
+        *(f"a plain run enters a feature, {chain}" for chain in measured["features"]),
+        *(f"the core imports a feature: {place}" for place in measured["imports"]),
+    ]
+
+
+def plant(root: Path) -> int:
+    """Copy the package, and call a feature from a hook there. Return the line of its import."""
+    package = root / "fsdp_overlap"
+    shutil.copytree(ROOT / "fsdp_overlap", package, ignore=shutil.ignore_patterns("__pycache__"))
+    (package / "features").mkdir(exist_ok=True)
+    (package / "features" / "toy.py").write_text("def count():\n    return 1\n")
+    hooks = package / "engine" / "hooks.py"
+    text = hooks.read_text()
+    begins = re.search(r"^def after_forward\((?:.|\n)*?:\n(?=    )", text, re.MULTILINE)
+    assert begins is not None
+    planted = "    from fsdp_overlap.features.toy import count\n    count()\n"
+    hooks.write_text(text[: begins.end()] + planted + text[begins.end() :])
+    return text.count("\n", 0, begins.end()) + 1
+
+
+@dataclass
+class Readings:
+    ours: dict[str, Any]
+    planted: dict[str, Any]
+    line: int
+
+
+@pytest.fixture(scope="module")
+def readings(tmp_path_factory: pytest.TempPathFactory) -> Readings:
+    """What the script measures of the package, and of one with a feature in the plain path."""
+    folder = tmp_path_factory.mktemp("reading")
+    line = plant(folder / "planted")
+    out = folder / "reading.json"
+    script = ROOT / "scripts" / "reading.py"
+    command = [sys.executable, script, "--json", out, "--beside", folder / "planted"]
+    subprocess.run(command, check=True, timeout=150)
+    return Readings(*json.loads(out.read_text()), line)
+
+
+def test_the_plain_path_stays_small_and_enters_no_feature(readings: Readings) -> None:
+    if problems := problems_of(readings.ours, LIMITS):
+        pytest.fail("\n".join(problems), pytrace=False)
+
+
+def test_a_feature_in_the_plain_path_is_found_with_the_calls_that_lead_there(
+    readings: Readings,
+) -> None:
+    before, line = readings.ours["figures"], readings.line
+    problems = problems_of(readings.planted, before)
+    lines, steady = "code lines", "steady forward and backward"
+    grown = before[f"{steady}, {lines}"] + 4
+    imported = f"engine/hooks.py:{line} after_forward > features/toy.py:1 <module>"
+    called = f"engine/hooks.py:{line + 1} after_forward > features/toy.py:1 count"
+    assert any(problem.startswith(f"{steady}, {lines}: {grown}, at most") for problem in problems)
+    assert f"a plain run enters a feature, plain run: {imported}" in problems
+    assert f"a plain run enters a feature, {steady}: {called}" in problems
+    assert f"the core imports a feature: engine/hooks.py:{line}" in problems
