@@ -13,7 +13,7 @@ from fsdp_overlap.engine.context import FsdpContext
 from fsdp_overlap.engine.options import QuantizedCommPolicy
 from fsdp_overlap.engine.unit import unit_of
 from fsdp_overlap.engine.unit_init import make_unit
-from fsdp_overlap.fsdp_module import FSDPModule, state_of
+from fsdp_overlap.fsdp_module import FSDPModule
 from fsdp_overlap.tensor.spmd_mesh import DataParallelMeshDims, spmd_mesh
 from fsdp_overlap.torch_internals import (
     is_replicated,
@@ -297,7 +297,12 @@ def _methods_first(metaclass: Any) -> Any:
     return MethodsFirst
 
 
-patch_fully_shard_state(state_of)
+def _state_of(module: nn.Module) -> Any:
+    """Return what ``fully_shard.state(module)`` gives. ``None`` if ``module`` is not ours."""
+    return module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+
+
+patch_fully_shard_state(_state_of)
 
 
 # ---- Blocks ----

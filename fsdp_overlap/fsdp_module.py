@@ -3,10 +3,12 @@ take such modules."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 from weakref import ref
@@ -22,7 +24,6 @@ from fsdp_overlap.comm.custom_collectives import CustomComms
 from fsdp_overlap.comm.group_memory import check_memory
 from fsdp_overlap.comm.symmetric_memory import use_symmetric_memory
 from fsdp_overlap.engine import hooks
-from fsdp_overlap.engine.adoption import check_registrations, update_registrations
 from fsdp_overlap.engine.context import context_of
 from fsdp_overlap.engine.hooks import ForwardMethod
 from fsdp_overlap.engine.meta_init import (
@@ -36,6 +37,7 @@ from fsdp_overlap.engine.param import (
     move_buffers,
     parameter_like,
     parameters_outside_units,
+    plain_class,
     tp_local_tensor,
 )
 from fsdp_overlap.engine.param_group import ParamGroup, sync_grad_dtypes
@@ -471,32 +473,9 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
                 Nothing was changed then.
         """
         for unit in self._units(recurse):
-            update_registrations(unit)
-            _check_apply(unit, fn)
-        shards = self._shards()
-        with torch.no_grad():
-            applied = [fn(shard) for _, shard in shards]
-        for param_group in self._fsdp_unit.param_groups:
-            param_group.module_info.to_none()
-        try:
-            with ties_set_aside(self._fsdp_unit):
-                super()._apply(fn, recurse)
-        finally:
-            self._fsdp_unit.to_sharded()
-        if self._fsdp_unit.is_offloaded:  # shards stay on the host, buffers do not
-            move_buffers([self], context_of(self._fsdp_unit).device)
-        if any(
-            param_group.is_meta and not result.is_meta
-            for (param_group, _), result in zip(shards, applied, strict=True)
-        ):
-            materialize(self._fsdp_unit)
-        else:
-            for (param_group, shard), result in zip(shards, applied, strict=True):
-                if result.dtype != shard.dtype:
-                    cast_param_group(self._fsdp_unit, param_group, result)
-                elif result is not shard:
-                    shard.copy_(result)
-        register_unsharded_once(self._fsdp_unit)
+            unit.update_registrations()
+            _check_move(unit, fn)
+        _move_unit(self, self._fsdp_unit, fn, partial(super()._apply, fn, recurse))
         return self
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -504,32 +483,14 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         if not context_of(self._fsdp_unit).was_initialized:
             for unit in self._units(recurse=True):
                 with suppress(RuntimeError):  # which the first forward raises
-                    update_registrations(unit)
+                    unit.update_registrations()
         return super().named_parameters(*args, **kwargs)
-
-    def _shards(self) -> list[tuple[ParamGroup, torch.Tensor]]:
-        """Return the tensors that :meth:`_apply` works on: the shards of the unit, without what is
-        opaque. If the unit has several modules, each of them is called, and works on the ranges of
-        its own parameters. So it does if they are of a class of their own."""
-        unit = self._fsdp_unit
-        param_groups = [
-            param_group for param_group in unit.param_groups if not param_group.is_opaque
-        ]
-        mine = {id(module._parameters) for _, module in modules_outside_units([self])}
-        flat = [group for group in param_groups if not (unit.is_list or group.is_extension)]
-        return [(param_group, param_group.shard) for param_group in flat] + [
-            (param_group, sharded._local_tensor)
-            for param_group in param_groups
-            if param_group not in flat
-            for item, sharded in zip(param_group.owned, param_group.sharded_parameters, strict=True)
-            if any(id(registered) in mine for registered, _ in item.registrations)
-        ]
 
     def _load_from_state_dict(self, *args: Any) -> None:
         # A unit on the meta device keeps what load_state_dict(assign=True) has registered so far,
         # and waits for the parameters of its other modules.
         for unit in (self._fsdp_unit, *self._fsdp_unit.owners):
-            update_registrations(unit)
+            unit.update_registrations()
             if not unit.is_meta and not _is_in_use(unit):
                 unit.to_sharded()  # in place of what a load that failed has left
                 _reshard(unit)
@@ -555,78 +516,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         Raises:
             RuntimeError: the unit is a list of modules, and one of them was deleted.
         """
-        unit = self._fsdp_unit
-        for each in (unit, *unit.owners):
-            if not each.is_complete:
-                raise RuntimeError(
-                    f"unit {each.name!r} is of several modules, of which one was deleted, or owns "
-                    "a parameter of another, and cannot be copied without it: keep, and copy, the "
-                    "module that holds all of them"
-                )
-        copy_owners(unit, memo)
-        sync_grad_dtypes(unit.param_groups)
-        kept = _copy_parameters(unit, memo)
-        if any(
-            param_group.shares_shard or not item.registrations
-            for param_group in unit.param_groups
-            for item in param_group.owned
-        ):
-            raise RuntimeError(
-                f"{unit.name!r} has weights that were tied after fully_shard(), and cannot be "
-                "copied: tie them before"
-            )
-        originals = unit.modules
-        duplicates = []
-        for module in originals:
-            plain = plain_class(type(module))
-            memo[id(module)] = duplicate = plain.__new__(plain)
-            duplicates.append(duplicate)
-        _copy_attributes(unit, memo)  # not before: they may lead to modules and other parameters
-        for module, duplicate in zip(originals, duplicates, strict=True):
-            state = hooks.without_hooks(module.__getstate__())
-            del state["_fsdp_unit"]
-            duplicate.__setstate__(deepcopy(state, memo))
-        context = deepcopy(context_of(unit), memo)
-        meshes = {}
-        for param_group in unit.param_groups:
-            mesh_info = context.mesh_info_of(param_group.mesh_info.mesh)
-            mesh_info.plans.place(duplicates, [param_group.plan])
-            for item, spec in zip(param_group.owned, param_group.plan.specs, strict=True):
-                full = item.spmd.full if item.spmd is not None else None
-                # As FSDP2's ShardPlacementResult.
-                meshes[memo[id(item.parameter)]] = SimpleNamespace(
-                    mesh_info=SimpleNamespace(
-                        mesh=mesh_info.mesh,
-                        spmd_mesh=full and full.mesh,
-                        dp_mesh_dims=full,
-                    ),
-                    placement=Shard(spec.cut_dim),
-                )
-        tied = {memo[id(table[name])] for tie in unit.ties for table, name in tie.registrations}
-        copied_unit = make_unit(
-            duplicates,
-            context,
-            unit.mesh,
-            reshard_after_forward=unit.reshard_after_forward,
-            shard_placement_fn=meshes.__getitem__,
-            mp_policy=_keeping_dtypes(unit.mp_policy, kept),
-            offload_policy=unit.offload_policy,
-            comm_policy=unit.comm_policy,
-            conditional=unit.conditional,
-            # What the unit does not own, the copy does not: ignored, or frozen and added later.
-            ignored=frozenset(
-                parameter
-                for _, parameter, *_ in parameters_outside_units(duplicates)
-                if parameter not in meshes and parameter not in tied
-            ),
-        )
-        copied_unit.unowned = deepcopy(unit.unowned, memo)
-        for module, duplicate in zip(originals, duplicates, strict=True):
-            object.__setattr__(duplicate, "__class__", type(module))
-        for mine, its in zip(unit.param_groups, copied_unit.param_groups, strict=True):
-            # For an optimizer that is copied together with the model.
-            memo.update(zip(map(id, mine.sharded_parameters), its.sharded_parameters, strict=True))
-        unit.copy_to(copied_unit)
+        _copy_unit(self._fsdp_unit, memo)
         return cast(nn.Module, memo[id(self)])
 
     def _units(self, recurse: bool) -> Iterable[Unit]:
@@ -677,7 +567,7 @@ FsdpModule = FSDPModule
 
 def _reshard(unit: Unit) -> None:
     context = context_of(unit)
-    check_registrations(unit)
+    unit.check_registrations()
     lost = unit.changed() if unit.is_gathered else None
     context.schedule.reshard(unit)
     if unit.is_offloaded:
@@ -774,7 +664,7 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
         context.comm_context.share_comm_streams_of(contexts[0].comm_context)
 
 
-def _check_apply(unit: Unit, fn: Any) -> None:
+def _check_move(unit: Unit, fn: Any) -> None:
     """Raise RuntimeError if ``fn``, which ``_apply()`` is to call, would move or cast shards where
     they cannot be."""
     for param_group in unit.param_groups:
@@ -786,9 +676,127 @@ def _check_apply(unit: Unit, fn: Any) -> None:
             raise RuntimeError(refused)
 
 
-def plain_class(cls: type) -> Any:
-    """Return the class that the user wrote, without what :func:`fully_shard` added."""
-    return next(base for base in cls.__mro__ if not issubclass(base, FSDPModule))
+def _move_unit(
+    module: nn.Module, unit: Unit, fn: Callable[..., Any], apply: Callable[[], Any]
+) -> None:
+    """Do to ``unit`` what ``to_empty()``, ``to()`` and the like do to all tensors by ``fn``.
+    ``apply`` does it to what ``module``, of the unit, has beside the unit's parameters."""
+    shards = _shards_of(module, unit)
+    with torch.no_grad():
+        applied = [fn(shard) for _, shard in shards]
+    for param_group in unit.param_groups:
+        param_group.module_info.to_none()
+    try:
+        with ties_set_aside(unit):
+            apply()
+    finally:
+        unit.to_sharded()
+    if unit.is_offloaded:  # shards stay on the host, buffers do not
+        move_buffers([module], context_of(unit).device)
+    if any(
+        param_group.is_meta and not result.is_meta
+        for (param_group, _), result in zip(shards, applied, strict=True)
+    ):
+        materialize(unit)
+    else:
+        for (param_group, shard), result in zip(shards, applied, strict=True):
+            if result.dtype != shard.dtype:
+                cast_param_group(unit, param_group, result)
+            elif result is not shard:
+                shard.copy_(result)
+    register_unsharded_once(unit)
+
+
+def _shards_of(module: nn.Module, unit: Unit) -> list[tuple[ParamGroup, torch.Tensor]]:
+    """Return the tensors that :func:`_move_unit` works on: the shards of the unit, without what is
+    opaque. If the unit has several modules, each of them is called, and works on the ranges of its
+    own parameters. So it does if they are of a class of their own."""
+    param_groups = [param_group for param_group in unit.param_groups if not param_group.is_opaque]
+    mine = {id(inner._parameters) for _, inner in modules_outside_units([module])}
+    flat = [group for group in param_groups if not (unit.is_list or group.is_extension)]
+    return [(param_group, param_group.shard) for param_group in flat] + [
+        (param_group, sharded._local_tensor)
+        for param_group in param_groups
+        if param_group not in flat
+        for item, sharded in zip(param_group.owned, param_group.sharded_parameters, strict=True)
+        if any(id(registered) in mine for registered, _ in item.registrations)
+    ]
+
+
+def _copy_unit(unit: Unit, memo: dict[int, Any]) -> None:
+    """Put copies of the modules of ``unit``, which become a unit too, into ``memo``."""
+    for each in (unit, *unit.owners):
+        if not each.is_complete:
+            raise RuntimeError(
+                f"unit {each.name!r} is of several modules, of which one was deleted, or owns "
+                "a parameter of another, and cannot be copied without it: keep, and copy, the "
+                "module that holds all of them"
+            )
+    if unit.owners:
+        copy_owners(unit, memo)
+    sync_grad_dtypes(unit.param_groups)
+    kept = _copy_parameters(unit, memo)
+    if any(
+        param_group.shares_shard or not item.registrations
+        for param_group in unit.param_groups
+        for item in param_group.owned
+    ):
+        raise RuntimeError(
+            f"{unit.name!r} has weights that were tied after fully_shard(), and cannot be "
+            "copied: tie them before"
+        )
+    originals = unit.modules
+    duplicates = []
+    for module in originals:
+        plain = plain_class(type(module))
+        memo[id(module)] = duplicate = plain.__new__(plain)
+        duplicates.append(duplicate)
+    _copy_attributes(unit, memo)  # not before: they may lead to modules and other parameters
+    for module, duplicate in zip(originals, duplicates, strict=True):
+        state = _without_hooks(module.__getstate__(), unit)
+        del state["_fsdp_unit"]
+        duplicate.__setstate__(deepcopy(state, memo))
+    context = deepcopy(context_of(unit), memo)
+    meshes = {}
+    for param_group in unit.param_groups:
+        mesh_info = context.mesh_info_of(param_group.mesh_info.mesh)
+        mesh_info.plans.place(duplicates, [param_group.plan])
+        for item, spec in zip(param_group.owned, param_group.plan.specs, strict=True):
+            full = item.spmd.full if item.spmd is not None else None
+            # As FSDP2's ShardPlacementResult.
+            meshes[memo[id(item.parameter)]] = SimpleNamespace(
+                mesh_info=SimpleNamespace(
+                    mesh=mesh_info.mesh,
+                    spmd_mesh=full and full.mesh,
+                    dp_mesh_dims=full,
+                ),
+                placement=Shard(spec.cut_dim),
+            )
+    tied = {memo[id(table[name])] for tie in unit.ties for table, name in tie.registrations}
+    copied_unit = make_unit(
+        duplicates,
+        context,
+        unit.mesh,
+        reshard_after_forward=unit.reshard_after_forward,
+        shard_placement_fn=meshes.__getitem__,
+        mp_policy=_keeping_dtypes(unit.mp_policy, kept),
+        offload_policy=unit.offload_policy,
+        comm_policy=unit.comm_policy,
+        conditional=unit.conditional,
+        # What the unit does not own, the copy does not: ignored, or frozen and added later.
+        ignored=frozenset(
+            parameter
+            for _, parameter, *_ in parameters_outside_units(duplicates)
+            if parameter not in meshes and parameter not in tied
+        ),
+    )
+    copied_unit.unowned = deepcopy(unit.unowned, memo)
+    for module, duplicate in zip(originals, duplicates, strict=True):
+        object.__setattr__(duplicate, "__class__", type(module))
+    for mine, its in zip(unit.param_groups, copied_unit.param_groups, strict=True):
+        # For an optimizer that is copied together with the model.
+        memo.update(zip(map(id, mine.sharded_parameters), its.sharded_parameters, strict=True))
+    unit.copy_to(copied_unit)
 
 
 def _copy_parameters(unit: Unit, memo: dict[int, Any]) -> set[nn.Parameter]:
@@ -826,6 +834,32 @@ def _copy_attributes(unit: Unit, memo: dict[int, Any]) -> None:
             own = vars(tp_local_tensor(copied))  # of its class, if it has one of its own
             given = {name: value for name, value in attributes.items() if name not in own}
             vars(copied).update(deepcopy(given, memo))
+
+
+# The attributes in which nn.Module notes hooks, and how to call those of a forward.
+_HOOK_TABLES = (
+    "_load_state_dict_post_hooks",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+
+
+def _without_hooks(state: dict[str, Any], unit: Unit) -> dict[str, Any]:
+    """Return a copy of ``state``, a module's ``__dict__``, without the hooks of its ``unit``."""
+    state = dict(state)
+    installed = [
+        key
+        for name in ("_forward_pre_hooks", "_forward_hooks", "_load_state_dict_post_hooks")
+        for key, hook in state[name].items()
+        if isinstance(hook, partial) and hook.args and hook.args[0] is unit
+    ]
+    for name in _HOOK_TABLES:
+        kept = [(key, hook) for key, hook in state[name].items() if key not in installed]
+        state[name] = OrderedDict(kept)
+    return state
 
 
 def _keeping_dtypes(
@@ -885,9 +919,3 @@ class FSDPState:
             "fsdp_overlap, which has nothing like it. Functions of torch.distributed.fsdp that "
             "read it, such as register_fsdp_forward_method(), have the same name in fsdp_overlap"
         )
-
-
-def state_of(module: nn.Module) -> FSDPState | None:
-    """Return what ``fully_shard.state(module)`` gives. ``None`` if ``module`` is not ours."""
-    unit = unit_of(module)
-    return None if unit is None else FSDPState(unit)

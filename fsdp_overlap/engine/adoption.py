@@ -9,7 +9,12 @@ from typing import Any
 
 import torch
 
-from fsdp_overlap.engine.meta_init import cast_to_assigned, materialize, register_unsharded_once
+from fsdp_overlap.engine.meta_init import (
+    cast_to_assigned,
+    materialize,
+    register_unsharded_once,
+    update_shared_params,
+)
 from fsdp_overlap.engine.param import (
     ParamInfo,
     difference,
@@ -24,18 +29,10 @@ from fsdp_overlap.tensor.row_tensor import Sharded
 from fsdp_overlap.torch_internals import DisableTorchFunctionSubclass
 
 
-def check_registrations(unit: Unit) -> None:
-    """Raise RuntimeError if somebody has replaced a parameter, except by another of the unit, or by
-    one that was adopted."""
-    update_registrations(unit)
-    for param_group in unit.param_groups:
-        param_group.module_info.check(param_group.label)
-
-
-def update_registrations(unit: Unit) -> None:
+def adopt(unit: Unit) -> None:
     """Adopt what was assigned in place of parameters, and use one parameter where modules of the
     unit have it in place of another."""
-    unit.update_shared_params()
+    update_shared_params(unit)
     _adopt_assigned(unit)
 
 
@@ -52,12 +49,10 @@ def _adopt_assigned(unit: Unit) -> None:
             ``grad_dtype``. Nothing was changed then.
     """
     param_groups, is_meta = unit.param_groups, unit.is_meta
-    if any(group.edits.has_run for group in param_groups) or not any(
-        group.module_info.replaced() is not None for group in param_groups
-    ):
+    if any(group.edits.has_run for group in param_groups) or not unit.has_replaced_parameters:
         return
     for inner in _inner_units(unit):  # parameters that they have too are theirs
-        update_registrations(inner)
+        inner.update_registrations()
     _tie_assigned(unit)
     assigned: list[dict[int, Any]] = []
     is_complete = True

@@ -24,7 +24,6 @@ from fsdp_overlap.comm.streams import current_device, has_streams, is_capturing
 from fsdp_overlap.desync.error_monitor import ErrorMonitor
 from fsdp_overlap.desync.monitor import DesyncMonitor
 from fsdp_overlap.engine import autograd
-from fsdp_overlap.engine.adoption import check_registrations, update_registrations
 from fsdp_overlap.engine.checks import compare_plans, verify_params_across_ranks
 from fsdp_overlap.engine.comm_context import CommContext
 from fsdp_overlap.engine.cuda_graphs import CapturedSteps
@@ -371,7 +370,7 @@ class FsdpContext:
         is_complete = not self.is_implicit or self._init_shared_state()
         name_units(self.units)
         for unit in self.units:
-            update_registrations(unit)
+            unit.update_registrations()
         sync_grad_dtypes([param_group for unit in self.units for param_group in unit.param_groups])
         self.was_initialized = True
         for unit in self.units:
@@ -512,7 +511,7 @@ class FsdpContext:
                 if other.schedule.awaits_backward:
                     is_complete = False
                     continue
-                check_registrations(unit)
+                unit.check_registrations()
                 other.rest()
                 unit.context = self
                 unit.index = self.register(unit)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from functools import partial, update_wrapper
@@ -21,7 +20,6 @@ from fsdp_overlap.comm.comm_streams import profiler_range
 from fsdp_overlap.comm.streams import is_capturing
 from fsdp_overlap.engine.autograd import dynamo_disable, is_in_backward
 from fsdp_overlap.engine.context import FsdpContext, context_of
-from fsdp_overlap.engine.meta_init import load_assigned
 from fsdp_overlap.engine.param import is_opaque
 from fsdp_overlap.engine.unit import Unit, compare, unit_of
 from fsdp_overlap.schedule.order import ForwardRecord
@@ -39,35 +37,9 @@ def install(module: nn.Module, unit: Unit) -> None:
     module.register_forward_pre_hook(partial(before, unit), prepend=True, with_kwargs=True)
     # Always called, so that a forward that raised leaves the sharded parameters in the module too.
     module.register_forward_hook(partial(after, unit), always_call=True)
-    module.register_load_state_dict_post_hook(partial(after_load, unit))
 
 
 _PLAIN = torch.Tensor, nn.Parameter
-
-# The attributes in which nn.Module notes hooks, and how to call those of a forward.
-_HOOK_TABLES = (
-    "_load_state_dict_post_hooks",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-)
-
-
-def without_hooks(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of ``state``, a module's ``__dict__``, without the hooks of :func:`install`."""
-    state = dict(state)
-    installed = [
-        key
-        for name in ("_forward_pre_hooks", "_forward_hooks", "_load_state_dict_post_hooks")
-        for key, hook in state[name].items()
-        if isinstance(hook, partial) and hook.func in _INSTALLED
-    ]
-    for name in _HOOK_TABLES:
-        kept = [(key, hook) for key, hook in state[name].items() if key not in installed]
-        state[name] = OrderedDict(kept)
-    return state
 
 
 @dynamo_disable
@@ -221,13 +193,6 @@ def _error_to_raise(
     return error
 
 
-def after_load(unit: Unit, module: nn.Module, keys: Any) -> None:
-    """Take over the parameters that ``load_state_dict()``, which has loaded ``module`` and all in
-    it, has assigned."""
-    for each in (unit, *unit.owners):
-        load_assigned(each)
-
-
 def _check_no_parameter_leaves(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
     """Refuse an output that lies in a full buffer: it would be read after the buffer is freed."""
     for tensor in tensors:
@@ -292,15 +257,6 @@ def _hooks_for(unit: Unit) -> tuple[Any, Any]:
     if unit.owners:
         return before_reading_forward, after_reading_forward
     return before_forward, after_forward
-
-
-_INSTALLED = (
-    before_forward,
-    after_forward,
-    before_reading_forward,
-    after_reading_forward,
-    after_load,
-)
 
 
 # ---- What was interrupted ----

@@ -109,7 +109,7 @@ def load_assigned(unit: Unit) -> None:
         RuntimeError: an assigned parameter has another dtype, and its param group cannot be cast.
             Or it has another ``grad_dtype``. The unit is as before then.
     """
-    unit.update_shared_params()
+    update_shared_params(unit)
     assigned = [param_group.module_info.assigned() for param_group in unit.param_groups]
     is_meta = unit.is_meta
     counts = [_count(param_group) for param_group in unit.param_groups]
@@ -129,6 +129,26 @@ def load_assigned(unit: Unit) -> None:
                 param_group.sharded_parameters[index].copy_(value)
     if is_meta:
         register_unsharded_once(unit)
+
+
+def update_shared_params(unit: Unit) -> None:
+    """Use one parameter of the unit where modules registered it in place of another. The other
+    keeps its memory and travels, as in FSDP2, but nothing computes with it."""
+    items = [item for param_group in unit.param_groups for item in param_group.owned]
+    by_parameter = dict(zip(map(id, unit.sharded_parameters), items, strict=True))
+    has_ties = False
+    for item in items:
+        for registration in [*item.registrations]:
+            table, name = registration
+            tied = by_parameter.get(id(table.get(name)), item)
+            if tied is not item:
+                # not remove(), which compares tables, and so the tensors in them
+                item.registrations = [r for r in item.registrations if r is not registration]
+                tied.registrations.append(registration)
+                has_ties = True
+    if has_ties:
+        for param_group in unit.param_groups:
+            param_group.find_registrations()
 
 
 def cast_to_assigned(

@@ -532,6 +532,11 @@ def module_class_name(modules: Sequence[nn.Module]) -> str:
     return ", ".join(type(module).__name__.removeprefix("FSDP") for module in modules)
 
 
+def plain_class(cls: type) -> Any:
+    """Return the class that the user wrote, without what :func:`fully_shard` added."""
+    return next(base for base in cls.__mro__ if not issubclass(base, FSDPModule))
+
+
 # ---- Where modules have registered parameters ----
 
 Registration = tuple[dict[str, Any], str, torch.Tensor, Sharded]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import repeat
@@ -230,6 +230,7 @@ class Unit:
 
     The modules' hooks own the unit. The unit refers to the modules weakly, and the context refers
     to the unit weakly. ``gradients`` has one entry for each param group that is trainable now.
+    ``adopt`` takes over what was registered in place of the unit's parameters.
     """
 
     def __init__(
@@ -243,6 +244,7 @@ class Unit:
         comm_policy: QuantizedCommPolicy | None,
         reshard_after_forward: bool | int | None,
         unowned: UnownedParameters,
+        adopt: Callable[[Unit], None],
         conditional: bool = False,
     ) -> None:
         self._modules = [weakref.ref(module) for module in modules]
@@ -265,6 +267,7 @@ class Unit:
         self.backward_prefetch: Sequence[weakref.ref[Unit]] = ()
         """The units that the user wants gathered when this one runs, instead of those predicted."""
         self.unowned = unowned
+        self._adopt = adopt
         self.is_offloaded = any(param_group.offload is not None for param_group in param_groups)
         # Tensor parallelism may take a collective before a reduction, at a point of its own.
         self.is_in_pieces = any(group.plan.specs[0].piece for group in param_groups) and not any(
@@ -476,24 +479,22 @@ class Unit:
         for param_group in self.param_groups:
             param_group.module_info.to_unsharded(param_group.label)
 
-    def update_shared_params(self) -> None:
-        """Use one parameter of the unit where modules registered it in place of another. The other
-        keeps its memory and travels, as in FSDP2, but nothing computes with it."""
-        items = [item for param_group in self.param_groups for item in param_group.owned]
-        by_parameter = dict(zip(map(id, self.sharded_parameters), items, strict=True))
-        has_ties = False
-        for item in items:
-            for registration in [*item.registrations]:
-                table, name = registration
-                tied = by_parameter.get(id(table.get(name)), item)
-                if tied is not item:
-                    # not remove(), which compares tables, and so the tensors in them
-                    item.registrations = [r for r in item.registrations if r is not registration]
-                    tied.registrations.append(registration)
-                    has_ties = True
-        if has_ties:
-            for param_group in self.param_groups:
-                param_group.find_registrations()
+    @property
+    def has_replaced_parameters(self) -> bool:
+        """Whether something else is registered in place of a parameter."""
+        return any(group.module_info.replaced() is not None for group in self.param_groups)
+
+    def update_registrations(self) -> None:
+        """Take over what was registered in place of parameters, if anything was."""
+        if self.has_replaced_parameters:
+            self._adopt(self)
+
+    def check_registrations(self) -> None:
+        """Do :meth:`update_registrations`. Raise RuntimeError if something else is still registered
+        in place of a parameter."""
+        self.update_registrations()
+        for param_group in self.param_groups:
+            param_group.module_info.check(param_group.label)
 
     def to_sharded(self) -> None:
         for param_group in self.param_groups:

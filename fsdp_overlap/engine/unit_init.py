@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from types import NoneType
 from typing import Any
@@ -16,10 +17,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_overlap.engine import hooks
+from fsdp_overlap.engine.adoption import adopt
 from fsdp_overlap.engine.checks import sync_module_states_from_first
 from fsdp_overlap.engine.context import FsdpContext
 from fsdp_overlap.engine.extensions import ExtensionParamGroup
 from fsdp_overlap.engine.mesh import MeshInfo, rollback_on_error
+from fsdp_overlap.engine.meta_init import load_assigned
 from fsdp_overlap.engine.options import QuantizedCommPolicy, compute_dtype, reduce_dtype
 from fsdp_overlap.engine.param import (
     Owner,
@@ -32,6 +35,7 @@ from fsdp_overlap.engine.param import (
     module_class_name,
     move_buffers,
     owned_parameters,
+    owner_of,
     record_replacement,
     tp_local_tensor,
 )
@@ -69,7 +73,9 @@ def make_unit(
     Raises:
         TypeError, ValueError: a parameter cannot be sharded. Nothing was changed then.
     """
-    owned, ties = find_ties(modules, owned_parameters(modules, ignored), ctx, mesh, mp_policy)
+    owned, ties = owned_parameters(modules, ignored), []
+    if any(owner_of(item.parameter) is not None for item in owned):
+        owned, ties = find_ties(modules, owned, ctx, mesh, mp_policy)
     for item in owned:
         _check_parameter(item, owned[0], ctx)
         _check_gradient(item, mp_policy)
@@ -118,15 +124,26 @@ def make_unit(
         comm_policy,
         reshard_after_forward,
         UnownedParameters(modules, ignored),
+        adopt,
         conditional,
     )
     _mark_owners(unit, originals)
-    connect_ties(unit, ties)
+    if ties:
+        connect_ties(unit, ties)
     move_buffers(modules, ctx.device)
     for module in modules:
         module.__dict__["_fsdp_unit"] = unit
         hooks.install(module, unit)
+        module.register_load_state_dict_post_hook(partial(_after_load, unit))
     return unit
+
+
+def _after_load(unit: Unit, module: nn.Module, keys: Any) -> None:
+    """Take over the parameters that ``load_state_dict()``, which has loaded ``module`` and all in
+    it, has assigned."""
+    for each in (unit, *unit.owners):
+        if each.has_replaced_parameters:
+            load_assigned(each)
 
 
 # ---- What is refused, before anything is changed ----
