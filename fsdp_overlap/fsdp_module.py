@@ -3,50 +3,27 @@ take such modules."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 from weakref import ref
 
 import torch
 from torch import nn
 from torch.distributed import fsdp as fsdp2
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import Shard
 
-from fsdp_overlap.comm.comm_streams import CommStream
 from fsdp_overlap.comm.custom_collectives import CustomComms
-from fsdp_overlap.comm.group_memory import check_memory
-from fsdp_overlap.comm.symmetric_memory import use_symmetric_memory
 from fsdp_overlap.engine import hooks
 from fsdp_overlap.engine.context import context_of
 from fsdp_overlap.engine.hooks import ForwardMethod
-from fsdp_overlap.engine.meta_init import (
-    cast_param_group,
-    materialize,
-    register_unsharded_once,
-    validate_cast,
-)
-from fsdp_overlap.engine.param import (
-    modules_outside_units,
-    move_buffers,
-    parameter_like,
-    parameters_outside_units,
-    plain_class,
-    tp_local_tensor,
-)
-from fsdp_overlap.engine.param_group import ParamGroup, sync_grad_dtypes
-from fsdp_overlap.engine.tied_parameters import copy_owners, ties_set_aside
+from fsdp_overlap.engine.param import plain_class
 from fsdp_overlap.engine.unit import Unit, unit_names, unit_of
-from fsdp_overlap.engine.unit_init import make_unit
 from fsdp_overlap.schedule.finalization import GradientReductionHandle
-from fsdp_overlap.tensor.ragged_dtensor import attributes_of
 from fsdp_overlap.torch_internals import AllGather, ReduceScatter
+
+# Features are imported by the methods that use them: a plain training run uses none.
 
 
 class UnshardHandle(fsdp2.UnshardHandle):
@@ -180,6 +157,8 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
             ValueError: the backend allocates none, or the unit has custom collectives, which work
                 on memory of theirs, or uses symmetric memory.
         """
+        from fsdp_overlap.comm.group_memory import check_memory
+
         unit = self._fsdp_unit
         if enable:
             method = "set_allocate_memory_from_process_group_for_comm"
@@ -205,6 +184,8 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
                 ``backend`` is not ``"NCCL"``, ranks hold shards of different sizes, or the unit
                 has custom collectives or memory of its process groups. Nothing was changed then.
         """
+        from fsdp_overlap.comm.symmetric_memory import use_symmetric_memory
+
         unit, method = self._fsdp_unit, "set_symm_mem_for_comm"
         _check_exclusive(unit, method, "custom collectives", "memory of its process groups")
         _check_shards_are_equal(unit, method)
@@ -472,10 +453,12 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
             RuntimeError: the shards would move to another device, or would be cast after a forward.
                 Nothing was changed then.
         """
+        from fsdp_overlap.features.moving import check_move, move_unit
+
         for unit in self._units(recurse):
             unit.update_registrations()
-            _check_move(unit, fn)
-        _move_unit(self, self._fsdp_unit, fn, partial(super()._apply, fn, recurse))
+            check_move(unit, fn)
+        move_unit(self, self._fsdp_unit, fn, partial(super()._apply, fn, recurse))
         return self
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -516,7 +499,10 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         Raises:
             RuntimeError: the unit is a list of modules, and one of them was deleted.
         """
-        _copy_unit(self._fsdp_unit, memo)
+        from fsdp_overlap.features.copying import copy_unit
+        from fsdp_overlap.unit_init import make_unit
+
+        copy_unit(self._fsdp_unit, memo, make_unit)
         return cast(nn.Module, memo[id(self)])
 
     def _units(self, recurse: bool) -> Iterable[Unit]:
@@ -539,6 +525,8 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
 
     def _get_fsdp_state(self) -> Any:
         """Return what FSDP2's own functions ask of a module first."""
+        from fsdp_overlap.features.fsdp2_compat import FSDPState
+
         return FSDPState(self._fsdp_unit)
 
     def _prefetched(self, modules: Sequence[fsdp2.FSDPModule]) -> list[ref[Unit]]:
@@ -662,260 +650,3 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
             )
     for context in contexts[1:]:
         context.comm_context.share_comm_streams_of(contexts[0].comm_context)
-
-
-def _check_move(unit: Unit, fn: Any) -> None:
-    """Raise RuntimeError if ``fn``, which ``_apply()`` is to call, would move or cast shards where
-    they cannot be."""
-    for param_group in unit.param_groups:
-        with torch.no_grad():
-            result = fn(param_group.shard.new_empty(0))
-        if param_group.is_opaque:  # left alone, whatever fn does to numbers
-            result = result.to(param_group.shard.dtype)
-        if (refused := validate_cast(unit, param_group, result)) is not None:
-            raise RuntimeError(refused)
-
-
-def _move_unit(
-    module: nn.Module, unit: Unit, fn: Callable[..., Any], apply: Callable[[], Any]
-) -> None:
-    """Do to ``unit`` what ``to_empty()``, ``to()`` and the like do to all tensors by ``fn``.
-    ``apply`` does it to what ``module``, of the unit, has beside the unit's parameters."""
-    shards = _shards_of(module, unit)
-    with torch.no_grad():
-        applied = [fn(shard) for _, shard in shards]
-    for param_group in unit.param_groups:
-        param_group.module_info.to_none()
-    try:
-        with ties_set_aside(unit):
-            apply()
-    finally:
-        unit.to_sharded()
-    if unit.is_offloaded:  # shards stay on the host, buffers do not
-        move_buffers([module], context_of(unit).device)
-    if any(
-        param_group.is_meta and not result.is_meta
-        for (param_group, _), result in zip(shards, applied, strict=True)
-    ):
-        materialize(unit)
-    else:
-        for (param_group, shard), result in zip(shards, applied, strict=True):
-            if result.dtype != shard.dtype:
-                cast_param_group(unit, param_group, result)
-            elif result is not shard:
-                shard.copy_(result)
-    register_unsharded_once(unit)
-
-
-def _shards_of(module: nn.Module, unit: Unit) -> list[tuple[ParamGroup, torch.Tensor]]:
-    """Return the tensors that :func:`_move_unit` works on: the shards of the unit, without what is
-    opaque. If the unit has several modules, each of them is called, and works on the ranges of its
-    own parameters. So it does if they are of a class of their own."""
-    param_groups = [param_group for param_group in unit.param_groups if not param_group.is_opaque]
-    mine = {id(inner._parameters) for _, inner in modules_outside_units([module])}
-    flat = [group for group in param_groups if not (unit.is_list or group.is_extension)]
-    return [(param_group, param_group.shard) for param_group in flat] + [
-        (param_group, sharded._local_tensor)
-        for param_group in param_groups
-        if param_group not in flat
-        for item, sharded in zip(param_group.owned, param_group.sharded_parameters, strict=True)
-        if any(id(registered) in mine for registered, _ in item.registrations)
-    ]
-
-
-def _copy_unit(unit: Unit, memo: dict[int, Any]) -> None:
-    """Put copies of the modules of ``unit``, which become a unit too, into ``memo``."""
-    for each in (unit, *unit.owners):
-        if not each.is_complete:
-            raise RuntimeError(
-                f"unit {each.name!r} is of several modules, of which one was deleted, or owns "
-                "a parameter of another, and cannot be copied without it: keep, and copy, the "
-                "module that holds all of them"
-            )
-    if unit.owners:
-        copy_owners(unit, memo)
-    sync_grad_dtypes(unit.param_groups)
-    kept = _copy_parameters(unit, memo)
-    if any(
-        param_group.shares_shard or not item.registrations
-        for param_group in unit.param_groups
-        for item in param_group.owned
-    ):
-        raise RuntimeError(
-            f"{unit.name!r} has weights that were tied after fully_shard(), and cannot be "
-            "copied: tie them before"
-        )
-    originals = unit.modules
-    duplicates = []
-    for module in originals:
-        plain = plain_class(type(module))
-        memo[id(module)] = duplicate = plain.__new__(plain)
-        duplicates.append(duplicate)
-    _copy_attributes(unit, memo)  # not before: they may lead to modules and other parameters
-    for module, duplicate in zip(originals, duplicates, strict=True):
-        state = _without_hooks(module.__getstate__(), unit)
-        del state["_fsdp_unit"]
-        duplicate.__setstate__(deepcopy(state, memo))
-    context = deepcopy(context_of(unit), memo)
-    meshes = {}
-    for param_group in unit.param_groups:
-        mesh_info = context.mesh_info_of(param_group.mesh_info.mesh)
-        mesh_info.plans.place(duplicates, [param_group.plan])
-        for item, spec in zip(param_group.owned, param_group.plan.specs, strict=True):
-            full = item.spmd.full if item.spmd is not None else None
-            # As FSDP2's ShardPlacementResult.
-            meshes[memo[id(item.parameter)]] = SimpleNamespace(
-                mesh_info=SimpleNamespace(
-                    mesh=mesh_info.mesh,
-                    spmd_mesh=full and full.mesh,
-                    dp_mesh_dims=full,
-                ),
-                placement=Shard(spec.cut_dim),
-            )
-    tied = {memo[id(table[name])] for tie in unit.ties for table, name in tie.registrations}
-    copied_unit = make_unit(
-        duplicates,
-        context,
-        unit.mesh,
-        reshard_after_forward=unit.reshard_after_forward,
-        shard_placement_fn=meshes.__getitem__,
-        mp_policy=_keeping_dtypes(unit.mp_policy, kept),
-        offload_policy=unit.offload_policy,
-        comm_policy=unit.comm_policy,
-        conditional=unit.conditional,
-        # What the unit does not own, the copy does not: ignored, or frozen and added later.
-        ignored=frozenset(
-            parameter
-            for _, parameter, *_ in parameters_outside_units(duplicates)
-            if parameter not in meshes and parameter not in tied
-        ),
-    )
-    copied_unit.unowned = deepcopy(unit.unowned, memo)
-    for module, duplicate in zip(originals, duplicates, strict=True):
-        object.__setattr__(duplicate, "__class__", type(module))
-    for mine, its in zip(unit.param_groups, copied_unit.param_groups, strict=True):
-        # For an optimizer that is copied together with the model.
-        memo.update(zip(map(id, mine.sharded_parameters), its.sharded_parameters, strict=True))
-    unit.copy_to(copied_unit)
-
-
-def _copy_parameters(unit: Unit, memo: dict[int, Any]) -> set[nn.Parameter]:
-    """Put into ``memo`` a parameter without values for each of the unit's. Return those that keep
-    their dtype."""
-    kept: set[nn.Parameter] = set()
-    for param_group in unit.param_groups:
-        device = param_group.device if param_group.is_opaque else param_group.shard.device
-        for spec, item, sharded in zip(
-            param_group.plan.specs, param_group.owned, param_group.sharded_parameters, strict=True
-        ):
-            # make_unit() takes this over. Of its values only the shard is copied, below.
-            empty = torch.empty(spec.shape, dtype=spec.dtype, device=device)
-            if param_group.is_extension:
-                empty = sharded._local_tensor.new_zeros(spec.shape)
-            copied = parameter_like(item.parameter, empty, spec.requires_grad)
-            if spec.grad_dtype is not None:
-                copied.grad_dtype = spec.grad_dtype
-            memo[id(item.parameter)] = memo[id(sharded)] = copied
-            memo.update((alias, empty.view_as(empty)) for alias in item.aliases)
-            if spec.keeps_dtype:
-                kept.add(copied)
-    return kept
-
-
-def _copy_attributes(unit: Unit, memo: dict[int, Any]) -> None:
-    """Give the parameters in ``memo`` copies of the attributes that the unit's have."""
-    for param_group in unit.param_groups:
-        for parameter, sharded in zip(
-            param_group.parameters, param_group.sharded_parameters, strict=True
-        ):
-            attributes = attributes_of(parameter) | attributes_of(sharded)
-            del attributes["_fsdp_owner"]
-            copied = memo[id(parameter)]
-            own = vars(tp_local_tensor(copied))  # of its class, if it has one of its own
-            given = {name: value for name, value in attributes.items() if name not in own}
-            vars(copied).update(deepcopy(given, memo))
-
-
-# The attributes in which nn.Module notes hooks, and how to call those of a forward.
-_HOOK_TABLES = (
-    "_load_state_dict_post_hooks",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-)
-
-
-def _without_hooks(state: dict[str, Any], unit: Unit) -> dict[str, Any]:
-    """Return a copy of ``state``, a module's ``__dict__``, without the hooks of its ``unit``."""
-    state = dict(state)
-    installed = [
-        key
-        for name in ("_forward_pre_hooks", "_forward_hooks", "_load_state_dict_post_hooks")
-        for key, hook in state[name].items()
-        if isinstance(hook, partial) and hook.args and hook.args[0] is unit
-    ]
-    for name in _HOOK_TABLES:
-        kept = [(key, hook) for key, hook in state[name].items() if key not in installed]
-        state[name] = OrderedDict(kept)
-    return state
-
-
-def _keeping_dtypes(
-    policy: MixedPrecisionPolicy, parameters: set[nn.Parameter]
-) -> MixedPrecisionPolicy:
-    """Return the policy of a copy, in which ``parameters`` keep their dtype. ``policy`` itself may
-    know the original parameters by identity, and the copy has others."""
-    if not parameters:
-        return policy
-    changes: Any = {"param_dtype_override_fn": lambda p: p.dtype if p in parameters else None}
-    return replace(policy, **changes)
-
-
-class FSDPState:
-    """A stand-in for FSDP2's ``FSDPState``, for code that queries FSDP2 about a module of ours, as
-    the stages of ``torch.distributed.pipelining`` do: our modules are instances of FSDP2's class.
-
-    It answers what pipelines ask, and raises an error for everything else.
-    """
-
-    __slots__ = ("_unit",)
-
-    _unit: Unit
-
-    all_states: Sequence[object] = ()
-    """A stage reduces the parameter groups of each of these. There are none, because the callback
-    reduces everything."""
-
-    def __init__(self, unit: Unit) -> None:
-        object.__setattr__(self, "_unit", unit)
-
-    @property
-    def _state_ctx(self) -> FSDPState:
-        return self
-
-    @property
-    def _comm_ctx(self) -> CommStream:
-        """The same object for units that share comm streams, and only for these."""
-        return context_of(self._unit).comm_context.reduce_scatter_stream
-
-    def _root_post_backward_final_callback(self) -> None:
-        """Complete the gradients of a step. Stages of torch 2.13 call it where those of 2.15 call
-        ``finalize_backward()``."""
-        context = context_of(self._unit)
-        if context.has_schedule:
-            context.schedule.finalizer.complete()
-
-    def __getattr__(self, name: str) -> NoReturn:
-        self._refuse(name)
-
-    def __setattr__(self, name: str, value: Any) -> NoReturn:
-        self._refuse(name)
-
-    def _refuse(self, name: str) -> NoReturn:
-        raise AttributeError(
-            f"{name!r} is internal to FSDP2, and {self._unit.module_class_name} was sharded by "
-            "fsdp_overlap, which has nothing like it. Functions of torch.distributed.fsdp that "
-            "read it, such as register_fsdp_forward_method(), have the same name in fsdp_overlap"
-        )

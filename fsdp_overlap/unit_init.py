@@ -17,12 +17,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_overlap.engine import hooks
-from fsdp_overlap.engine.adoption import adopt
 from fsdp_overlap.engine.checks import sync_module_states_from_first
 from fsdp_overlap.engine.context import FsdpContext
 from fsdp_overlap.engine.extensions import ExtensionParamGroup
 from fsdp_overlap.engine.mesh import MeshInfo, rollback_on_error
-from fsdp_overlap.engine.meta_init import load_assigned
 from fsdp_overlap.engine.options import QuantizedCommPolicy, compute_dtype, reduce_dtype
 from fsdp_overlap.engine.param import (
     Owner,
@@ -40,7 +38,6 @@ from fsdp_overlap.engine.param import (
     tp_local_tensor,
 )
 from fsdp_overlap.engine.param_group import ParamGroup
-from fsdp_overlap.engine.tied_parameters import connect_ties, find_ties
 from fsdp_overlap.engine.unit import Unit
 from fsdp_overlap.layout import PerTensor, Plan, RowsPlan
 from fsdp_overlap.layout.layouts import layout_for
@@ -75,6 +72,8 @@ def make_unit(
     """
     owned, ties = owned_parameters(modules, ignored), []
     if any(owner_of(item.parameter) is not None for item in owned):
+        from fsdp_overlap.features.tied_parameters import find_ties
+
         owned, ties = find_ties(modules, owned, ctx, mesh, mp_policy)
     for item in owned:
         _check_parameter(item, owned[0], ctx)
@@ -124,11 +123,13 @@ def make_unit(
         comm_policy,
         reshard_after_forward,
         UnownedParameters(modules, ignored),
-        adopt,
+        _adopt,
         conditional,
     )
     _mark_owners(unit, originals)
     if ties:
+        from fsdp_overlap.features.tied_parameters import connect_ties
+
         connect_ties(unit, ties)
     move_buffers(modules, ctx.device)
     for module in modules:
@@ -138,9 +139,18 @@ def make_unit(
     return unit
 
 
+def _adopt(unit: Unit) -> None:
+    """Take over what was registered in place of the parameters of ``unit``."""
+    from fsdp_overlap.features.adoption import adopt
+
+    adopt(unit)
+
+
 def _after_load(unit: Unit, module: nn.Module, keys: Any) -> None:
     """Take over the parameters that ``load_state_dict()``, which has loaded ``module`` and all in
     it, has assigned."""
+    from fsdp_overlap.features.meta_init import load_assigned
+
     for each in (unit, *unit.owners):
         if each.has_replaced_parameters:
             load_assigned(each)

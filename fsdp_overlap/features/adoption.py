@@ -9,12 +9,6 @@ from typing import Any
 
 import torch
 
-from fsdp_overlap.engine.meta_init import (
-    cast_to_assigned,
-    materialize,
-    register_unsharded_once,
-    update_shared_params,
-)
 from fsdp_overlap.engine.param import (
     ParamInfo,
     difference,
@@ -25,6 +19,12 @@ from fsdp_overlap.engine.param import (
 )
 from fsdp_overlap.engine.param_group import ParamGroup, places_in_shard
 from fsdp_overlap.engine.unit import Unit, unit_of, unit_of_edits
+from fsdp_overlap.features.meta_init import (
+    cast_to_assigned,
+    materialize,
+    register_unsharded_once,
+    update_shared_params,
+)
 from fsdp_overlap.tensor.row_tensor import Sharded
 from fsdp_overlap.torch_internals import DisableTorchFunctionSubclass
 
