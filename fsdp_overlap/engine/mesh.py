@@ -38,8 +38,7 @@ from fsdp_overlap.engine.param import (
     owner_of,
 )
 from fsdp_overlap.layout import LayoutRule, ParamGroupPlan, ParamSpec, Plan
-from fsdp_overlap.layout.pieces import in_pieces
-from fsdp_overlap.layout.planner import Planner
+from fsdp_overlap.layout.planner import Planner, in_pieces
 from fsdp_overlap.schedule.stats import Stats
 from fsdp_overlap.tensor.pending_steps import PendingStep
 from fsdp_overlap.tensor.placement import RaggedShard, contiguous_spec
@@ -119,14 +118,19 @@ class LayoutRegistry:
         Raises:
             ValueError: the unit was planned ahead with other parameters.
         """
-        plans = self._ahead.get(modules[0])
-        if plans is None:
-            if may_be_first:
-                [specs] = self._begin_in_pieces([specs])
-            return self._planner.plan([specs])[0]
-        different = _unquantized(spec for plan in plans for spec in plan.specs) ^ _unquantized(
-            specs
-        )
+        if modules[0] in self._ahead:
+            return self._plans_made_ahead(modules, specs)
+        is_first = self._is_first and may_be_first and bool(specs)
+        [plans] = self._planner.plan([in_pieces(specs, self._world_size) if is_first else specs])
+        self._is_first &= not is_first
+        return plans
+
+    def _plans_made_ahead(
+        self, modules: Sequence[nn.Module], specs: Sequence[ParamSpec]
+    ) -> list[Plan]:
+        plans = self._ahead[modules[0]]
+        made_of = _as_known_ahead(spec for plan in plans for spec in plan.specs)
+        different = made_of ^ _as_known_ahead(specs)
         if different:
             names = sorted({spec.fqn for spec in different})
             more = ", ..." if len(names) > 3 else ""
@@ -161,7 +165,7 @@ def _untied(units: Iterable[Sequence[ParamInfo]]) -> list[list[ParamInfo]]:
     return found
 
 
-def _unquantized(specs: Iterable[ParamSpec]) -> set[ParamSpec]:
+def _as_known_ahead(specs: Iterable[ParamSpec]) -> set[ParamSpec]:
     """Return ``specs`` without what travels how, because ahead of a unit nobody knows that."""
     return {replace(spec, block=1, is_kept=False, piece=0) for spec in specs}
 

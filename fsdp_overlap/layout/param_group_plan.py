@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -151,3 +152,15 @@ class ParamGroupPlan:
             line = f"rank {rank:>4} {bar:<{_PICTURE_COLUMNS}} {numel:>13,}  "
             lines.append((line + ", ".join(names[rank])).rstrip())
         return "\n".join(lines)
+
+
+def equal_shards(specs: Sequence[ParamSpec], world_size: int) -> ParamGroupPlan:
+    """Return the plan of a param group whose parameters may be cut anywhere, in shards of equal
+    size."""
+    offsets = []
+    end, alignment = 0, specs[0].alignment
+    for spec in specs:
+        offsets.append(align(end, alignment))
+        end = offsets[-1] + spec.numel
+    shard = align(-(-end // world_size), alignment)
+    return ParamGroupPlan(tuple(specs), tuple(offsets), (shard,) * world_size)

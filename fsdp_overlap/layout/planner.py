@@ -1,36 +1,19 @@
-"""Plan the param groups of a model so that all ranks have equal loads.
-
-A parameter that may not be cut, or is not worth it, is *atomic*: its owner holds all of it. All
-others are divided among ranks, where their layout allows cuts. Owners are assigned first, then
-param groups are packed, those with the least freedom first.
-"""
+"""Plan the param groups of a model: in equal shards where everything may be cut, else balanced."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
-from functools import cached_property
-from math import lcm
+from typing import TYPE_CHECKING
 
-from fsdp_overlap.layout.balance import Item, Loads, assign_owners, assign_to_adjacent_ranks
-from fsdp_overlap.layout.layouts import LayoutRule, PerTensor, layout_for
-from fsdp_overlap.layout.pack import (
-    DEFAULT_PADDING,
-    ItemsByRank,
-    Segments,
-    intervals_between,
-    pack,
-    pack_equal,
-    plan_of,
-)
-from fsdp_overlap.layout.param_group_plan import ParamGroupPlan, align
+from fsdp_overlap.layout.layouts import Flat, LayoutRule
+from fsdp_overlap.layout.param_group_plan import ParamGroupPlan, equal_shards
 from fsdp_overlap.layout.rows_plan import RowsPlan
 from fsdp_overlap.layout.spec import ParamSpec
 
-# A parameter of at most this fraction of a rank's fair share, of bytes and of work, is not worth
-# cutting.
-SMALL_FRACTION = 0.01
+if TYPE_CHECKING:
+    from fsdp_overlap.layout.balanced_planner import BalancedPlanner
 
 Plan = ParamGroupPlan | RowsPlan
 """Where the parameters of a param group lie: in ranges, or in chunks of rows."""
@@ -53,145 +36,72 @@ def plan_units(
 
 
 class Planner:
-    """Plans units as they are made, and keeps the loads of the ranks."""
+    """Plans units as they are made."""
 
     def __init__(self, world_size: int, layout: LayoutRule) -> None:
         if world_size < 1:
             raise ValueError(f"world_size={world_size} is not a number of ranks; use 1 or more")
-        self.layout = layout
-        self._loads = Loads(world_size)
+        self._world_size = world_size
+        self._layout = layout
+        self._in_equal_shards: list[Sequence[Sequence[ParamSpec]]] = []
+        """What was planned while everything could be cut anywhere."""
+        self._balanced: BalancedPlanner | None = None
 
     def copy(self) -> Planner:
-        """Return a planner that starts with the loads of this one."""
-        other = copy.copy(self)
-        other._loads = copy.deepcopy(self._loads)
+        """Return a planner that has planned what this one has."""
+        other = copy(self)
+        other._in_equal_shards = [*self._in_equal_shards]
+        other._balanced = None if self._balanced is None else self._balanced.copy()
         return other
 
     def plan(self, units: Sequence[Sequence[ParamSpec]]) -> list[list[Plan]]:
         """Return the plans of each unit's param groups. Loads are most even if all units are
-        planned together."""
-        by_unit = [self._param_groups(specs) for specs in units]
-        # Chunks of rows are the same whatever else is planned.
-        param_groups = [item for unit in by_unit for item in unit if isinstance(item, _ParamGroup)]
-        loads = self._loads
-        loads.expect(item for param_group in param_groups for item in param_group.items)
-        for param_group in param_groups:
-            param_group.classify(loads)
-        _assign_owners(param_groups, loads)
-        by_freedom = sorted(param_groups, key=lambda group: group.freedom(loads.world_size))
-        plans = {param_group: param_group.plan(loads) for param_group in by_freedom}
-        return [
-            [plans[item] if isinstance(item, _ParamGroup) else item for item in unit]
-            for unit in by_unit
-        ]
+        planned together. If it raises, the planner is as before."""
+        is_flat = type(self._layout) is Flat and all(s.block == 1 for specs in units for s in specs)
+        if self._balanced is not None or not is_flat:
+            return self._plan_balanced(units)
+        self._in_equal_shards.append(units)
+        return [_param_groups(specs, self._world_size) for specs in units]
 
-    def _param_groups(self, specs: Sequence[ParamSpec]) -> list[_ParamGroup | RowsPlan]:
-        items_of: dict[tuple[object, ...], list[Item]] = {}
-        for spec in specs:
-            rule = layout_for(self.layout, spec)
-            padding = getattr(rule, "max_padding", 0.0)
-            item = Item(spec, lcm(rule.block_size(spec), spec.block), rule.work(spec), padding)
-            dtypes = spec.dtype, spec.keeps_dtype, spec.grad_dtype
-            travels = spec.is_opaque, spec.is_extension, spec.is_kept, spec.requires_grad
-            kind = isinstance(rule, PerTensor), dtypes, travels, spec.piece
-            items_of.setdefault(kind, []).append(item)
-        world_size = self._loads.world_size
-        return [
-            RowsPlan(tuple(item.spec for item in items), world_size)
-            if is_per_tensor
-            else _ParamGroup(items)
-            for (is_per_tensor, *_), items in items_of.items()
-        ]
+    def _plan_balanced(self, units: Sequence[Sequence[ParamSpec]]) -> list[list[Plan]]:
+        # Imported here, because Flat() needs none of it.
+        from fsdp_overlap.layout.balanced_planner import BalancedPlanner
+
+        if self._balanced is None:
+            self._balanced = BalancedPlanner(self._world_size, self._layout)
+            for planned in self._in_equal_shards:
+                self._balanced.plan(planned)  # the same plans, of which it notes the loads
+        return self._balanced.plan(units)
 
 
-class _ParamGroup:
-    """The parameters of a param group: the ``atomic`` ones, whose owners are assigned first, and
-    those that are ``divided`` among ranks, one after the other."""
-
-    def __init__(self, items: Sequence[Item]) -> None:
-        self.items = items
-        self.is_mostly_atomic = False
-        self.atomic: list[Item] = []
-        self.divided: list[Item] = []
-        self.owned: ItemsByRank = {}
-        self.equal: Segments | None = None
-
-    def classify(self, loads: Loads) -> None:
-        """Decide which parameters are atomic: all that may not be cut, if those are most of the
-        param group. Otherwise only large ones, because a divided parameter cannot pass an owner.
-        """
-        if self.is_divisible:
-            self.divided += self.items
-            return
-        uncut = sum(item.numel for item in self.items if item.block_size >= item.numel)
-        self.is_mostly_atomic = 2 * uncut >= sum(item.numel for item in self.items)
-        for item in self.items:
-            is_small = max(loads.fraction(item)) <= SMALL_FRACTION
-            if item.block_size < item.numel and not is_small:
-                self.divided.append(item)
-                continue
-            members = self.atomic if self.is_mostly_atomic or not is_small else self.divided
-            members.append(replace(item, is_atomic=True))
-
-    def assign(self, owners: dict[Item, int]) -> None:
-        """Record who owns the atomic parameters."""
-        for item in self.atomic:
-            self.owned.setdefault(owners[item], []).append(item)
-
-    @cached_property
-    def is_divisible(self) -> bool:
-        """Whether everything may be cut anywhere."""
-        return all(item.block_size == 1 for item in self.items)
-
-    @cached_property
-    def max_padding(self) -> float:
-        """How much padding the layout allows to make shards equal."""
-        return max((item.max_padding for item in self.items), default=0.0)
-
-    def freedom(self, world_size: int) -> tuple[int, int]:
-        """Return the sort key by which param groups with little freedom are planned first, so that
-        others can balance the rest: those in which divided parameters have few ranks between
-        owners, and then those of large blocks."""
-        intervals = intervals_between(self.owned, world_size)
-        longest = max(last - first for first, last in intervals)
-        return longest, -max((item.block_size for item in self.divided), default=0)
-
-    def plan(self, loads: Loads) -> ParamGroupPlan:
-        """Place the divided parameters, and add them to ``loads``."""
-        if self.equal is not None:
-            return plan_of(self.equal, self.max_padding)
-        if self.is_divisible and (self.max_padding > DEFAULT_PADDING or loads.are_even(self.items)):
-            return _equal(self.items, loads)
-        return plan_of(pack(self.divided, self.owned, loads))
+def _param_groups(specs: Sequence[ParamSpec], world_size: int) -> list[Plan]:
+    by_kind: dict[tuple[object, ...], list[ParamSpec]] = {}
+    for spec in specs:
+        by_kind.setdefault(spec.kind, []).append(spec)
+    return [equal_shards(each, world_size) for each in by_kind.values()]
 
 
-def _assign_owners(param_groups: Sequence[_ParamGroup], loads: Loads) -> None:
-    """Assign owners to the atomic parameters."""
-    groups = [group for group in param_groups if not group.is_divisible]
-    for group in groups:
-        if group.max_padding > DEFAULT_PADDING:
-            items = [*group.atomic, *group.divided]
-            group.equal = pack_equal(items, group.max_padding, loads)
-    rest = [group for group in groups if group.equal is None]
-    with_few = [group for group in rest if group.atomic and not group.is_mostly_atomic]
-    for group in sorted(with_few, key=lambda group: -loads.weight(group.atomic)):
-        group.assign(assign_to_adjacent_ranks(group.atomic, loads))
-    mostly_atomic = [group for group in rest if group.is_mostly_atomic]
-    owners = assign_owners([item for group in mostly_atomic for item in group.atomic], loads)
-    for group in mostly_atomic:
-        group.assign(owners)
+# ---- The first unit, which is reduced in pieces as DDP's buckets are: Note [pieces] ----
+
+MAX_PIECES = 4  # of which one's reduction stays exposed
+MIN_SHARD_BYTES = 1 << 20  # of a piece: smaller reductions are dominated by latency
 
 
-def _equal(items: Sequence[Item], loads: Loads) -> ParamGroupPlan:
-    """Plan a param group of divisible parameters on ranks with even loads: all shards have the same
-    size."""
-    offsets = []
-    end, alignment = 0, items[0].spec.alignment
-    for item in items:
-        offsets.append(align(end, alignment))
-        end = offsets[-1] + item.numel
-    loads.add_to_all(items)
-    shard = align(-(-end // loads.world_size), alignment)
-    return ParamGroupPlan(
-        tuple(item.spec for item in items), tuple(offsets), (shard,) * loads.world_size
-    )
+def in_pieces(specs: Sequence[ParamSpec], world_size: int) -> list[ParamSpec]:
+    """Return ``specs``, in which trainable parameters have the number of a piece. Pieces are
+    contiguous and of about equal size. There are none if the parameters are too small for two."""
+    movable = [spec for spec in specs if spec.requires_grad and not spec.is_extension]
+    total = sum(map(_bytes, movable))
+    count = min(MAX_PIECES, total // (MIN_SHARD_BYTES * world_size))
+    if count < 2 or len(movable) < 2:
+        return list(specs)
+    pieces: dict[ParamSpec, int] = {}
+    before = 0
+    for spec in movable:
+        pieces[spec] = 1 + before * count // total
+        before += _bytes(spec)
+    return [replace(spec, piece=pieces.get(spec, 0)) for spec in specs]
+
+
+def _bytes(spec: ParamSpec) -> int:
+    return spec.numel * spec.dtype.itemsize

@@ -49,6 +49,13 @@ class ParamSpec:
         return prod(self.shape)
 
     @property
+    def kind(self) -> tuple[object, ...]:
+        """What parameters of one param group have in common."""
+        dtypes = self.dtype, self.keeps_dtype, self.grad_dtype
+        travels = self.is_opaque, self.is_extension, self.is_kept, self.requires_grad
+        return dtypes, travels, self.piece
+
+    @property
     def alignment(self) -> int:
         """It starts on a multiple of this many elements of a flat buffer. Where it may be cut
         anywhere, cuts do so too."""

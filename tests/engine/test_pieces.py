@@ -18,8 +18,8 @@ from fsdp_overlap.comm import comm_streams
 from fsdp_overlap.comm.comm_streams import HostWorkHandle
 from fsdp_overlap.engine import grads
 from fsdp_overlap.engine.unit import unit_of
-from fsdp_overlap.layout import ParamSpec, pieces
-from fsdp_overlap.layout.pieces import MAX_PIECES, MIN_SHARD_BYTES, in_pieces
+from fsdp_overlap.layout import ParamSpec, planner
+from fsdp_overlap.layout.planner import MAX_PIECES, MIN_SHARD_BYTES, in_pieces
 from fsdp_overlap.optim import AdamW
 from support.fake_group import run_on_fake_group
 from support.ranks import run_ranks
@@ -28,7 +28,7 @@ from support.twins import Twins
 from support.zoo import VOCABULARY, ZOO, shard_layers
 
 # So that units of a few hundred bytes travel in pieces.
-TINY = patch.object(pieces, "MIN_SHARD_BYTES", 1)
+TINY = patch.object(planner, "MIN_SHARD_BYTES", 1)
 
 
 def specs_of(sizes: Sequence[int], frozen: Sequence[int] = ()) -> list[ParamSpec]:

@@ -26,7 +26,7 @@ from fsdp_overlap import FsdpContext, QuantizedCommPolicy, fully_shard
 from fsdp_overlap.checkpoint import ShardStager
 from fsdp_overlap.desync.monitor import DesyncMonitor
 from fsdp_overlap.engine import grads
-from fsdp_overlap.layout import BlockAtomic, Flat, LayoutRule, PerTensor, TensorAtomic, pieces
+from fsdp_overlap.layout import BlockAtomic, Flat, LayoutRule, PerTensor, TensorAtomic, planner
 from fsdp_overlap.optim import AdamW, LayerWise, Muon, OverlapPolicy, clip_grad_norm_, exchange
 from fsdp_overlap.tools.emulator import Stream, current_stream, fake_ranks, stream
 from fsdp_overlap.weights import WeightResharder, export_weights, save, save_weights
@@ -217,7 +217,7 @@ MODES["offloaded, not pinned"] = trained(
 
 def in_pieces(program: Callable[[], object]) -> None:
     """With a first unit of several pieces, small as it is."""
-    with patch.object(pieces, "MIN_SHARD_BYTES", 1):
+    with patch.object(planner, "MIN_SHARD_BYTES", 1):
         program()
 
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, fully_shard
-from fsdp_overlap.layout import LayoutRule, pieces
+from fsdp_overlap.layout import LayoutRule, planner
 from fsdp_overlap.optim import AdamW, Muon
 from support.random_models import Built, Experts, Node, TensorAtomic, units_of
 from support.twins import NAMES
@@ -93,8 +93,8 @@ class Setup:
         )
 
     def shard(self, model: TensorAtomic, ctx: FsdpContext, meshes: Meshes) -> None:
-        least = 1 if self.in_pieces else pieces.MIN_SHARD_BYTES
-        with patch.object(pieces, "MIN_SHARD_BYTES", least):
+        least = 1 if self.in_pieces else planner.MIN_SHARD_BYTES
+        with patch.object(planner, "MIN_SHARD_BYTES", least):
             self._shard(model, ctx, meshes)
 
     def _shard(self, model: TensorAtomic, ctx: FsdpContext, meshes: Meshes) -> None:
