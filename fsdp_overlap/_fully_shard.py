@@ -13,7 +13,6 @@ from fsdp_overlap.engine.context import FsdpContext
 from fsdp_overlap.engine.options import QuantizedCommPolicy
 from fsdp_overlap.engine.unit import unit_of
 from fsdp_overlap.fsdp_module import FSDPModule
-from fsdp_overlap.tensor.spmd_mesh import DataParallelMeshDims, spmd_mesh
 from fsdp_overlap.torch_internals import (
     is_replicated,
     patch_fully_shard_state,
@@ -24,6 +23,7 @@ from fsdp_overlap.unit_init import make_unit
 # ---- fully_shard() ----
 
 if TYPE_CHECKING:
+    from fsdp_overlap.tensor.spmd_mesh import DataParallelMeshDims, SPMDMesh
 
     class Sharded(FSDPModule, Any):
         """What a type checker knows of a sharded module: it has the methods of
@@ -123,14 +123,17 @@ def fully_shard(
     Raises:
         TypeError, ValueError: the module or a parameter cannot be sharded. Nothing was changed.
     """
-    modules = _modules_of(module)
+    modules = [module] if isinstance(module, nn.Module) else _modules_in(module)
+    for member in modules:
+        _check_module(member)
     classes = [_fsdp_class(type(member)) for member in modules]
     if ctx is not None and not isinstance(ctx, FsdpContext):
         raise TypeError(
             f"ctx is a {type(ctx).__name__}, not an FsdpContext; pass a mesh as mesh=..."
         )
-    spmd = spmd_mesh(mesh, dp_mesh_dims)
-    if spmd is not None:
+    spmd = None
+    if dp_mesh_dims is not None:
+        spmd = _spmd_mesh(mesh, dp_mesh_dims)
         mesh = spmd.data
     if ctx is None:
         ctx = FsdpContext(mesh)
@@ -183,8 +186,9 @@ def fully_shard_model(
             :func:`fully_shard` do.
     """
     units = find_blocks(model) if units is None else units
-    spmd = spmd_mesh(options.get("mesh"), options.get("dp_mesh_dims"))
-    mesh = options.get("mesh") if spmd is None else spmd.data
+    mesh, dims = options.get("mesh"), options.get("dp_mesh_dims")
+    if dims is not None:
+        mesh = _spmd_mesh(mesh, dims).data
     ctx = FsdpContext(mesh) if ctx is None else ctx
     policy = options.get("mp_policy")
     if not (
@@ -203,12 +207,14 @@ def fully_shard_model(
     return fully_shard(model, ctx, **options)
 
 
-def _modules_of(module: Any) -> list[nn.Module]:
-    """Return the modules that will be one unit. A module of a list that lies within another of the
-    list is left out."""
-    if isinstance(module, nn.Module):
-        _check_module(module)
-        return [module]
+def _spmd_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims) -> SPMDMesh:
+    from fsdp_overlap.tensor.spmd_mesh import spmd_mesh
+
+    return spmd_mesh(mesh, dims)
+
+
+def _modules_in(module: Any) -> list[nn.Module]:
+    """Return the modules of a list that will be one unit, without those that lie within others."""
     if not isinstance(module, (list, tuple)):
         raise TypeError(
             f"fully_shard takes a torch.nn.Module or a list of them, got {type(module).__name__}"
@@ -222,8 +228,6 @@ def _modules_of(module: Any) -> list[nn.Module]:
     modules = [item for item in module if id(item) not in inner]
     if not modules or len(set(modules)) != len(modules):
         raise ValueError("fully_shard takes a list of at least one module, each named once")
-    for item in modules:
-        _check_module(item)
     return modules
 
 

@@ -35,8 +35,8 @@ def _fully_shard_in_rows(
 ) -> Any:
     """Return :func:`fully_shard` without a context, whose sharded parameters are placed as
     FSDP2's."""
-    spmd = spmd_mesh(mesh, dp_mesh_dims)
-    ctx = FsdpContext(mesh if spmd is None else spmd.data, layout=PerTensor())
+    data = mesh if dp_mesh_dims is None else spmd_mesh(mesh, dp_mesh_dims).data
+    ctx = FsdpContext(data, layout=PerTensor())
     ctx.is_implicit = ctx.keeps_own_values = True
     return fully_shard(module, ctx, mesh=mesh, dp_mesh_dims=dp_mesh_dims, **options)
 

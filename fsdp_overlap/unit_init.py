@@ -1,50 +1,44 @@
-"""Make a unit of modules: the checks, the plan and the objects behind :func:`fully_shard`."""
+"""Make a unit of modules: check, own, plan, allocate and install, for :func:`fully_shard`."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from types import NoneType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_overlap.engine import hooks
-from fsdp_overlap.engine.checks import sync_module_states_from_first
 from fsdp_overlap.engine.context import FsdpContext
-from fsdp_overlap.engine.extensions import ExtensionParamGroup
 from fsdp_overlap.engine.mesh import MeshInfo, rollback_on_error
 from fsdp_overlap.engine.options import QuantizedCommPolicy, compute_dtype, reduce_dtype
 from fsdp_overlap.engine.param import (
     Owner,
     ParamInfo,
     UnownedParameters,
-    check_concatenation,
-    check_tensor_parallel,
     mark_owner,
-    mark_replaced,
     module_class_name,
     move_buffers,
     owned_parameters,
     owner_of,
     record_replacement,
-    tp_local_tensor,
 )
 from fsdp_overlap.engine.param_group import ParamGroup
-from fsdp_overlap.engine.unit import Unit
+from fsdp_overlap.engine.unit import Tie, Unit
 from fsdp_overlap.layout import PerTensor, Plan, RowsPlan
-from fsdp_overlap.layout.layouts import layout_for
 from fsdp_overlap.tensor.comm_dtypes import REDUCE_DTYPES
-from fsdp_overlap.tensor.extension import inner_tensors, is_subclass, missing_methods
-from fsdp_overlap.tensor.sharded_param import refused_grad_dtype
-from fsdp_overlap.tensor.spmd_mesh import SPMDMesh, spmd_mesh_of, spmd_placement
+
+if TYPE_CHECKING:
+    from fsdp_overlap.tensor.spmd_mesh import SPMDMesh
+
+# Features are imported where a unit needs them: most need none.
 
 
 def make_unit(
@@ -70,54 +64,32 @@ def make_unit(
     Raises:
         TypeError, ValueError: a parameter cannot be sharded. Nothing was changed then.
     """
-    owned, ties = owned_parameters(modules, ignored), []
+    owned = owned_parameters(modules, ignored)
+    ties: Sequence[Tie] = ()
     if any(owner_of(item.parameter) is not None for item in owned):
         from fsdp_overlap.features.tied_parameters import find_ties
 
         owned, ties = find_ties(modules, owned, ctx, mesh, mp_policy)
-    for item in owned:
-        _check_parameter(item, owned[0], ctx)
-        _check_gradient(item, mp_policy)
-        if comm_policy is not None:
-            block, is_kept = comm_policy.block_numel(item.spec), comm_policy.keeps(item.spec)
-            item.spec = replace(item.spec, block=block, is_kept=is_kept)
-    by_mesh = _by_mesh(owned, ctx, mesh, spmd, shard_placement_fn)
-    reshard_after_forward = _checked_reshard_after_forward(
-        reshard_after_forward, {mesh_info.shard_size for mesh_info in by_mesh}
-    )
-    for mesh_info, items in by_mesh.items():
-        for item in items:
-            if item.spec.is_extension:
-                _check_extension(item, ctx, reshard_after_forward, comm_policy)
-            if isinstance(item.parameter, DTensor):
-                check_tensor_parallel(item.where, item.parameter)
-                if item.spmd is None:
-                    check_concatenation(item.where, item.parameter, mesh_info.mesh)
-    _record_kept_dtypes(owned, mp_policy)
-    offload = _offload_on(ctx.device, offload_policy)
-    with rollback_on_error(mesh_info.plans for mesh_info in by_mesh):
-        planned = {
-            mesh_info: _plan(modules, items, ctx, mesh_info) for mesh_info, items in by_mesh.items()
-        }
-        if comm_policy is not None:
-            for plan in chain.from_iterable(planned.values()):
-                comm_policy.check(plan)
+    asked = spmd, shard_placement_fn, comm_policy, mp_policy, reshard_after_forward
+    if _are_plain(owned, ctx, *asked):
+        by_mesh = {ctx.mesh_info_of(mesh): owned}
+    else:
+        from fsdp_overlap.features.parameter_checks import check_parameters
+
+        by_mesh, reshard_after_forward = check_parameters(owned, ctx, mesh, *asked)
+    planned = _plan(modules, by_mesh, ctx, comm_policy)
     # Nothing was changed so far, and nothing is refused from here on.
     if ctx.sync_module_states:
+        from fsdp_overlap.engine.checks import sync_module_states_from_first
+
         sync_module_states_from_first(modules, by_mesh, mesh)
-    originals = {item.fqn: item.parameter for item in owned}
-    param_groups = [
-        param_group
-        for mesh_info, items in by_mesh.items()
-        for param_group in _make_param_groups(
-            planned[mesh_info], items, mesh_info, mp_policy, offload, comm_policy
-        )
-    ]
+    originals = [item.parameter for item in owned]
+    offload = _offload_on(ctx.device, offload_policy)
     unit = Unit(
         modules,
         ctx,
         mesh,
-        param_groups,
+        _allocate(by_mesh, planned, mp_policy, offload, comm_policy),
         mp_policy,
         offload_policy,
         comm_policy,
@@ -126,17 +98,148 @@ def make_unit(
         _adopt,
         conditional,
     )
-    _mark_owners(unit, originals)
+    _mark_owners(unit, owned, originals)
     if ties:
         from fsdp_overlap.features.tied_parameters import connect_ties
 
         connect_ties(unit, ties)
+    _install(unit, modules, ctx)
+    return unit
+
+
+# ---- check ----
+
+
+def _are_plain(
+    owned: Sequence[ParamInfo],
+    ctx: FsdpContext,
+    spmd: SPMDMesh | None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
+    comm_policy: QuantizedCommPolicy | None,
+    mp_policy: MixedPrecisionPolicy,
+    reshard_after_forward: bool | int | None,
+) -> bool:
+    """Return whether there is nothing to check, because all parameters are plain and the user asked
+    nothing that depends on them."""
+    return (
+        spmd is None
+        and shard_placement_fn is None
+        and comm_policy is None
+        and getattr(mp_policy, "param_dtype_override_fn", None) is None  # of torch 2.15
+        and not callable(ctx.layout)
+        and not isinstance(ctx.layout, PerTensor)
+        and (reshard_after_forward is None or isinstance(reshard_after_forward, bool))
+        and all(_is_plain(item.parameter, ctx.device, mp_policy) for item in owned)
+    )
+
+
+def _is_plain(
+    parameter: nn.Parameter, device: torch.device, mp_policy: MixedPrecisionPolicy
+) -> bool:
+    return (
+        type(parameter) is nn.Parameter
+        and parameter.layout is torch.strided
+        and parameter.is_contiguous()
+        and parameter.device.type in (device.type, "cpu")
+        and parameter.grad_dtype == parameter.dtype
+        and reduce_dtype(parameter.dtype, mp_policy) in REDUCE_DTYPES
+    )
+
+
+# ---- plan ----
+
+
+def _plan(
+    modules: Sequence[nn.Module],
+    by_mesh: dict[MeshInfo, list[ParamInfo]],
+    ctx: FsdpContext,
+    comm_policy: QuantizedCommPolicy | None,
+) -> dict[MeshInfo, list[Plan]]:
+    """Decide how the parameters that are sharded over each mesh are laid out. If it raises, nothing
+    was planned."""
+    for mesh_info in by_mesh:
+        has_none = not mesh_info.plans.has(modules[0])
+        if has_none and any(other.plans.has(modules[0]) for other in ctx.mesh_infos):
+            raise ValueError(
+                f"{module_class_name(modules)} was planned for another mesh than {mesh_info.mesh}: "
+                "name its mesh in ctx.plan_layout(..., meshes={module: mesh})"
+            )
+    can_fail_late = len(by_mesh) > 1 or comm_policy is not None
+    plans = [mesh_info.plans for mesh_info in by_mesh]
+    with rollback_on_error(plans) if can_fail_late else nullcontext():
+        # A unit that was given no context has one of its own, so nothing tells which is first.
+        planned = {
+            mesh_info: mesh_info.plans.plan_unit(
+                modules, [item.spec for item in items], not ctx.is_implicit
+            )
+            for mesh_info, items in by_mesh.items()
+        }
+        if comm_policy is not None:
+            for plan in chain.from_iterable(planned.values()):
+                comm_policy.check(plan)
+    return planned
+
+
+# ---- allocate ----
+
+
+def _offload_on(device: torch.device, policy: OffloadPolicy) -> CPUOffloadPolicy | None:
+    """Return ``policy`` if it asks for offloading and there is a device to offload from."""
+    is_asked = isinstance(policy, CPUOffloadPolicy) and device.type != "cpu"
+    return policy if is_asked else None  # type: ignore[return-value]
+
+
+def _allocate(
+    by_mesh: dict[MeshInfo, list[ParamInfo]],
+    planned: dict[MeshInfo, list[Plan]],
+    mp_policy: MixedPrecisionPolicy,
+    offload: CPUOffloadPolicy | None,
+    comm_policy: QuantizedCommPolicy | None,
+) -> list[ParamGroup]:
+    """Make the param groups, with their full buffers, shards and sharded parameters."""
+    param_groups: list[ParamGroup] = []
+    for mesh_info, items in by_mesh.items():
+        by_fqn = {item.fqn: item for item in items}
+        is_meta = any(item.parameter.is_meta for item in items)
+        device = torch.device("meta") if is_meta else mesh_info.device
+        for plan in planned[mesh_info]:
+            dtype = compute_dtype(plan.specs[0], mp_policy)
+            own = [by_fqn[spec.fqn] for spec in plan.specs]
+            where = own, mesh_info, device, dtype, offload
+            if plan.specs[0].is_extension:
+                from fsdp_overlap.engine.extensions import ExtensionParamGroup
+
+                assert isinstance(plan, RowsPlan)
+                param_groups.append(ExtensionParamGroup(plan, *where, mp_policy))
+            else:
+                param_groups.append(ParamGroup(plan, *where, comm_policy))
+    return param_groups
+
+
+# ---- install ----
+
+
+def _mark_owners(unit: Unit, owned: Sequence[ParamInfo], originals: Sequence[nn.Parameter]) -> None:
+    """Note on each parameter which unit owns it, and on those that were ``owned``, the
+    ``originals``, that they were replaced. Errors of other units and optimizers say so."""
+    original_of = dict(zip((item.fqn for item in owned), originals, strict=True))
+    for param_group in unit.param_groups:
+        for item, sharded in zip(param_group.owned, param_group.sharded_parameters, strict=True):
+            owner = Owner(item.unit, item.fqn, find=weakref.ref(unit))
+            mark_owner(sharded, owner)
+            replaced = replace(owner, replaced_by="fully_shard()")
+            mark_owner(item.parameter, replaced)
+            mark_owner(original_of[item.fqn], replaced)
+    record_replacement()
+
+
+def _install(unit: Unit, modules: Sequence[nn.Module], ctx: FsdpContext) -> None:
+    """Make forwards, backwards and loads of ``modules`` those of ``unit``."""
     move_buffers(modules, ctx.device)
     for module in modules:
         module.__dict__["_fsdp_unit"] = unit
         hooks.install(module, unit)
         module.register_load_state_dict_post_hook(partial(_after_load, unit))
-    return unit
 
 
 def _adopt(unit: Unit) -> None:
@@ -154,277 +257,3 @@ def _after_load(unit: Unit, module: nn.Module, keys: Any) -> None:
     for each in (unit, *unit.owners):
         if each.has_replaced_parameters:
             load_assigned(each)
-
-
-# ---- What is refused, before anything is changed ----
-
-
-def _check_parameter(item: ParamInfo, first: ParamInfo, ctx: FsdpContext) -> None:
-    """Raise TypeError or ValueError if a parameter cannot be sharded in ``ctx``, in one unit with
-    ``first``."""
-    where, parameter, device = item.where, item.parameter, ctx.device
-    if isinstance(parameter, nn.UninitializedParameter):
-        raise ValueError(f"{where} is not initialized; run a forward before fully_shard()")
-    held = tp_local_tensor(parameter)
-    if item.is_opaque:
-        _check_opaque(item, ctx)
-    else:
-        _check_class(where, held)
-    if not held.is_contiguous():
-        raise ValueError(
-            f"{where} is not contiguous (shape {tuple(held.shape)}, strides {held.stride()}); "
-            "replace its data by .contiguous() first"
-        )
-    grad_dtype = parameter.grad_dtype
-    if (refused := refused_grad_dtype(parameter.dtype, grad_dtype)) is not None:
-        raise ValueError(f"{where} is {parameter.dtype} and its grad_dtype {grad_dtype}: {refused}")
-    if parameter.layout is not torch.strided:
-        raise TypeError(f"{where} has layout {parameter.layout}; only strided is supported")
-    if parameter.device.type not in (device.type, "cpu", "meta"):
-        raise ValueError(
-            f"{where} is on {parameter.device}, the mesh on {device.type}; move the module first"
-        )
-    if parameter.is_meta != first.parameter.is_meta:
-        raise ValueError(
-            f"{where} is on {parameter.device}, {first.fqn!r} on {first.parameter.device}: put all "
-            "parameters of a unit on the meta device, or none"
-        )
-    if ctx.sync_module_states and parameter.is_meta:
-        raise ValueError(
-            f"{where} is on the meta device, and sync_module_states=True takes it from the first "
-            "rank: build the model with memory on every rank, or leave the argument out and load "
-            "the weights after to_empty()"
-        )
-
-
-def _check_opaque(item: ParamInfo, ctx: FsdpContext) -> None:
-    """Raise TypeError or ValueError if a parameter of a class of its own cannot be sharded with
-    what its class knows."""
-    where, parameter, device = item.where, item.parameter, ctx.device
-    kind = type(parameter).__name__
-    if parameter.requires_grad:
-        raise TypeError(
-            f"{where} is a {kind} that requires grad; parameters of a class of their own are "
-            "supported if they are frozen, and are then never cast: call requires_grad_(False), or "
-            "use a plain torch.nn.Parameter"
-        )
-    is_there = parameter.device.type == device.type
-    if not is_there or (device.index is not None and parameter.device.index != device.index):
-        raise ValueError(
-            f"{where} is a {kind} on {parameter.device}, and the unit computes on {device}: move "
-            "the module there first, because what the class holds beside the elements, such as "
-            "scales, would stay behind"
-        )
-    if ctx.sync_module_states:
-        raise ValueError(
-            f"{where} is a {kind}, and sync_module_states=True takes elements alone from the first "
-            "rank, without what the class holds beside them: quantize the same weights on every "
-            "rank"
-        )
-
-
-def _check_class(where: str, held: torch.Tensor) -> None:
-    """Raise TypeError if the parameter whose tensor is ``held`` cannot be gathered. A tensor that
-    consists of others may get both methods of an extension later, as in FSDP2."""
-    missing = missing_methods(held)
-    may_come_later = len(missing) == 2 and bool(inner_tensors(held))
-    if is_subclass(held) and missing and not may_come_later:
-        raise TypeError(
-            f"{where} is a {type(held).__name__} without {' and '.join(missing)}; only plain "
-            "torch.nn.Parameter, frozen ones of a class derived from it, DTensors of tensor "
-            "parallelism and tensors with both methods of FSDP2's extensions are supported"
-        )
-
-
-def _check_gradient(item: ParamInfo, mp_policy: MixedPrecisionPolicy) -> None:
-    dtype = reduce_dtype(item.spec.grad_dtype or item.parameter.dtype, mp_policy)
-    if item.parameter.requires_grad and dtype not in REDUCE_DTYPES:
-        raise ValueError(
-            f"gradients of {item.where} would be reduced in {dtype}, in which nothing can be "
-            "summed: use MixedPrecisionPolicy(reduce_dtype=torch.float32), or freeze it by "
-            "requires_grad_(False)"
-        )
-
-
-def _check_extension(
-    item: ParamInfo,
-    ctx: FsdpContext,
-    reshard_after_forward: bool | int | None,
-    comm_policy: QuantizedCommPolicy | None,
-) -> None:
-    """Raise ValueError if a parameter that says itself how it is gathered cannot be."""
-    what = f"{item.where} is a {type(tp_local_tensor(item.parameter)).__name__}, "
-    if not _is_in_rows(item, ctx):
-        raise ValueError(
-            f"{what}which is cut between rows alone: use FsdpContext(layout=PerTensor()), or a "
-            "function that returns PerTensor() for it"
-        )
-    if item.spec.cut_dim:
-        raise ValueError(
-            f"{what}which is cut along its first dimension alone, and shard_placement_fn wants "
-            f"Shard({item.spec.cut_dim}): return None or Shard(0)"
-        )
-    if comm_policy is not None:
-        raise ValueError(
-            f"{what}which says itself what travels: leave out comm_policy, or make a unit of its "
-            "own of the module that has it"
-        )
-    if type(reshard_after_forward) is int:
-        raise ValueError(
-            f"reshard_after_forward={reshard_after_forward}: {what}of which no part can be kept: "
-            "use True, False or None"
-        )
-
-
-def _check_rows(item: ParamInfo, mesh_info: MeshInfo) -> None:
-    """Raise ValueError if a parameter cannot be cut into rows."""
-    if item.parameter.ndim == 0:
-        raise ValueError(
-            f"{item.where} is a scalar, of which there are no rows: make it a tensor of one "
-            "dimension, or give it the layout Flat()"
-        )
-    if mesh_info.shards_replicas:
-        raise ValueError(
-            f"{item.where} is in PerTensor(), which replicas cannot divide: leave out "
-            "shard_optimizer_over_replicas=True, or choose another layout"
-        )
-
-
-def _is_in_rows(item: ParamInfo, ctx: FsdpContext) -> bool:
-    return isinstance(layout_for(ctx.layout, item.spec), PerTensor)
-
-
-def _checked_reshard_after_forward(value: bool | int | None, sizes: set[int]) -> bool | int | None:
-    """Return ``value``, but ``False`` for 1 and ``True`` for all ranks, which mean the same.
-    ``sizes`` has how many ranks the unit's parameters are sharded among."""
-    if value is None or isinstance(value, bool):
-        return value
-    for size in sizes:
-        if not isinstance(value, int) or value < 1 or size % value:
-            raise ValueError(
-                f"reshard_after_forward={value!r}: use True, False, None or a divisor of {size}, "
-                "the number of ranks that parameters are sharded among"
-            )
-    if value == 1:
-        return False
-    return True if sizes == {value} else value
-
-
-def _by_mesh(
-    owned: list[ParamInfo],
-    ctx: FsdpContext,
-    mesh: DeviceMesh,
-    spmd: SPMDMesh | None,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
-) -> dict[MeshInfo, list[ParamInfo]]:
-    """Sort the unit's parameters by the mesh that they are sharded over."""
-    by_mesh: dict[MeshInfo, list[ParamInfo]] = {ctx.mesh_info_of(mesh): []}
-    for item in owned:
-        wanted: Any = None if shard_placement_fn is None else shard_placement_fn(item.parameter)
-        own_mesh, own_spmd = mesh, spmd
-        if mesh_info := getattr(wanted, "mesh_info", None):
-            own_mesh, wanted = mesh_info.mesh, wanted.placement
-            own_spmd = spmd_mesh_of(mesh_info)
-        mesh_info = ctx.mesh_info_of(own_mesh)
-        if own_spmd is not None:
-            item.spmd = spmd_placement(item.where, item.parameter, own_spmd)
-        if isinstance(wanted, Shard):
-            item.spec = replace(item.spec, cut_dim=_cut_dim(item, wanted))
-        is_in_rows = _is_in_rows(item, ctx)
-        if is_in_rows:
-            _check_rows(item, mesh_info)
-        if type(wanted) not in (Shard, NoneType) or (item.spec.cut_dim and not is_in_rows):
-            raise ValueError(
-                f"shard_placement_fn wants {item.where} placed as {wanted}: return None, Shard(0) "
-                "or a ShardPlacementResult of these; other dimensions are cut under "
-                "FsdpContext(layout=PerTensor()) alone"
-            )
-        by_mesh.setdefault(mesh_info, []).append(item)
-    return {mesh_info: items for mesh_info, items in by_mesh.items() if items or len(by_mesh) == 1}
-
-
-def _cut_dim(item: ParamInfo, placement: Shard) -> int:
-    """Return the dimension that ``placement`` cuts, counted from the first. Raise ValueError if the
-    parameter has no such dimension."""
-    ndim = item.parameter.ndim
-    if not -ndim <= placement.dim < max(1, ndim):
-        raise ValueError(
-            f"shard_placement_fn wants {item.where} placed as {placement}, and it has {ndim} "
-            f"dimensions, {tuple(item.parameter.shape)}: choose one of these"
-        )
-    return placement.dim % max(1, ndim)
-
-
-def _record_kept_dtypes(owned: list[ParamInfo], mp_policy: MixedPrecisionPolicy) -> None:
-    """Ask the policy which parameters keep their own dtype in compute, and note them."""
-    override = getattr(mp_policy, "param_dtype_override_fn", None)  # of torch 2.15
-    if override is None:
-        return
-    for item in owned:
-        dtype, chosen = item.parameter.dtype, override(item.parameter)
-        if chosen not in (None, mp_policy.param_dtype, dtype):
-            raise ValueError(
-                f"param_dtype_override_fn gave {chosen!r} for {item.where}: return its own dtype, "
-                f"{dtype}, or None for that of the policy, {mp_policy.param_dtype}"
-            )
-        keeps_dtype = chosen is dtype and mp_policy.param_dtype not in (None, dtype)
-        item.spec = replace(item.spec, keeps_dtype=keeps_dtype)
-
-
-def _offload_on(device: torch.device, policy: OffloadPolicy) -> CPUOffloadPolicy | None:
-    """Return ``policy`` if it asks for offloading and there is a device to offload from."""
-    is_asked = isinstance(policy, CPUOffloadPolicy) and device.type != "cpu"
-    return policy if is_asked else None  # type: ignore[return-value]
-
-
-def _plan(
-    modules: Sequence[nn.Module], owned: list[ParamInfo], ctx: FsdpContext, mesh_info: MeshInfo
-) -> list[Plan]:
-    """Decide how the parameters that are sharded over ``mesh_info`` are laid out."""
-    first = modules[0]
-    if not mesh_info.plans.has(first) and any(other.plans.has(first) for other in ctx.mesh_infos):
-        raise ValueError(
-            f"{module_class_name(modules)} was planned for another mesh than {mesh_info.mesh}: "
-            "name its mesh in ctx.plan_layout(..., meshes={module: mesh})"
-        )
-    # A unit that was given no context has one of its own, so nothing tells which unit is first.
-    return mesh_info.plans.plan_unit(modules, [item.spec for item in owned], not ctx.is_implicit)
-
-
-def _make_param_groups(
-    plans: list[Plan],
-    owned: list[ParamInfo],
-    mesh_info: MeshInfo,
-    mp_policy: MixedPrecisionPolicy,
-    offload: CPUOffloadPolicy | None,
-    comm_policy: QuantizedCommPolicy | None,
-) -> list[ParamGroup]:
-    by_fqn = {item.fqn: item for item in owned}
-    is_meta = any(item.parameter.is_meta for item in owned)
-    device = torch.device("meta") if is_meta else mesh_info.device
-    param_groups: list[ParamGroup] = []
-    for plan in plans:
-        items = [by_fqn[spec.fqn] for spec in plan.specs]
-        dtype = compute_dtype(plan.specs[0], mp_policy)
-        if isinstance(plan, RowsPlan) and plan.specs[0].is_extension:
-            param_groups.append(
-                ExtensionParamGroup(plan, items, mesh_info, device, dtype, offload, mp_policy)
-            )
-        else:
-            param_groups.append(
-                ParamGroup(plan, items, mesh_info, device, dtype, offload, comm_policy)
-            )
-    return param_groups
-
-
-def _mark_owners(unit: Unit, originals: Mapping[str, nn.Parameter]) -> None:
-    """Note on each parameter which unit owns it, and on the ``originals``, by name, that they were
-    replaced. Errors of other units and optimizers say so."""
-    for param_group in unit.param_groups:
-        for item, sharded in zip(param_group.owned, param_group.sharded_parameters, strict=True):
-            owner = Owner(item.unit, item.fqn, find=weakref.ref(unit))
-            mark_owner(sharded, owner)
-            for parameter in (item.parameter, originals[item.fqn]):
-                mark_owner(parameter, owner)
-                mark_replaced(parameter, by="fully_shard()")
-    record_replacement()

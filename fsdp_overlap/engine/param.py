@@ -11,14 +11,14 @@ from functools import cache, cached_property, reduce
 from hashlib import sha256
 from math import isqrt
 from operator import add
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -28,9 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_overlap.layout import ParamSpec
 from fsdp_overlap.tensor.extension import inner_tensors, is_subclass, missing_methods
-from fsdp_overlap.tensor.placement import tile_of
 from fsdp_overlap.tensor.row_tensor import Sharded
-from fsdp_overlap.tensor.spmd_mesh import SPMDPlacement
 from fsdp_overlap.torch_internals import (
     AsyncCollectiveTensor,
     DisableTorchFunctionSubclass,
@@ -39,6 +37,9 @@ from fsdp_overlap.torch_internals import (
     given_grad_dtype,
     is_replicated,
 )
+
+if TYPE_CHECKING:
+    from fsdp_overlap.tensor.spmd_mesh import SPMDPlacement
 
 # ---- Parameters of quantized classes, which alone know what the elements stand for ----
 
@@ -182,46 +183,6 @@ def tp_local_tensor(parameter: torch.Tensor) -> torch.Tensor:
         return parameter
     local = parameter._local_tensor
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
-
-
-def check_tensor_parallel(where: str, parameter: DTensor) -> None:
-    """Raise TypeError if ``parameter`` is placed otherwise than by ``Shard`` and ``Replicate``, or
-    cut in another order than that of its mesh's dimensions, and ValueError if not as
-    ``distribute_tensor`` cuts. ``where`` names it."""
-    for placement in parameter.placements:
-        if type(placement) not in (Shard, Replicate):
-            raise TypeError(
-                f"{where} is a DTensor placed as {parameter.placements}; only Shard(dim) and "
-                "Replicate() are supported"
-            )
-    spec = parameter._spec
-    if spec.shard_order != DTensorSpec.compute_default_shard_order(spec.placements):
-        raise TypeError(
-            f"{where} is a DTensor cut in the order {spec.shard_order}; only that of the "
-            "dimensions of its mesh is supported"
-        )
-    held, expected = tuple(parameter._local_tensor.shape), tile_of(spec).shape
-    if held != expected:
-        raise ValueError(
-            f"{where} is a DTensor of shape {tuple(parameter.shape)} placed as "
-            f"{parameter.placements}, of which this rank holds {held} and not {expected}: cut it "
-            "by torch.distributed.tensor.distribute_tensor"
-        )
-
-
-def check_concatenation(where: str, parameter: DTensor, mesh: DeviceMesh) -> None:
-    """Raise ValueError if ``parameter``, which lies over the ranks of tensor parallelism, cannot be
-    sharded over ``mesh`` as well, because the two meshes do not go together."""
-    try:
-        concatenate_meshes(mesh, parameter.device_mesh)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(
-            f"{where} is a DTensor over {parameter.device_mesh}, which does not go together with "
-            f"{mesh}, over which it is to be sharded: make one mesh, as init_device_mesh("
-            f'{mesh.device_type!r}, (2, 4), mesh_dim_names=("dp", "tp")), and use mesh["tp"] for '
-            'tensor parallelism and mesh["dp"] here. For DTensors over all of it, use '
-            'dp_mesh_dims=DataParallelMeshDims(shard="dp")'
-        ) from error
 
 
 def concatenate_meshes(mesh: DeviceMesh, tensor_parallel: DeviceMesh) -> DeviceMesh:

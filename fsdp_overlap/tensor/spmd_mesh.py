@@ -141,16 +141,13 @@ class SPMDMesh:
         return parts[0] if len(parts) == 1 else DeviceMesh._concatenate(parts)
 
 
-def spmd_mesh(mesh: DeviceMesh | None, dims: Any) -> SPMDMesh | None:
-    """Return ``mesh`` with what ``dims``, a ``DataParallelMeshDims``, says of it. ``None`` without
-    one.
+def spmd_mesh(mesh: DeviceMesh | None, dims: Any) -> SPMDMesh:
+    """Return ``mesh`` with what ``dims``, a ``DataParallelMeshDims``, says of it.
 
     Raises:
         TypeError: ``dims`` is something else.
         ValueError: ``mesh`` has no such dimensions, or one is named twice, or none to shard along.
     """
-    if dims is None:
-        return None
     if not (hasattr(dims, "shard") and hasattr(dims, "replicate")):
         raise TypeError(
             f"dp_mesh_dims is a {type(dims).__name__}: give a DataParallelMeshDims, as "
@@ -188,7 +185,7 @@ def spmd_mesh_of(mesh_info: Any) -> SPMDMesh | None:
         ValueError: as :func:`spmd_mesh` does.
     """
     dims = getattr(mesh_info, "dp_mesh_dims", None)
-    return spmd_mesh(getattr(mesh_info, "spmd_mesh", None), dims)
+    return None if dims is None else spmd_mesh(getattr(mesh_info, "spmd_mesh", None), dims)
 
 
 def _names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
