@@ -21,6 +21,7 @@ from fsdp_overlap.engine.hooks import ForwardMethod
 from fsdp_overlap.engine.param import plain_class
 from fsdp_overlap.engine.unit import Unit, unit_names, unit_of
 from fsdp_overlap.schedule.finalization import GradientReductionHandle
+from fsdp_overlap.tensor import load_ops
 from fsdp_overlap.torch_internals import AllGather, ReduceScatter
 
 # Features are imported by the methods that use them: a plain training run uses none.
@@ -462,6 +463,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         return self
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        load_ops()  # of parameters that may be saved before any op has run
         # What a loader has assigned becomes ours before an optimizer is made of it.
         if not context_of(self._fsdp_unit).was_initialized:
             for unit in self._units(recurse=True):
@@ -470,6 +472,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         return super().named_parameters(*args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any) -> None:
+        load_ops()
         # A unit on the meta device keeps what load_state_dict(assign=True) has registered so far,
         # and waits for the parameters of its other modules.
         for unit in (self._fsdp_unit, *self._fsdp_unit.owners):
@@ -480,6 +483,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         super()._load_from_state_dict(*args)
 
     def _save_to_state_dict(self, *args: Any) -> None:
+        load_ops()
         context = context_of(self._fsdp_unit)
         is_interrupted = hooks.is_interrupted(context)
         context.error_monitor.before_save("state_dict()", is_interrupted)

@@ -49,7 +49,7 @@ ATTRIBUTES = {
     "UntypedStorage._cdata": "tells storages apart that have no memory, so no address",
     "Tensor._post_accumulate_grad_hooks": "what users want called when a gradient is there",
     "Tensor._backward_hooks": "what users want called with a gradient, before it is accumulated",
-    "Parameter._is_param": "written by nn.Parameter on tensors of our class, and no user's",
+    "Parameter._is_param": "written on tensors of our class, as nn.Parameter writes it",
     # DTensors, which sharded tensors are
     "DTensor.__new__": "makes one of the local tensor and the spec, without a check of either",
     "DTensor._local_tensor": "what this rank holds; to_local() is a node of autograd's graph",

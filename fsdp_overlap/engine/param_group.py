@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from math import prod
-from typing import NamedTuple, cast
+from typing import NamedTuple
 from weakref import ref
 
 import torch
@@ -273,12 +273,10 @@ class ParamGroup:
         attributes from ``like``."""
         made: list[Sharded] = []
         for form, model, spec, item in zip(forms, like, self.plan.specs, self.owned, strict=True):
-            parameter = nn.Parameter(form, requires_grad=model.requires_grad)
-            vars(parameter).update(users_attributes(model, form._local_tensor))
+            sharded = form.as_parameter(model.requires_grad)
+            vars(sharded).update(users_attributes(model, form._local_tensor))
             if item.is_opaque:
-                share_attributes(parameter, item.parameter, item.aliases)
-            # isinstance() takes it for a Parameter, and its type is that of the form.
-            sharded = cast(Sharded, parameter)
+                share_attributes(sharded, item.parameter, item.aliases)
             sharded.keep_gradients_in(getattr(model, "_given_grad_dtype", spec.grad_dtype))
             made.append(sharded)
         return made

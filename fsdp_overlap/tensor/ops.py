@@ -1,7 +1,7 @@
 """Ops on sharded tensors: the table behind ``RaggedDTensor.__torch_function__``.
 
 ``RaggedDTensor`` cannot import this module, which builds on it, so the last line here gives it
-:func:`call`. The package imports this module, so there is no sharded tensor without its ops.
+:func:`call`. The package imports this module when the first op runs.
 
 Ops are told apart by name, because the same op arrives in several forms (``torch.mul``,
 ``Tensor.mul``, ``Tensor.__mul__``, ``aten.mul.Tensor``).

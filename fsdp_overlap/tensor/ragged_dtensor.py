@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from typing import Any, ClassVar, NoReturn, cast
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
-from fsdp_overlap.tensor.boxes import boxes_of, with_own_storage
 from fsdp_overlap.tensor.comm_dtypes import as_comm_dtype
 from fsdp_overlap.tensor.gradient_errors import needs_gradient, raise_in_backward
 from fsdp_overlap.tensor.pending_steps import finish_pending_steps
@@ -81,7 +81,7 @@ class RaggedDTensor(ShardedParamMixin, DTensor):
 
     _run_op: ClassVar[Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]]
     """Runs an op on sharded tensors. The ops build on this class, so the class cannot import them:
-    :mod:`~fsdp_overlap.tensor.ops` sets this when the package is imported."""
+    the package, :mod:`fsdp_overlap.tensor`, sets this."""
 
     edits: ShardEdits | None = None
     """Set on parameters. ``None`` on gradients and optimizer states, which nobody gathers."""
@@ -96,6 +96,15 @@ class RaggedDTensor(ShardedParamMixin, DTensor):
         if edits is not None:
             tensor.edits = edits
         return tensor
+
+    def as_parameter(self, requires_grad: bool) -> RaggedDTensor:
+        # nn.Parameter() does this to a detached tensor, by two ops.
+        with DisableTorchFunctionSubclass():
+            self.requires_grad_(requires_grad)
+        self._is_param = True
+        # Weak references to it make torch.utils.swap_tensors() refuse to move it out of its unit.
+        self.aliases = WeakSet((self,))
+        return self
 
     @classmethod
     def __torch_function__(
@@ -273,12 +282,16 @@ class RaggedDTensor(ShardedParamMixin, DTensor):
         return self._chunks()
 
     def _chunks(self) -> list[ChunkStorageMetadata]:
+        from fsdp_overlap.tensor.boxes import boxes_of  # only checkpoints have boxes
+
         return [
             ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
             for box in boxes_of(self._spec)
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        from fsdp_overlap.tensor.boxes import boxes_of, with_own_storage
+
         finish_pending_steps()
         for box in boxes_of(self._spec):
             if index.offset is None or tuple(index.offset) == box.offsets:

@@ -87,6 +87,9 @@ class RowTensor(ShardedParamMixin, DTensor):
         tensor.edits = edits
         return tensor
 
+    def as_parameter(self, requires_grad: bool) -> RowTensor:
+        return cast(RowTensor, nn.Parameter(self, requires_grad))
+
     @classmethod
     def __torch_function__(
         cls,

@@ -74,6 +74,10 @@ class ShardedParamMixin:
         """Return the sharded tensor of which this rank has ``local``, which is not copied."""
         raise NotImplementedError
 
+    def as_parameter(self, requires_grad: bool) -> Self:
+        """Return this tensor as a parameter, as ``nn.Parameter(tensor, requires_grad)`` does."""
+        raise NotImplementedError
+
     def wrap_like(self, local: torch.Tensor) -> Self:
         """Return a tensor of ``local``'s dtype that is laid out as this one is. This rank has
         ``local`` of it, which may be flat."""
