@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-    from fsdp_overlap._fully_shard import find_blocks, fully_shard, fully_shard_model
+    from fsdp_overlap._fully_shard import fully_shard, fully_shard_model
+    from fsdp_overlap.blocks import find_blocks
     from fsdp_overlap.comm.process_groups import MeshGroups
     from fsdp_overlap.engine.context import FsdpContext
     from fsdp_overlap.engine.options import QuantizedCommPolicy
@@ -75,7 +76,7 @@ _MODULE_OF = {
     "TensorAtomic": "fsdp_overlap.layout",
     "UnshardHandle": "fsdp_overlap.fsdp_module",
     "distribute_tensor": "fsdp_overlap.tensor.creation",
-    "find_blocks": "fsdp_overlap._fully_shard",
+    "find_blocks": "fsdp_overlap.blocks",
     "fully_shard": "fsdp_overlap._fully_shard",
     "fully_shard_model": "fsdp_overlap._fully_shard",
     "patch_fsdp2": "fsdp_overlap.patching",

@@ -80,7 +80,7 @@ def make_unit(
     planned = _plan(modules, by_mesh, ctx, comm_policy)
     # Nothing was changed so far, and nothing is refused from here on.
     if ctx.sync_module_states:
-        from fsdp_overlap.engine.checks import sync_module_states_from_first
+        from fsdp_overlap.features.sync_module_states import sync_module_states_from_first
 
         sync_module_states_from_first(modules, by_mesh, mesh)
     originals = [item.parameter for item in owned]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_overlap._fully_shard import find_blocks
+from fsdp_overlap.blocks import find_blocks
 from fsdp_overlap.tools.emulator import Operation, active
 from fsdp_overlap.tools.simulator.fusion import Kernel
 from fsdp_overlap.tools.simulator.simulate import Step

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fsdp_overlap._fully_shard import find_blocks
+from fsdp_overlap.blocks import find_blocks
 from fsdp_overlap.tools.simulator.model_configs import (
     EXPERTS,
     PREDICTED,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from fsdp_overlap._fully_shard import find_blocks
+from fsdp_overlap.blocks import find_blocks
 from fsdp_overlap.layout import Flat
 from fsdp_overlap.optim import OverlapPolicy
 from fsdp_overlap.tools.simulator.costs import Costs

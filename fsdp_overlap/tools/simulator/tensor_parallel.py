@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from fsdp_overlap._fully_shard import find_blocks
+from fsdp_overlap.blocks import find_blocks
 
 
 def parallelize(model: Any, mesh: DeviceMesh) -> None:
