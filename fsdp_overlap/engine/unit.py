@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter, is_
@@ -462,18 +461,6 @@ class Unit:
             gradients.drop()
         self.under_way.clear()
         self.saved_tensors.reset()
-
-    def copy_to(self, other: Unit) -> None:
-        """Copy values, gradients and settings to ``other``, which was sharded likewise."""
-        for mine, its in zip(self.param_groups, other.param_groups, strict=True):
-            its.copy_values_of(mine)
-            its.full.keeps_storage = mine.full.keeps_storage
-            for parameter, duplicate in zip(
-                mine.sharded_parameters, its.sharded_parameters, strict=True
-            ):
-                duplicate.requires_grad_(parameter.requires_grad)
-                duplicate.grad = deepcopy(parameter.grad)
-        self.settings.copy_to(other.settings)
 
     def to_unsharded(self) -> None:
         for param_group in self.param_groups:

@@ -101,7 +101,20 @@ def copy_unit(unit: Unit, memo: dict[int, Any], make_unit: Callable[..., Unit]) 
     for mine, its in zip(unit.param_groups, copied_unit.param_groups, strict=True):
         # For an optimizer that is copied together with the model.
         memo.update(zip(map(id, mine.sharded_parameters), its.sharded_parameters, strict=True))
-    unit.copy_to(copied_unit)
+    _copy_state(unit, copied_unit)
+
+
+def _copy_state(unit: Unit, other: Unit) -> None:
+    """Copy values, gradients and settings to ``other``, which was sharded likewise."""
+    for mine, its in zip(unit.param_groups, other.param_groups, strict=True):
+        its.copy_values_of(mine)
+        its.full.keeps_storage = mine.full.keeps_storage
+        for parameter, duplicate in zip(
+            mine.sharded_parameters, its.sharded_parameters, strict=True
+        ):
+            duplicate.requires_grad_(parameter.requires_grad)
+            duplicate.grad = deepcopy(parameter.grad)
+    unit.settings.copy_to(other.settings)
 
 
 def _copy_parameters(unit: Unit, memo: dict[int, Any]) -> set[nn.Parameter]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fsdp_overlap import (
+    Flat,
     FsdpContext,
     QuantizedCommPolicy,
     RaggedDTensor,
@@ -25,6 +27,8 @@ from fsdp_overlap import (
 )
 from fsdp_overlap.engine.mesh import LayoutRegistry, rollback_on_error
 from fsdp_overlap.layout import ParamSpec
+from fsdp_overlap.layout.balanced_planner import BalancedPlanner
+from fsdp_overlap.layout.planner import Planner
 from fsdp_overlap.optim import Muon
 from support.fake_group import run_on_fake_group
 from support.ranks import expect_rank_errors, run_ranks
@@ -220,3 +224,28 @@ def test_a_plan_that_failed_leaves_planning_as_it_was() -> None:
     for layer, spec in zip(layers, specs, strict=True):
         assert not plans.has(layer)
         assert plans.plan_unit([layer], spec) == fresh.plan_unit([layer], spec)
+
+
+def test_a_unit_that_could_not_be_planned_is_not_the_first() -> None:
+    def layout(fqn: str, spec: ParamSpec) -> Any:
+        return None if fqn == "unknown" else Flat()
+
+    parts = [ParamSpec(name, (2**19,), torch.float32) for name in ("one", "two")]
+    plans, layers = LayoutRegistry(2, layout), [nn.Linear(1, 1), nn.Linear(1, 1)]
+    with pytest.raises(TypeError, match="unknown"):
+        plans.plan_unit(layers[:1], [ParamSpec("unknown", (4,), torch.float32)])
+    assert [plan.specs[0].piece for plan in plans.plan_unit(layers[1:], parts)] == [1, 2]
+
+
+def test_what_was_planned_anywhere_counts_when_blocks_come() -> None:
+    """Until then the planner keeps no loads of ranks."""
+    planner, balanced = Planner(4, Flat()), BalancedPlanner(4, Flat())
+    specs = [ParamSpec("weight", (64, 30), torch.float32), ParamSpec("bias", (30,), torch.bfloat16)]
+    units = [specs, specs[:1], [replace(spec, block=spec.shape[-1]) for spec in specs], specs]
+    for unit in units[:2]:
+        assert planner.plan([unit]) == balanced.plan([unit])
+    other = planner.copy()
+    for each in (planner, other):
+        expected = copy.deepcopy(balanced)
+        for unit in units[2:]:
+            assert each.plan([unit]) == expected.plan([unit])
