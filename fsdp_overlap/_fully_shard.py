@@ -234,21 +234,22 @@ def _modules_in(module: Any) -> list[nn.Module]:
 
 
 def _check_module(module: nn.Module) -> None:
-    if unit_of(module) is not None:
-        raise ValueError(
-            f"{type(module).__name__} is a unit already; call fully_shard once on each module"
-        )
-    if is_replicated(module):
-        raise ValueError(
-            f"replicate() was called on {type(module).__name__}, so it trains the parameters: call "
-            "one of the two, or fully_shard() over a mesh (replicate, shard) for both"
-        )
     is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
-    if is_container and type(module).forward is nn.Module.forward:
-        raise ValueError(
-            f"{type(module).__name__} has no forward to hook; call fully_shard on each of its "
-            "modules"
+    has_forward = not is_container or type(module).forward is not nn.Module.forward
+    if unit_of(module) is not None or is_replicated(module) or not has_forward:
+        raise ValueError(_why_no_unit(module))
+
+
+def _why_no_unit(module: nn.Module) -> str:
+    kind = type(module).__name__
+    if unit_of(module) is not None:
+        return f"{kind} is a unit already; call fully_shard once on each module"
+    if is_replicated(module):
+        return (
+            f"replicate() was called on {kind}, so it trains the parameters: call one of the two, "
+            "or fully_shard() over a mesh (replicate, shard) for both"
         )
+    return f"{kind} has no forward to hook; call fully_shard on each of its modules"
 
 
 _fsdp_classes: dict[type, Any] = {}

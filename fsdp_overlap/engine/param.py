@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_overlap.layout import ParamSpec
-from fsdp_overlap.tensor.extension import inner_tensors, is_subclass, missing_methods
+from fsdp_overlap.tensor.extension import inner_tensors, missing_methods
 from fsdp_overlap.tensor.row_tensor import Sharded
 from fsdp_overlap.torch_internals import (
     AsyncCollectiveTensor,
@@ -210,9 +210,13 @@ def give_memory(
     ``aliases`` are other tensors that are its elements, and stay so."""
     for alias in aliases:
         alias.data = view
-    if not isinstance(parameter, DTensor):
+    if isinstance(parameter, DTensor):
+        _give_tile(parameter, view)
+    else:
         parameter.data = view
-        return
+
+
+def _give_tile(parameter: DTensor, view: torch.Tensor) -> None:
     wrapped = _wrap(view.data, parameter._spec)
     parameter.data = wrapped  # sets its dtype alone
     parameter._local_tensor = wrapped._local_tensor
@@ -305,15 +309,16 @@ class ParamInfo:
         """What planning knows of the parameter. What the user asked for it is added while its unit
         is made."""
         parameter = self.parameter
+        tile = tp_local_tensor(parameter)
         return ParamSpec(
             self.fqn,
-            tuple(tp_local_tensor(parameter).shape),
+            tuple(tile.shape),
             parameter.dtype,
             parameter.requires_grad,
             is_embedding=self.is_embedding,
             grad_dtype=given_grad_dtype(parameter),
             is_opaque=self.is_opaque,
-            is_extension=not self.is_opaque and is_subclass(tp_local_tensor(parameter)),
+            is_extension=not self.is_opaque and type(tile) not in (torch.Tensor, nn.Parameter),
         )
 
 
@@ -482,7 +487,7 @@ def owned_parameters(
         item = by_id.setdefault(id(parameter), ParamInfo(fqn, parameter, weakref.ref(owner), kind))
         item.registrations.append((owner._parameters, name))
         item.is_embedding |= isinstance(owner, (nn.Embedding, nn.EmbeddingBag))
-        if is_opaque(parameter):
+        if type(parameter) is not nn.Parameter and is_opaque(parameter):
             item.is_opaque = True
             item.aliases |= aliases_of(item.where, parameter, owner)
     return list(by_id.values())
@@ -687,7 +692,7 @@ class ParamHashes:
     are valid while the shard is still of ``version``."""
 
     def __init__(self, values: Sequence[torch.Tensor], version: int) -> None:
-        parts = [inner_tensors(value) for value in values]
+        parts = [[v] if type(v) is torch.Tensor else inner_tensors(v) for v in values]
         are_known = all(parts) and not any(value.is_meta for value in values)
         self._hashes = [reduce(add, map(hash_tensor, inner)) for inner in parts if are_known]
         self._count = len(values)
