@@ -76,7 +76,7 @@ def make_unit(
     else:
         from fsdp_overlap.features.parameter_checks import check_parameters
 
-        by_mesh, reshard_after_forward = check_parameters(owned, ctx, mesh, *asked)
+        by_mesh, reshard_after_forward = check_parameters(owned, modules, ctx, mesh, *asked)
     planned = _plan(modules, by_mesh, ctx, comm_policy)
     # Nothing was changed so far, and nothing is refused from here on.
     if ctx.sync_module_states:

@@ -33,7 +33,7 @@ from fsdp_overlap.checkpoint.files import (
 )
 from fsdp_overlap.checkpoint.metadata import can_copy, read_metadata
 from fsdp_overlap.comm.threads import thread_pool
-from fsdp_overlap.engine.param import takes
+from fsdp_overlap.features.opaque_parameters import takes
 from fsdp_overlap.torch_internals import StorageInfo
 
 

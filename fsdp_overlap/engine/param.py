@@ -75,104 +75,6 @@ def check_frozen(
             )
 
 
-def aliases_of(where: str, parameter: torch.Tensor, module: nn.Module) -> dict[int, torch.Tensor]:
-    """Return other tensors of ``module`` that are the elements of ``parameter``, by their ids. Such
-    a tensor is an attribute of the parameter, of the module, or of an attribute of the module.
-    ``where`` names the parameter in errors.
-
-    Raises:
-        ValueError: a tensor there has a part of the parameter's memory, or another shape.
-    """
-    aliases: dict[int, torch.Tensor] = {}
-    if not _is_plain(parameter):
-        return aliases
-    storage, (first, last) = parameter.untyped_storage()._cdata, _extent(parameter)
-    for holder in (parameter, module, *vars(module).values()):
-        for name, value in getattr(holder, "__dict__", {}).items():
-            if not isinstance(value, torch.Tensor) or value is parameter or not _is_plain(value):
-                continue
-            start, stop = _extent(value)
-            if value.untyped_storage()._cdata != storage or start >= last or stop <= first:
-                continue
-            if (start, stop, value.shape) != (first, last, parameter.shape):
-                raise ValueError(
-                    f"{where} shares memory with {name!r} of a {type(holder).__name__}, which has "
-                    "another shape and could not follow it: give that memory of its own, by clone()"
-                )
-            aliases[id(value)] = value
-    return aliases
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor`` has a storage in which its elements are."""
-    has_elements = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-    return has_elements and tensor.layout is torch.strided and not tensor.is_meta
-
-
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return where its storage has its first element, in bytes, and where the last one ends. The
-    same if it has no elements."""
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    numel = 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
-    start = int(tensor.storage_offset()) * tensor.element_size()
-    return start, start + numel * tensor.element_size()
-
-
-def _attribute_of_unsharded(name: str) -> property:
-    """Return an attribute of sharded parameters that is that of the unsharded one."""
-    return property(
-        lambda sharded: getattr(sharded.unsharded_form, name),
-        lambda sharded, value: setattr(sharded.unsharded_form, name, value),
-        lambda sharded: delattr(sharded.unsharded_form, name),
-    )
-
-
-def share_attributes(
-    sharded: Any, parameter: nn.Parameter, aliases: dict[int, torch.Tensor]
-) -> None:
-    """Give ``sharded`` the attributes that ``parameter``, its unsharded form, has now, and what
-    its class computes from them. What is assigned to them later is seen in both. ``aliases`` are
-    left out, because they have no memory while the parameter is sharded."""
-    names = set()
-    for name, value in vars(parameter).items():
-        if not name.startswith("_"):
-            vars(sharded).pop(name, None)
-            if id(value) not in aliases:
-                names.add(name)
-    for base in type(parameter).__mro__:
-        if base not in nn.Parameter.__mro__:
-            names |= {name for name, value in vars(base).items() if isinstance(value, property)}
-    cls: type = type(sharded)
-    sharded.unsharded_form = parameter
-    sharded.__class__ = _with_attributes(cls, frozenset(names.difference(dir(cls))))
-
-
-def takes(sharded: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether elements of ``dtype`` may be copied into a sharded tensor. Into the sharded
-    form of an opaque parameter only those of its own."""
-    return dtype == sharded.dtype or "unsharded_form" not in vars(sharded)
-
-
-def _copy(sharded: Any, src: torch.Tensor, non_blocking: bool = False) -> Any:
-    """Do ``copy_()`` of the sharded form of an opaque parameter. Raise RuntimeError if that would
-    cast."""
-    if not takes(sharded, src.dtype):
-        kind = type(sharded.unsharded_form).__name__
-        raise RuntimeError(
-            f"cannot copy {src.dtype} into a {kind} that is stored as {sharded.dtype} and never "
-            f"cast: copy what was stored as {sharded.dtype}"
-        )
-    return torch.Tensor.copy_(sharded, src, non_blocking)
-
-
-@cache
-def _with_attributes(cls: type, names: frozenset[str]) -> type:
-    """Return a class like ``cls``, of the same name, with the attributes ``names`` of the unsharded
-    parameter. It never casts what it is given."""
-    own: dict[str, Any] = {name: _attribute_of_unsharded(name) for name in sorted(names)}
-    return type(cls)(cls.__name__, (cls,), own | {"copy_": _copy, "__module__": cls.__module__})
-
-
 # ---- Parameters that are DTensors of tensor parallelism ----
 
 
@@ -201,19 +103,6 @@ def parameter_like(
     if isinstance(parameter, DTensor):
         return nn.Parameter(_wrap(tile, parameter._spec), requires_grad)
     return nn.Parameter(tile, requires_grad)
-
-
-def give_memory(
-    parameter: nn.Parameter, view: torch.Tensor, aliases: Iterable[torch.Tensor] = ()
-) -> None:
-    """Make ``view`` this rank's tile of ``parameter``, with a version counter of its own.
-    ``aliases`` are other tensors that are its elements, and stay so."""
-    for alias in aliases:
-        alias.data = view
-    if isinstance(parameter, DTensor):
-        _give_tile(parameter, view)
-    else:
-        parameter.data = view
 
 
 def _give_tile(parameter: DTensor, view: torch.Tensor) -> None:
@@ -288,8 +177,6 @@ class ParamInfo:
     """``(module._parameters, name)``; more than one for a tied parameter."""
     is_embedding: bool = False
     is_opaque: bool = False
-    aliases: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Other tensors that are the elements of an opaque parameter, by their ids."""
     spmd: SPMDPlacement | None = None
     """How it lies over the mesh of all parallelism, if the user named dimensions of that."""
 
@@ -303,6 +190,17 @@ class ParamInfo:
         """Whether its gradient is a DTensor, or a part of a sum over tensor parallelism."""
         is_part = self.spmd is not None and self.spmd.plain_grad_is_partial
         return is_part or isinstance(self.parameter, DTensor)
+
+    def give_memory(self, view: torch.Tensor) -> None:
+        """Make ``view`` this rank's tile of the unsharded parameter, with a version counter of its
+        own."""
+        if isinstance(self.parameter, DTensor):
+            _give_tile(self.parameter, view)
+        else:
+            self.parameter.data = view
+
+    def complete(self, sharded: Sharded) -> None:
+        """Give the sharded parameter what its class has beside elements, if it has anything."""
 
     @cached_property
     def spec(self) -> ParamSpec:
@@ -474,11 +372,7 @@ def owned_parameters(
     units: Collection[nn.Module] = (),
 ) -> list[ParamInfo]:
     """Return the parameters that a unit of ``modules`` owns, each once, in registration order,
-    without those that are ``ignored``. ``units``: modules that will be units.
-
-    Raises:
-        ValueError: another tensor has a part of an opaque parameter's memory.
-    """
+    without those that are ``ignored``. ``units``: modules that will be units."""
     kind, ignored_ids = module_class_name(modules), {id(parameter) for parameter in ignored}
     by_id: dict[int, ParamInfo] = {}
     for fqn, parameter, owner, name in parameters_outside_units(modules, units):
@@ -487,9 +381,7 @@ def owned_parameters(
         item = by_id.setdefault(id(parameter), ParamInfo(fqn, parameter, weakref.ref(owner), kind))
         item.registrations.append((owner._parameters, name))
         item.is_embedding |= isinstance(owner, (nn.Embedding, nn.EmbeddingBag))
-        if type(parameter) is not nn.Parameter and is_opaque(parameter):
-            item.is_opaque = True
-            item.aliases |= aliases_of(item.where, parameter, owner)
+        item.is_opaque = type(parameter) is not nn.Parameter and is_opaque(parameter)
     return list(by_id.values())
 
 

@@ -48,9 +48,7 @@ from fsdp_overlap.engine.param import (
     ParamHashes,
     ParamInfo,
     ParamModuleInfo,
-    give_memory,
     parameter_like,
-    share_attributes,
     tp_local_tensor,
     unwrap,
 )
@@ -275,8 +273,7 @@ class ParamGroup:
         for form, model, spec, item in zip(forms, like, self.plan.specs, self.owned, strict=True):
             sharded = form.as_parameter(model.requires_grad)
             vars(sharded).update(users_attributes(model, form._local_tensor))
-            if item.is_opaque:
-                share_attributes(sharded, item.parameter, item.aliases)
+            item.complete(sharded)
             sharded.keep_gradients_in(getattr(model, "_given_grad_dtype", spec.grad_dtype))
             made.append(sharded)
         return made
@@ -285,7 +282,7 @@ class ParamGroup:
         """Make the unsharded parameters views of the full buffer."""
         assert isinstance(self.full, FlatBuffer)
         for item, view in zip(self.owned, self.full.views, strict=True):
-            give_memory(item.parameter, view, item.aliases.values())
+            item.give_memory(view)
 
     def register(self, sharded: list[Sharded]) -> None:
         """Make ``sharded`` the sharded parameters, and register them in the modules."""

@@ -24,6 +24,7 @@ from fsdp_overlap.engine.param import (
 )
 from fsdp_overlap.engine.param_group import sync_grad_dtypes
 from fsdp_overlap.engine.unit import Unit
+from fsdp_overlap.features.opaque_parameters import OpaqueParamInfo
 from fsdp_overlap.features.tied_parameters import copy_owners
 from fsdp_overlap.tensor.ragged_dtensor import attributes_of
 
@@ -134,7 +135,8 @@ def _copy_parameters(unit: Unit, memo: dict[int, Any]) -> set[nn.Parameter]:
             if spec.grad_dtype is not None:
                 copied.grad_dtype = spec.grad_dtype
             memo[id(item.parameter)] = memo[id(sharded)] = copied
-            memo.update((alias, empty.view_as(empty)) for alias in item.aliases)
+            if isinstance(item, OpaqueParamInfo):
+                memo.update((alias, empty.view_as(empty)) for alias in item.aliases)
             if spec.keeps_dtype:
                 kept.add(copied)
     return kept

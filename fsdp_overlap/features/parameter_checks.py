@@ -3,7 +3,7 @@ a dtype, few bits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import NoneType
 from typing import Any
@@ -18,6 +18,7 @@ from fsdp_overlap.engine.context import FsdpContext
 from fsdp_overlap.engine.mesh import MeshInfo
 from fsdp_overlap.engine.options import QuantizedCommPolicy, reduce_dtype
 from fsdp_overlap.engine.param import ParamInfo, concatenate_meshes, tp_local_tensor
+from fsdp_overlap.features.opaque_parameters import with_aliases
 from fsdp_overlap.layout import PerTensor
 from fsdp_overlap.layout.layouts import layout_for
 from fsdp_overlap.tensor.comm_dtypes import REDUCE_DTYPES
@@ -30,6 +31,7 @@ from fsdp_overlap.torch_internals import DTensorSpec
 
 def check_parameters(
     owned: list[ParamInfo],
+    modules: Sequence[nn.Module],
     ctx: FsdpContext,
     mesh: DeviceMesh,
     spmd: SPMDMesh | None,
@@ -38,13 +40,14 @@ def check_parameters(
     mp_policy: MixedPrecisionPolicy,
     reshard_after_forward: bool | int | None,
 ) -> tuple[dict[MeshInfo, list[ParamInfo]], bool | int | None]:
-    """Note what the user asked of parameters of a unit. Return them by the mesh that they are
-    sharded over, and ``reshard_after_forward`` as the unit needs it. The arguments mean what they
-    mean to :func:`~fsdp_overlap.unit_init.make_unit`.
+    """Note what the user asked of parameters of ``modules``, which become a unit. Return them by
+    the mesh that they are sharded over, and ``reshard_after_forward`` as the unit needs it. The
+    arguments mean what they mean to :func:`~fsdp_overlap.unit_init.make_unit`.
 
     Raises:
         TypeError, ValueError: a parameter cannot be sharded.
     """
+    owned = with_aliases(owned, modules)
     for item in owned:
         _check_parameter(item, owned[0], ctx)
         _check_gradient(item, mp_policy)
