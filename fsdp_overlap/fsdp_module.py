@@ -31,6 +31,7 @@ from fsdp_overlap.engine.meta_init import (
     register_unsharded_once,
     validate_cast,
 )
+from fsdp_overlap.engine.naming import unit_names
 from fsdp_overlap.engine.param import (
     modules_outside_units,
     move_buffers,
@@ -40,7 +41,7 @@ from fsdp_overlap.engine.param import (
 )
 from fsdp_overlap.engine.param_group import ParamGroup, sync_grad_dtypes
 from fsdp_overlap.engine.tied_parameters import copy_owners, ties_set_aside
-from fsdp_overlap.engine.unit import Unit, unit_names, unit_of
+from fsdp_overlap.engine.unit import Unit, unit_of
 from fsdp_overlap.engine.unit_init import make_unit
 from fsdp_overlap.schedule.finalization import GradientReductionHandle
 from fsdp_overlap.tensor.ragged_dtensor import attributes_of

@@ -7,8 +7,6 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
-from itertools import groupby
-from operator import itemgetter
 from typing import TypeVar
 
 import torch
@@ -28,6 +26,7 @@ from fsdp_overlap.engine.adoption import check_registrations, update_registratio
 from fsdp_overlap.engine.checks import compare_plans, verify_params_across_ranks
 from fsdp_overlap.engine.comm_context import CommContext
 from fsdp_overlap.engine.cuda_graphs import CapturedSteps
+from fsdp_overlap.engine.edits import Uncompared
 from fsdp_overlap.engine.mesh import (
     LayoutRegistry,
     MeshInfo,
@@ -35,15 +34,9 @@ from fsdp_overlap.engine.mesh import (
     default_mesh,
     rollback_on_error,
 )
+from fsdp_overlap.engine.naming import name_units
 from fsdp_overlap.engine.param_group import sync_grad_dtypes
-from fsdp_overlap.engine.unit import (
-    Uncompared,
-    Unit,
-    find_conditional,
-    name_units,
-    unit_names,
-    unit_of,
-)
+from fsdp_overlap.engine.unit import Unit, find_conditional, unit_of
 from fsdp_overlap.layout import Flat, LayoutRule
 from fsdp_overlap.schedule.reducer import MAX_INPUTS
 from fsdp_overlap.schedule.scheduler import Schedule
@@ -179,18 +172,13 @@ class FsdpContext:
         Neighboring units that are alike share a row, whose figures are those of one unit. Bytes
         are those of parameters at rest: ``whole`` counts all of the unit, ``here`` what this rank
         holds."""
-        where = "all ranks" if self._mesh is None else _mesh(self._mesh)
-        rule = getattr(self.layout, "__name__", repr(self.layout))
-        options = [f"mesh {where}", f"layout {rule}", f"prefetch {self.prefetch}"]
-        if not self._groups.separate:
-            options.append("one group for gathers and reductions")
+        from fsdp_overlap.engine.describe import described
+
         flags = ("validate_layouts", "shard_optimizer_over_replicas", "sync_module_states")
-        options += [name.replace("_", " ") for name in flags if getattr(self, name)]
-        units = self.units
-        lines = [f"FsdpContext of {_count(len(units), 'unit')}{_totals(units)}", "; ".join(options)]
-        if units:
-            lines += _aligned([HEAD, *_rows(units)])
-        return "\n".join(lines)
+        options = [name.replace("_", " ") for name in flags if getattr(self, name)]
+        if not self._groups.separate:
+            options.insert(0, "one group for gathers and reductions")
+        return described(self._mesh, self.layout, self.prefetch, options, self.units)
 
     @cached_property
     def mesh(self) -> DeviceMesh:
@@ -628,112 +616,3 @@ def context_of(unit: Unit) -> FsdpContext:
     context = unit.context
     assert isinstance(context, FsdpContext)
     return context
-
-
-# ---- print(ctx) ----
-
-HEAD = ("unit", "parameters", "elements", "dtype", "whole", "here", "mesh", "shards", "kept whole")
-
-# Columns of numbers, to be aligned to the right.
-RIGHT = {1, 2, 4, 5}
-
-
-def _totals(units: Sequence[Unit]) -> str:
-    param_groups = [param_group for unit in units for param_group in unit.param_groups]
-    if not param_groups:
-        return ""
-    parameters = sum(len(param_group.plan.specs) for param_group in param_groups)
-    elements = sum(spec.numel for param_group in param_groups for spec in param_group.plan.specs)
-    total, here = (_size(sum(nbytes)) for nbytes in zip(*map(_bytes_of, units), strict=True))
-    return (
-        f": {_count(parameters, 'parameter')} of {elements:,} elements, {total} whole, {here} "
-        "on this rank"
-    )
-
-
-def _rows(units: Sequence[Unit]) -> list[tuple[str, ...]]:
-    names = unit_names(units)
-    named = [
-        (names.get(unit, unit.module_class_name), _row(unit, unit not in names)) for unit in units
-    ]
-    rows = []
-    for row, group in groupby(named, key=itemgetter(1)):
-        alike = [name for name, _ in group]
-        name = alike[0] if len(alike) == 1 else f"{alike[0]} ... {alike[-1]} ({len(alike)})"
-        rows.append((name, *row))
-    return rows
-
-
-def _row(unit: Unit, is_outermost: bool) -> tuple[str, ...]:
-    specs = [spec for param_group in unit.param_groups for spec in param_group.plan.specs]
-    total, here = _bytes_of(unit)
-    meshes = dict.fromkeys(_mesh(param_group.mesh_info.mesh) for param_group in unit.param_groups)
-    is_equal = all(param_group.plan.is_equal for param_group in unit.param_groups)
-    pieces = len({spec.piece for spec in specs if spec.piece})
-    dtypes = ", ".join(dict.fromkeys(param_group.dtypes for param_group in unit.param_groups))
-    return (
-        str(len(specs)),
-        f"{sum(spec.numel for spec in specs):,}",
-        f"{dtypes}, {_count(pieces, 'piece')}" if pieces else dtypes,
-        _size(total),
-        "meta" if unit.is_meta else _size(here),
-        " and ".join(meshes) or _mesh(unit.mesh),
-        "equal" if is_equal else "ragged",
-        _kept(unit, is_outermost),
-    )
-
-
-def _bytes_of(unit: Unit) -> tuple[int, int]:
-    """Return the bytes of all parameters of ``unit``, and of what this rank holds of them."""
-    total = sum(
-        spec.numel * spec.dtype.itemsize
-        for param_group in unit.param_groups
-        for spec in param_group.plan.specs
-    )
-    return total, sum(param_group.nbytes_at_rest for param_group in unit.param_groups)
-
-
-def _kept(unit: Unit, is_outermost: bool) -> str:
-    """Return how long the full buffers outlive a forward."""
-    asked = unit.reshard_after_forward
-    if unit.post_forward_size is not None:
-        kept = f"1/{unit.post_forward_size} until backward"
-    elif asked is False or (asked is None and is_outermost):
-        kept = "until backward"
-    else:
-        kept = "no"
-    if not unit.settings.reshard_after_backward:
-        if asked is False:
-            kept = f"always (stage {1 if unit.settings.reduces_last_only else 2})"
-        else:
-            kept = "after backward" if kept == "no" else f"{kept} and after it"
-    return kept + (", shards on the host" if unit.is_offloaded else "")
-
-
-def _mesh(mesh: DeviceMesh) -> str:
-    sizes = " x ".join(map(str, mesh.shape))
-    names = f" ({' x '.join(mesh.mesh_dim_names)})" if mesh.mesh_dim_names else ""
-    return f"{mesh.device_type} {sizes}{names}"
-
-
-def _size(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} TiB"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if index in RIGHT else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]

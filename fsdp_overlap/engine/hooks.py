@@ -21,9 +21,10 @@ from fsdp_overlap.comm.comm_streams import profiler_range
 from fsdp_overlap.comm.streams import is_capturing
 from fsdp_overlap.engine.autograd import dynamo_disable, is_in_backward
 from fsdp_overlap.engine.context import FsdpContext, context_of
+from fsdp_overlap.engine.edits import compare
 from fsdp_overlap.engine.meta_init import load_assigned
 from fsdp_overlap.engine.param import is_opaque
-from fsdp_overlap.engine.unit import Unit, compare, unit_of
+from fsdp_overlap.engine.unit import Unit, unit_of
 from fsdp_overlap.schedule.order import ForwardRecord
 from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.tensor.extension import inner_tensors
