@@ -198,6 +198,15 @@ class FsdpContext:
         """Whether compute is enqueued on streams."""
         return has_streams(self.device)
 
+    @cached_property
+    def is_capturing(self) -> Callable[[], bool] | None:
+        return partial(is_capturing, self.device) if self.has_streams else None
+
+    @property
+    def is_in_capture(self) -> bool:
+        """Whether units run in the capture of a graph that is under way."""
+        return self.captured_steps.is_under_way
+
     @property
     def stats(self) -> Stats:
         """What was gathered, reduced and prefetched. ``stats.reset()`` counts anew."""

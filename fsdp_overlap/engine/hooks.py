@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 from fsdp_overlap.comm.comm_streams import profiler_range
-from fsdp_overlap.comm.streams import is_capturing
-from fsdp_overlap.engine.autograd import dynamo_disable, is_in_backward
+from fsdp_overlap.engine.autograd import SavedForward, dynamo_disable, is_in_backward
 from fsdp_overlap.engine.context import FsdpContext, context_of
 from fsdp_overlap.engine.edits import compare
 from fsdp_overlap.engine.meta_init import load_assigned
@@ -28,7 +27,7 @@ from fsdp_overlap.engine.unit import Unit, unit_of
 from fsdp_overlap.schedule.order import ForwardRecord
 from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.tensor.extension import inner_tensors
-from fsdp_overlap.tensor.pytree import map_arguments, map_tensors, tensors_in
+from fsdp_overlap.tensor.pytree import tensors_in
 from fsdp_overlap.torch_internals import are_functorch_transforms_active, profiler_enabled
 
 # ---- Forwards and backwards ----
@@ -75,44 +74,62 @@ def without_hooks(state: dict[str, Any]) -> dict[str, Any]:
 def before_forward(
     unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    context = context_of(unit)
+    context = unit.context
     unit.under_way.append((sys.exc_info()[2], None))
     if are_functorch_transforms_active():
         _refuse_transform(unit)
-    if context.has_streams and is_capturing(context.device):
-        context.captured_steps.join(unit)
-    if profiler_enabled():
-        with profiler_range("pre_forward", unit.name):
-            _begin_forward(unit, module, context)
-    else:
-        _begin_forward(unit, module, context)
-    device = context.device if unit.is_root and context.device.type != "cpu" else None
-    policy = unit.mp_policy
-    dtype = policy.param_dtype if policy.cast_forward_inputs else None
-    if device is not None or dtype is not None:
-        args, kwargs, copied = map_arguments(partial(_move_and_cast, device, dtype), args, kwargs)
-        if copied is not None:
-            unit.under_way[-1] = unit.under_way[-1][0], copied
+    if context.is_capturing is not None and context.is_capturing():
+        context_of(unit).join_capture(unit)
+    begin = _begin_in_range if profiler_enabled() else _begin_forward
+    begin(unit, module)
+    if unit.cast_inputs is None:
+        return args, kwargs
+    args, kwargs, copied = unit.cast_inputs(args, kwargs)
+    unit.under_way[-1] = unit.under_way[-1][0], copied
     return args, kwargs
 
 
-def _begin_forward(unit: Unit, module: nn.Module, context: FsdpContext) -> None:
+def _begin_in_range(unit: Unit, module: nn.Module) -> None:
+    with profiler_range("pre_forward", unit.name):
+        _begin_forward(unit, module)
+
+
+def _begin_forward(unit: Unit, module: nn.Module) -> None:
+    context = unit.context
     if not context.is_initialized:
-        context.error_monitor.check()
-        context.lazy_init()
+        _initialize(context_of(unit))
     unit.sync_requires_grad()
-    if (unit.is_root or len(unit.under_way) > 1) and context.schedule.is_in_forward:
-        _end_interrupted(unit, module, context)
-    context.schedule.before_forward(unit)
+    schedule = context.schedule
+    if (unit.is_root or len(unit.under_way) > 1) and schedule.is_in_forward:
+        _end_interrupted(unit, module, schedule)
+    schedule.before_forward(unit)
     unit.to_unsharded()
     if torch.is_grad_enabled() and unit.unowned.is_due():
         _check_all_are_owned(unit)
-    mode = id(module), module.training
-    if mode not in unit.compared and not context.captured_steps.is_under_way:
+    if (id(module), module.training) not in unit.compared:
+        _begin_first_forward(unit)
+    unit.saved_tensors.begin(unit, schedule)
+
+
+def _initialize(context: FsdpContext) -> None:
+    context.error_monitor.check()
+    context.lazy_init()
+
+
+def _begin_first_forward(unit: Unit) -> None:
+    """Begin the first forward of a module of ``unit``, or its first in training or evaluation."""
+    if not context_of(unit).is_in_capture:
         for edits in unit.edits:
             edits.begin_comparison()
         unit.saved_tensors.look_again()
-    unit.saved_tensors.begin(unit, context.schedule)
+
+
+def _end_first_forward(unit: Unit, module: nn.Module) -> None:
+    context = context_of(unit)
+    if not context.is_in_capture:
+        unit.compared.add((id(module), module.training))
+        for edits in unit.edits:
+            edits.end_comparison(context.uncompared)
 
 
 def _check_all_are_owned(unit: Unit) -> None:
@@ -144,58 +161,93 @@ def after_forward(
 ) -> Any:
     saved = unit.saved_tensors
     tracked = saved.end() if saved.under_way else None
-    context = context_of(unit)
-    schedule = context.schedule
     # It is empty if another hook raised before ours.
     handled, copied = unit.under_way.pop() if unit.under_way else (None, None)
     if copied is not None:
         output = copied.finish(output)
-    error = _error_of_forward(handled) if output is None else None
-    raised = error is not None
-    if not raised:
-        mode = id(module), module.training
-        if (lost := unit.changed()) is not None:
-            error = RuntimeError(lost)
-        elif mode not in unit.compared and not context.captured_steps.is_under_way:
-            unit.compared.add(mode)
-            for edits in unit.edits:
-                edits.end_comparison(context.uncompared)
-    if profiler_enabled():
-        with profiler_range("post_forward", unit.name):
-            call = schedule.after_forward(unit, id(module), raised)
-    else:
-        call = schedule.after_forward(unit, id(module), raised)
-    if error is not None or context.uncompared:
-        error = _error_to_raise(unit, context, error)
-    # With gradients a backward may follow, and its end waits for offloaded shards to be read.
-    if unit.is_offloaded and not torch.is_grad_enabled() and not schedule.is_in_forward:
-        context.comm_context.finish_reading()
-    if error is not None and not raised:
-        raise error
-    tensors = tensors_in(output)
-    _check_no_parameter_leaves(unit, tensors)
-    if unit.mp_policy.output_dtype is not None and casts:
-        cast = partial(_move_and_cast, None, unit.mp_policy.output_dtype)
-        output = map_tensors(cast, output)
-        tensors = tensors_in(output)
+    if output is None and (error := _error_of_forward(handled)) is not None:
+        return _end_raised(unit, module, tracked, error)
+    lost = unit.changed()
+    if lost is None and (id(module), module.training) not in unit.compared:
+        _end_first_forward(unit, module)
+    context = unit.context
+    end = _end_in_range if profiler_enabled() else context.schedule.after_forward
+    call = end(unit, id(module))
+    if unit.is_offloaded:
+        _finish_reading(unit)
+    if lost is not None or context.uncompared:
+        _raise_edit(unit, lost)
+    output, tensors = _checked_output(unit, output, casts)
     if call is not None:
-        differentiable = [tensor for tensor in tensors if tensor.grad_fn is not None]
-        is_read_freely = unit.settings.unshard_in_backward
-        call.needs_parameters = is_read_freely or tracked is None or tracked.is_shared
-        before_backward = partial(_before_backward, weakref.ref(schedule), call)
-        for tensor in differentiable:
+        _expect_backward(unit, call, tracked, tensors)
+    return output
+
+
+def _end_in_range(unit: Unit, module: int, raised: bool = False) -> ForwardRecord | None:
+    with profiler_range("post_forward", unit.name):
+        return unit.context.schedule.after_forward(unit, module, raised)
+
+
+def _end_raised(
+    unit: Unit, module: nn.Module, tracked: SavedForward | None, error: BaseException
+) -> None:
+    call = _end_in_range(unit, id(module), raised=True)
+    if _is_outermost(unit):
+        _post_error(unit, error)
+    if unit.is_offloaded:
+        _finish_reading(unit)
+    if call is not None:
+        _expect_backward(unit, call, tracked, ())
+
+
+def _finish_reading(unit: Unit) -> None:
+    # With gradients a backward may follow, and its end waits for offloaded shards to be read.
+    if not torch.is_grad_enabled() and not unit.context.schedule.is_in_forward:
+        context_of(unit).comm_context.finish_reading()
+
+
+def _checked_output(unit: Unit, output: Any, casts: bool) -> tuple[Any, Sequence[torch.Tensor]]:
+    """Return what a forward of ``unit`` returns, and the tensors in that. Refuse an output that
+    lies in a full buffer: it would be read after the buffer is freed."""
+    tensors = tensors_in(output)
+    for tensor in tensors:
+        if unit.holds(tensor) if type(tensor) in _PLAIN else _holds_part_of(unit, tensor):
+            _refuse_output(unit)
+    if casts and unit.cast_output is not None:
+        output = unit.cast_output(output)
+        tensors = tensors_in(output)
+    return output, tensors
+
+
+def _expect_backward(
+    unit: Unit,
+    call: ForwardRecord,
+    tracked: SavedForward | None,
+    tensors: Sequence[torch.Tensor],
+) -> None:
+    """Make the gradients of ``tensors``, which a forward returned, begin the backward of its
+    ``call``."""
+    saved, schedule = unit.saved_tensors, unit.context.schedule
+    call.needs_parameters = (
+        unit.settings.unshard_in_backward or tracked is None or tracked.is_shared
+    )
+    if tracked is not None:
+        tracked.call = call
+    before_backward = partial(_before_backward, weakref.ref(schedule), call)
+    is_differentiable = False
+    for tensor in tensors:
+        if tensor.grad_fn is not None:
+            is_differentiable = True
             tensor.register_hook(before_backward)
             # Editing a view in place gives it a new history, which starts from its base. So the
             # base gets the hook too.
             if tensor._base is not None and tensor._base.grad_fn is not None:
                 tensor._base.register_hook(before_backward)
-        if tracked is not None:
-            tracked.call = call
-        if not differentiable and saved.are_any:
-            saved.are_read_early = True
-        if differentiable or saved.are_any:
-            schedule.add_call(call)
-    return output
+    if not is_differentiable:
+        if not saved.are_any:
+            return
+        saved.are_read_early = True
+    schedule.add_call(call)
 
 
 def _error_of_forward(handled: TracebackType | None) -> BaseException | None:
@@ -207,19 +259,28 @@ def _error_of_forward(handled: TracebackType | None) -> BaseException | None:
     return None if sys.exc_info()[2] is handled else sys.exception()
 
 
-def _error_to_raise(
-    unit: Unit, context: FsdpContext, error: BaseException | None
-) -> BaseException | None:
-    """Return the error to raise after a forward of ``unit``: ``error``, if there is one. If no
-    other forward is around this one, also looks for edits, and tells other ranks of the error,
-    because it leaves the model."""
-    if context.schedule.is_in_forward or is_in_backward():
-        return error
-    if error is None and (lost := compare(context.uncompared)) is not None:
-        error = RuntimeError(lost)
-    if error is not None:
-        context.error_monitor.post_error(f"forward of unit {unit.name!r}", error)
-    return error
+def _is_outermost(unit: Unit) -> bool:
+    """Return whether no other forward is around one of ``unit`` that has ended."""
+    return not (unit.context.schedule.is_in_forward or is_in_backward())
+
+
+def _raise_edit(unit: Unit, lost: str | None) -> None:
+    """Raise RuntimeError if a forward of ``unit`` has ``lost`` an edit. If no other forward is
+    around it, also look for edits that first forwards have lost, and tell other ranks."""
+    is_outermost = _is_outermost(unit)
+    if lost is None and is_outermost:
+        lost = compare(unit.context.uncompared)
+    if lost is None:
+        return
+    error = RuntimeError(lost)
+    if is_outermost:
+        _post_error(unit, error)
+    raise error
+
+
+def _post_error(unit: Unit, error: BaseException) -> None:
+    """Tell other ranks of ``error``, which leaves the model."""
+    context_of(unit).error_monitor.post_error(f"forward of unit {unit.name!r}", error)
 
 
 def after_load(unit: Unit, module: nn.Module, keys: Any) -> None:
@@ -229,19 +290,19 @@ def after_load(unit: Unit, module: nn.Module, keys: Any) -> None:
         load_assigned(each)
 
 
-def _check_no_parameter_leaves(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
-    """Refuse an output that lies in a full buffer: it would be read after the buffer is freed."""
-    for tensor in tensors:
-        if type(tensor) in _PLAIN or is_opaque(tensor):
-            is_held = unit.holds(tensor)
-        else:
-            is_held = any(map(unit.holds, inner_tensors(tensor)))
-        if is_held:
-            raise RuntimeError(
-                f"unit {unit.name!r} returned a parameter of its own, or a view of one, whose "
-                "memory is freed after forward: return a clone(), or make the module that uses it "
-                "part of the unit"
-            )
+def _holds_part_of(unit: Unit, tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor``, of a class of its own, lies in a full buffer, or one that it
+    consists of."""
+    if is_opaque(tensor):
+        return unit.holds(tensor)
+    return any(map(unit.holds, inner_tensors(tensor)))
+
+
+def _refuse_output(unit: Unit) -> NoReturn:
+    raise RuntimeError(
+        f"unit {unit.name!r} returned a parameter of its own, or a view of one, whose memory is "
+        "freed after forward: return a clone(), or make the module that uses it part of the unit"
+    )
 
 
 @dynamo_disable
@@ -251,15 +312,6 @@ def _before_backward(
     alive = schedule()
     if alive is not None:
         alive.before_backward(call)
-
-
-def _move_and_cast(
-    device: torch.device | None, dtype: torch.dtype | None, tensor: torch.Tensor
-) -> torch.Tensor:
-    if not tensor.is_floating_point():
-        dtype = None
-    # The host does not wait for a copy from pinned memory.
-    return tensor.to(device=device, dtype=dtype, non_blocking=True)
 
 
 # ---- Forwards of units that read parameters of others: Note [tied parameters] ----
@@ -318,16 +370,16 @@ def is_interrupted(context: FsdpContext) -> bool:
     return not any(_calls_of(running))
 
 
-def _end_interrupted(unit: Unit, module: nn.Module, context: FsdpContext) -> None:
+def _end_interrupted(unit: Unit, module: nn.Module, schedule: Schedule) -> None:
     """End the forwards that a ``KeyboardInterrupt`` has left, if there are any, as if they had
     raised. A forward of ``module`` is about to begin: on its own, or for ``unit``, whose parameters
     another unit reads in it."""
     if is_in_backward() or all(each is not module for each in unit.modules):
         return
-    running: Any = context.schedule.running_units
+    running: Any = schedule.running_units
     if len([*_calls_of(running)]) > (unit in running):  # more than the call that begins
         return
-    context.schedule.end_interrupted()
+    schedule.end_interrupted()
     for each in dict.fromkeys(running):
         del each.under_way[: -1 if each is unit else None]
         each.saved_tensors.reset()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import repeat
@@ -17,7 +17,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from fsdp_overlap.comm.comm_streams import CommStream
 from fsdp_overlap.engine.autograd import SavedTensors, dynamo_disable, is_to_accumulate
-from fsdp_overlap.engine.edits import FREED, UnshardedEdits
+from fsdp_overlap.engine.casts import cast_of_inputs, cast_of_output
+from fsdp_overlap.engine.edits import FREED, Uncompared, UnshardedEdits
 from fsdp_overlap.engine.grads import ParamGroupGradients
 from fsdp_overlap.engine.mesh import ParamGroupEdits
 from fsdp_overlap.engine.options import QuantizedCommPolicy, UnitSettings, reduce_dtype
@@ -46,6 +47,13 @@ class Context(Protocol):
     """Units with parameters whose ``requires_grad`` was set since the last backward began."""
     was_initialized: bool
     """Whether forwards of its units have run."""
+    is_initialized: bool
+    """Whether a forward may begin at once."""
+    uncompared: Uncompared
+
+    @property
+    def is_capturing(self) -> Callable[[], bool] | None:
+        """What tells whether compute is captured in a graph, on a device that has graphs."""
 
     @property
     def device(self) -> torch.device: ...
@@ -121,6 +129,8 @@ class Unit:
         )
         self.has_replicas = any(group.mesh_info.num_replicas > 1 for group in param_groups)
         self.is_root = False
+        self.cast_inputs = cast_of_inputs(mp_policy, None)
+        self.cast_output = cast_of_output(mp_policy)
         self.name = module_class_name(modules)
         self.single_all_gather: list[tuple[str, list[ParamGroup]]] = []
         """The name of its all-gather, and the param group. Empty if it has several, or no name
@@ -137,6 +147,14 @@ class Unit:
         self._hooked: set[int] = set()
         self.context = context
         self.index = context.register(self)
+
+    def set_root(self, is_root: bool) -> None:
+        """Set whether it encloses all others of its context. Forwards of the root move what they
+        are given to its device."""
+        self.is_root = is_root
+        device = self.context.device
+        moves = is_root and device.type != "cpu"
+        self.cast_inputs = cast_of_inputs(self.mp_policy, device if moves else None)
 
     def rename(self, name: str) -> None:
         """Name the unit and its param groups by the name in the root module, by which users know
@@ -372,8 +390,11 @@ class Unit:
         edits = 0
         for param_group in self.param_groups:
             edits += param_group.edits.trainability
-        if edits == self._trainability:
-            return
+        if edits != self._trainability:
+            self._find_gradients(edits)
+
+    def _find_gradients(self, edits: int) -> None:
+        """Do :meth:`sync_requires_grad`. ``edits``: the number of edits of trainability so far."""
         for param_group in self.param_groups:
             if param_group.is_opaque:
                 check_frozen(
