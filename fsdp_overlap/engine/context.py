@@ -7,25 +7,23 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_overlap.comm.comm_streams import CommStream, make_comm_stream
-from fsdp_overlap.comm.graphs import watch
+from fsdp_overlap.comm.graphs import before_first_capture
 from fsdp_overlap.comm.hosts import HostExchange, host_ranks
 from fsdp_overlap.comm.process_groups import CommGroups, GroupCache, MeshGroups
 from fsdp_overlap.comm.store_mailbox import has_peers
 from fsdp_overlap.comm.streams import current_device, has_streams, is_capturing
 from fsdp_overlap.desync.error_monitor import ErrorMonitor
-from fsdp_overlap.desync.monitor import DesyncMonitor
 from fsdp_overlap.engine import autograd
 from fsdp_overlap.engine.adoption import check_registrations, update_registrations
 from fsdp_overlap.engine.checks import compare_plans, verify_params_across_ranks
 from fsdp_overlap.engine.comm_context import CommContext
-from fsdp_overlap.engine.cuda_graphs import CapturedSteps
 from fsdp_overlap.engine.edits import Uncompared
 from fsdp_overlap.engine.mesh import (
     LayoutRegistry,
@@ -38,11 +36,25 @@ from fsdp_overlap.engine.naming import name_units
 from fsdp_overlap.engine.param_group import sync_grad_dtypes
 from fsdp_overlap.engine.unit import Unit, find_conditional, unit_of
 from fsdp_overlap.layout import Flat, LayoutRule
+from fsdp_overlap.schedule.interface import ScheduledUnit
 from fsdp_overlap.schedule.reducer import MAX_INPUTS
 from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.schedule.stats import Stats
 
+if TYPE_CHECKING:
+    from fsdp_overlap.desync.monitor import DesyncMonitor
+
 T = TypeVar("T")
+
+
+class Captures(Protocol):
+    """What a context does about captures of graphs. ``is_under_way``: whether units run in one."""
+
+    is_under_way: bool
+
+    def join(self, unit: ScheduledUnit) -> None: ...
+    def check_backward(self) -> None: ...
+    def lose_groups(self) -> None: ...
 
 
 class FsdpContext:
@@ -140,6 +152,8 @@ class FsdpContext:
         self.uncompared: Uncompared = []
         self.hang_timeout = hang_timeout
         self._monitor: DesyncMonitor | None = None
+        self.make_captures: Callable[[FsdpContext], Captures] | None = None
+        self._captures: Captures | None = None
         self.is_initialized = False
         """Whether :meth:`lazy_init` has nothing left to do."""
         self.was_initialized = False
@@ -162,6 +176,7 @@ class FsdpContext:
         )
         duplicate.is_implicit = self.is_implicit
         duplicate.keeps_own_values = self.keeps_own_values
+        duplicate.make_captures = self.make_captures
         if self.has_schedule and self.schedule.finalizer.is_manual:
             duplicate.schedule.finalizer.set_manual(True)
         return duplicate
@@ -201,11 +216,6 @@ class FsdpContext:
     @cached_property
     def is_capturing(self) -> Callable[[], bool] | None:
         return partial(is_capturing, self.device) if self.has_streams else None
-
-    @property
-    def is_in_capture(self) -> bool:
-        """Whether units run in the capture of a graph that is under way."""
-        return self.captured_steps.is_under_way
 
     @property
     def stats(self) -> Stats:
@@ -275,34 +285,37 @@ class FsdpContext:
             self.prefetch,
             self.max_reduce_inputs,
             self.shard_optimizer_over_replicas,
-            partial(_before_backward, self.toggled, self.captured_steps, self.device),
+            self._what_begins_backwards(),
         )
 
-    @cached_property
-    def captured_steps(self) -> CapturedSteps:
-        """What is captured in CUDA graphs."""
-        me = weakref.ref(self)
+    def _what_begins_backwards(self) -> Callable[[], None]:
+        if self.is_capturing is None:
+            return partial(_sync_requires_grad, self.toggled)
+        return partial(_begin_backward, self.toggled, weakref.ref(self), self.is_capturing)
 
-        def parts() -> tuple[Schedule, CommContext] | None:
-            context = me()
-            if context is None or not (context.is_initialized and context.has_schedule):
-                return None
-            return context.schedule, context.comm_context
+    def prepare_for_captures(self) -> Captures:
+        """Take part in captures of graphs from now on."""
+        if self._captures is None:
+            assert self.make_captures is not None  # by fully_shard()
+            self._captures = self.make_captures(self)
+        return self._captures
 
-        units = partial(_existing, self._refs)
-        return CapturedSteps(units, self._mesh_infos.values, parts)
+    @property
+    def is_in_capture(self) -> bool:
+        """Whether units run in the capture of a graph that is under way."""
+        return self._captures is not None and self._captures.is_under_way
 
     def join_capture(self, unit: Unit | None = None) -> None:
-        """Make ``unit``, by default the first of a pass, part of the graph that is captured, if one
-        is.
+        """Make ``unit``, by default the first of a pass, part of the graph whose capture is under
+        way, if one is.
 
         Raises:
-            RuntimeError: it cannot be captured. Nothing was changed.
+            RuntimeError: the graph cannot hold it. Nothing was changed.
         """
-        if self.has_streams and is_capturing(self.device):
+        if self.is_capturing is not None and self.is_capturing():
             first = unit or next(iter(self.schedule.predicted_units()), None)
             if first is not None:
-                self.captured_steps.join(first)
+                self.prepare_for_captures().join(first)
 
     def plan_layout(
         self,
@@ -384,7 +397,7 @@ class FsdpContext:
             self.keeps_own_values,
         )
         if self.has_streams:
-            watch(self.device, self.captured_steps)
+            before_first_capture(self.device, self)
             self._watch_for_hangs()
         self.is_initialized = is_complete
 
@@ -476,6 +489,8 @@ class FsdpContext:
         )
         if self.hang_timeout is None or self._monitor is not None or not has_others:
             return
+        from fsdp_overlap.desync.monitor import DesyncMonitor
+
         comm, context = weakref.ref(self.comm_context), weakref.ref(self)
 
         def comm_streams() -> Sequence[CommStream]:
@@ -573,7 +588,8 @@ class FsdpContext:
         self.error_monitor.wait_for_resets(sys.exception())
         self.rest()
         self._groups.renew()
-        self.captured_steps.lose_groups()
+        if self._captures is not None:
+            self._captures.lose_groups()
         self.error_monitor.clear()
         self.require_lazy_init()
         self.lazy_init()  # not only before a forward: a backward of an older graph may come next
@@ -611,13 +627,20 @@ def _mesh_of_all(meshes: Collection[DeviceMesh]) -> DeviceMesh:
     return largest
 
 
-def _before_backward(
-    toggled: weakref.WeakSet[Unit], captured: CapturedSteps, device: torch.device
-) -> None:
-    captured.check_backward(is_capturing(device))
+def _sync_requires_grad(toggled: weakref.WeakSet[Unit]) -> None:
     for unit in toggled:
         unit.sync_requires_grad()
     toggled.clear()
+
+
+def _begin_backward(
+    toggled: weakref.WeakSet[Unit],
+    context: weakref.ref[FsdpContext],
+    is_capturing: Callable[[], bool],
+) -> None:
+    if is_capturing() and (own := context()) is not None:
+        own.prepare_for_captures().check_backward()
+    _sync_requires_grad(toggled)
 
 
 def context_of(unit: Unit) -> FsdpContext:
