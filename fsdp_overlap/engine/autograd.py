@@ -300,22 +300,29 @@ class SavedTensors:
             self.under_way.append(None)  # the unit runs within its own forward
         if not torch.is_grad_enabled() or not unit.has_parameters:
             return
-        is_recompute = graph_task() != -1
-        if not is_recompute:
+        if graph_task() == -1:  # else it is recomputed
             self._forwards += 1
-        hooks: Hooks | None = top_saved_tensors_default_hooks(True)
         is_looked_at = not self._forwards & (self._forwards - 1)
         is_tracked = (
-            self.are_read_early or self._has_others or not self.has_seen_backward or is_looked_at
+            is_looked_at
+            or not self.has_seen_backward
+            or self.are_read_early
+            or self._has_others
+            or not unit.settings.unshard_in_backward
         )
-        if hooks is None and not is_tracked and unit.settings.unshard_in_backward:
-            return  # first, for most forwards
+        if is_tracked or top_saved_tensors_default_hooks(True) is not None:
+            self._track(unit, schedule, is_tracked, is_looked_at)
+
+    def _track(
+        self, unit: TrackedUnit, schedule: Schedule, is_tracked: bool, is_looked_at: bool
+    ) -> None:
+        """Begin to track a forward of ``unit``. ``is_tracked``: whether that is to be done if
+        nobody else handles saved tensors. ``is_looked_at``: whether it is on every rank."""
+        is_recompute = graph_task() != -1
         outer, others = _current_hooks()
         if others is not None:
             # The graph of the first forward reads what a checkpoint saves when it runs again.
             is_tracked = not is_recompute
-        elif not unit.settings.unshard_in_backward:
-            is_tracked = True
         if is_tracked and are_saved_tensors_hooks_enabled():
             forward = SavedForward(unit, schedule, others is not None)
             forward.is_on_all_ranks = is_looked_at and not is_recompute

@@ -57,7 +57,7 @@ class UnshardedEdits:
             counted += self._tiles  # a DTensor does not count what is done to its own
         self._counters = param_group.counters = VersionCounters(counted)
         self._tables = tables
-        self._registered = sum(map(len, tables))
+        self._registered = self._count()
         self._forwards = 0
         self._digest: torch.Tensor | None = None
 
@@ -91,7 +91,9 @@ class UnshardedEdits:
         self._forwards += 1
         if self._forwards & (self._forwards - 1):
             return None
-        return self._moved() or self._registered_again()
+        if moved := self._param_group.full.give_back(self._tiles):
+            return self._moved(moved[0])
+        return None if self._count() == self._registered else self._registered_again()
 
     def _replaced(self) -> str | None:
         if (name := self._param_group.module_info.replaced()) is None:
@@ -122,21 +124,13 @@ class UnshardedEdits:
             f"because only shards last, and ranks may have made different ones. {INSTEAD}"
         )
 
-    def _moved(self) -> str | None:
-        """Give parameters that have other memory their own back. Return what happened, in words,
-        or ``None``."""
-        moved = self._param_group.full.give_back(self._tiles)
-        if not moved:
-            return None
+    def _moved(self, index: int) -> str:
         return (
-            f"{self._name(moved[0])} was given other memory, by an assignment to its .data or by "
+            f"{self._name(index)} was given other memory, by an assignment to its .data or by "
             f"flatten_parameters(), which all-gathers do not reach. {INSTEAD}"
         )
 
     def _registered_again(self) -> str | None:
-        registered = sum(map(len, self._tables))
-        if registered == self._registered:
-            return None
         known = {(id(table), name) for table, name, _, _ in self._param_group.module_info}
         own = {id(parameter): index for index, parameter in enumerate(self._param_group.parameters)}
         for table in self._tables:
@@ -147,8 +141,11 @@ class UnshardedEdits:
                         f"unsharded, as {name!r}, where its memory will be freed: keep a clone(), "
                         "or register it under both names before fully_shard()"
                     )
-        self._registered = registered
+        self._registered = self._count()
         return None
+
+    def _count(self) -> int:
+        return sum(map(len, self._tables))
 
     def _name(self, index: int) -> str:
         param_group = self._param_group
