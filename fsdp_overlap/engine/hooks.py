@@ -8,10 +8,9 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from copy import deepcopy
-from functools import partial, update_wrapper
-from types import FrameType, TracebackType
+from collections.abc import Sequence
+from functools import partial
+from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
@@ -23,7 +22,7 @@ from fsdp_overlap.engine.context import FsdpContext, context_of
 from fsdp_overlap.engine.edits import compare
 from fsdp_overlap.engine.meta_init import load_assigned
 from fsdp_overlap.engine.param import is_opaque
-from fsdp_overlap.engine.unit import Unit, unit_of
+from fsdp_overlap.engine.unit import Unit
 from fsdp_overlap.schedule.order import ForwardRecord
 from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.tensor.extension import inner_tensors
@@ -35,7 +34,7 @@ from fsdp_overlap.torch_internals import are_functorch_transforms_active, profil
 
 def install(module: nn.Module, unit: Unit) -> None:
     """Make every forward of ``module`` run on unsharded parameters."""
-    before, after = _hooks_for(unit)
+    before, after = hooks_for(unit)
     module.register_forward_pre_hook(partial(before, unit), prepend=True, with_kwargs=True)
     # Always called, so that a forward that raised leaves the sharded parameters in the module too.
     module.register_forward_hook(partial(after, unit), always_call=True)
@@ -101,7 +100,7 @@ def _begin_forward(unit: Unit, module: nn.Module) -> None:
     unit.sync_requires_grad()
     schedule = context.schedule
     if (unit.is_root or len(unit.under_way) > 1) and schedule.is_in_forward:
-        _end_interrupted(unit, module, schedule)
+        _end_interrupted(unit, module)
     schedule.before_forward(unit)
     unit.to_unsharded()
     if torch.is_grad_enabled() and unit.unowned.is_due():
@@ -114,6 +113,12 @@ def _begin_forward(unit: Unit, module: nn.Module) -> None:
 def _initialize(context: FsdpContext) -> None:
     context.error_monitor.check()
     context.lazy_init()
+
+
+def _end_interrupted(unit: Unit, module: nn.Module) -> None:
+    from fsdp_overlap.engine.interruption import end_interrupted
+
+    end_interrupted(unit, module, unit.context.schedule)
 
 
 def _begin_first_forward(unit: Unit) -> None:
@@ -340,7 +345,7 @@ def after_reading_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], 
     return output
 
 
-def _hooks_for(unit: Unit) -> tuple[Any, Any]:
+def hooks_for(unit: Unit) -> tuple[Any, Any]:
     """Return what is called before and after each forward of ``unit``."""
     if unit.owners:
         return before_reading_forward, after_reading_forward
@@ -354,86 +359,3 @@ _INSTALLED = (
     after_reading_forward,
     after_load,
 )
-
-
-# ---- What was interrupted ----
-
-
-def is_interrupted(context: FsdpContext) -> bool:
-    """Return whether a forward or backward of ``context`` began, and neither ended nor is under
-    way. Not meant for every step: it looks at the frames of all threads."""
-    if not context.has_schedule:
-        return False
-    running: Any = context.schedule.running_units
-    if not running:
-        return context.schedule.has_broken_backward
-    return not any(_calls_of(running))
-
-
-def _end_interrupted(unit: Unit, module: nn.Module, schedule: Schedule) -> None:
-    """End the forwards that a ``KeyboardInterrupt`` has left, if there are any, as if they had
-    raised. A forward of ``module`` is about to begin: on its own, or for ``unit``, whose parameters
-    another unit reads in it."""
-    if is_in_backward() or all(each is not module for each in unit.modules):
-        return
-    running: Any = schedule.running_units
-    if len([*_calls_of(running)]) > (unit in running):  # more than the call that begins
-        return
-    schedule.end_interrupted()
-    for each in dict.fromkeys(running):
-        del each.under_way[: -1 if each is unit else None]
-        each.saved_tensors.reset()
-
-
-def _calls_of(units: Sequence[Unit]) -> Iterator[FrameType]:
-    """Yield the frame of each call to a module of ``units`` that is under way on some thread."""
-    modules = {id(module) for unit in units for module in unit.modules}
-    codes = nn.Module.__call__.__code__, ForwardMethod.__call__.__code__
-    for frame in sys._current_frames().values():
-        within: FrameType | None = frame
-        while within is not None:
-            if within.f_code in codes:
-                names = within.f_locals
-                called = names["self"]
-                called = names.get("module") if isinstance(called, ForwardMethod) else called
-                if id(called) in modules:
-                    yield within
-            within = within.f_back
-
-
-# ---- Methods that count as forwards ----
-
-
-class ForwardMethod:
-    """Replaces a method of one module: it stands in the module's ``__dict__`` and so hides the
-    method of the class. It refers to the module weakly, so that the two do not keep each other
-    alive."""
-
-    def __init__(self, module: nn.Module, method: Any) -> None:
-        self._module = weakref.ref(module)
-        self._is_bound = getattr(method, "__self__", None) is module
-        self._function = method.__func__ if self._is_bound else method
-        update_wrapper(self, self._function)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module()
-        unit = None if module is None else unit_of(module)
-        if module is None or unit is None:
-            raise ReferenceError(f"the module of {self._function.__qualname__} was deleted")
-        before, after = _hooks_for(unit)
-        try:
-            args, kwargs = before(unit, module, args, kwargs)
-            bound = (module, *args) if self._is_bound else args
-            output = self._function(*bound, **kwargs)
-        except BaseException:
-            after(unit, module, args, None)
-            raise
-        return after(unit, module, args, output)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardMethod:
-        duplicate = ForwardMethod.__new__(ForwardMethod)
-        vars(duplicate).update(vars(self))
-        original = self._module()
-        assert original is not None  # it is being copied, and this with it
-        duplicate._module = weakref.ref(deepcopy(original, memo))
-        return duplicate
