@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from operator import attrgetter
 from types import FrameType
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 from torch.autograd import graph
@@ -239,8 +239,14 @@ class SavedForward:
     def check(self, tensor: torch.Tensor) -> None:
         """Raise RuntimeError if ``tensor`` lies in a full buffer of the unit, which is freed."""
         unit = self.unit()
-        if unit is None or unit.is_gathered or not any(map(unit.holds, inner_tensors(tensor))):
-            return
+        if (
+            unit is not None
+            and not unit.is_gathered
+            and any(map(unit.holds, inner_tensors(tensor)))
+        ):
+            self._refuse(unit, tensor)
+
+    def _refuse(self, unit: TrackedUnit, tensor: torch.Tensor) -> NoReturn:
         if not unit.settings.unshard_in_backward:
             raise RuntimeError(
                 f"backward of unit {unit.name!r} reads a parameter of shape "
@@ -441,10 +447,15 @@ def _unpack(saved: SavedTensor) -> Any:
     with DisableTorchFunctionSubclass():
         version = tensor._version
     if version != saved.version:
-        # As torch says it, which does not compare the versions of what hooks return.
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: [{tensor.dtype} {list(tensor.shape)}] is at version {version}; expected "
-            f"version {saved.version} instead"
-        )
+        _refuse_version(saved, version)
     return tensor
+
+
+def _refuse_version(saved: SavedTensor, version: int) -> NoReturn:
+    # As torch says it, which does not compare the versions of what hooks return.
+    tensor: torch.Tensor = saved.packed
+    raise RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: [{tensor.dtype} {list(tensor.shape)}] is at version {version}; expected "
+        f"version {saved.version} instead"
+    )

@@ -30,7 +30,6 @@ from fsdp_overlap.engine.mesh import (
     MeshInfo,
     check_mesh,
     default_mesh,
-    rollback_on_error,
 )
 from fsdp_overlap.engine.naming import name_units
 from fsdp_overlap.engine.param_group import sync_grad_dtypes
@@ -336,24 +335,13 @@ class FsdpContext:
             ValueError: a module is a unit already, was planned before, or is named twice. Nothing
                 is planned then.
         """
-        lists = [[unit] if isinstance(unit, nn.Module) else list(unit) for unit in units]
-        modules = [module for members in lists for module in members]
+        from fsdp_overlap.engine.joint_plans import plan_jointly
+
+        def plans_of(first: nn.Module) -> LayoutRegistry:
+            return self.mesh_info_of((meshes or {}).get(first, self.mesh)).plans
+
         made = [mesh_info.plans for mesh_info in self.mesh_infos]
-        for module in modules:
-            if unit_of(module) is not None or any(plans.has(module) for plans in made):
-                raise ValueError(
-                    f"{type(module).__name__} is a unit or was planned already: call plan_layout() "
-                    "once, before fully_shard()"
-                )
-        if len(set(modules)) != len(modules):
-            raise ValueError("plan_layout() was given a module twice; name each unit once")
-        by_plans: dict[LayoutRegistry, list[list[nn.Module]]] = {}
-        for members in lists:
-            mesh = (meshes or {}).get(members[0], self.mesh)
-            by_plans.setdefault(self.mesh_info_of(mesh).plans, []).append(members)
-        with rollback_on_error(by_plans):
-            for plans, planned in by_plans.items():
-                plans.plan(planned, ignored_params, set(modules))
+        plan_jointly(units, ignored_params, plans_of, made)
 
     # Units
 
@@ -387,7 +375,7 @@ class FsdpContext:
         for unit in self.units:
             unit.connect()
         self.sync_max_reduce_inputs()
-        if find_conditional(self.units) or self._is_uneven:
+        if self._is_uneven or any(unit.is_conditional for unit in self.units):
             self._negotiate()
         if self.validate_layouts:
             for mesh_info in self.mesh_infos:
@@ -397,12 +385,14 @@ class FsdpContext:
             self.keeps_own_values,
         )
         if self.has_streams:
-            before_first_capture(self.device, self)
+            if self._captures is None:
+                before_first_capture(self.device, self)
             self._watch_for_hangs()
         self.is_initialized = is_complete
 
     def _negotiate(self) -> None:
         """Prepare for units that only some ranks run."""
+        find_conditional(self.units)
         mesh = _mesh_of_all(self._mesh_infos)
         self.comm_context.hosts = HostExchange(
             [self._groups.get_for_hosts(mesh, ranks) for ranks in host_ranks(mesh)]

@@ -141,13 +141,17 @@ def _check_all_are_owned(unit: Unit) -> None:
     unsharded = (p for param_group in unit.param_groups for p in param_group.parameters)
     own = [*unsharded, *unit.sharded_parameters]
     if (name := unit.unowned.find(unit.modules, own)) is not None:
-        raise RuntimeError(
-            f"parameter {name!r} of unit {unit.name!r} was added after fully_shard(), so no unit "
-            "owns it: each rank would train it on its own data alone, and ranks would drift apart. "
-            "Replace modules and add adapters before fully_shard(), or call fully_shard() on the "
-            "new module too; freeze the parameter by requires_grad_(False); or put it in the place "
-            "of one of ignored_params, and reduce its gradients yourself"
-        )
+        _refuse_unowned(unit, name)
+
+
+def _refuse_unowned(unit: Unit, name: str) -> NoReturn:
+    raise RuntimeError(
+        f"parameter {name!r} of unit {unit.name!r} was added after fully_shard(), so no unit "
+        "owns it: each rank would train it on its own data alone, and ranks would drift apart. "
+        "Replace modules and add adapters before fully_shard(), or call fully_shard() on the "
+        "new module too; freeze the parameter by requires_grad_(False); or put it in the place "
+        "of one of ignored_params, and reduce its gradients yourself"
+    )
 
 
 def _refuse_transform(unit: Unit) -> NoReturn:

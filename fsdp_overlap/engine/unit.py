@@ -53,7 +53,7 @@ class Context(Protocol):
 
     @property
     def is_capturing(self) -> Callable[[], bool] | None:
-        """What tells whether compute is captured in a graph, on a device that has graphs."""
+        """What tells whether a graph captures compute, on a device that may have graphs."""
 
     @property
     def device(self) -> torch.device: ...
@@ -470,9 +470,9 @@ def unit_of_edits(edits: ShardEdits | None) -> Unit | None:
     return edits.unit() if isinstance(edits, ParamGroupEdits) and edits.unit is not None else None
 
 
-def find_conditional(units: Sequence[Unit]) -> bool:
+def find_conditional(units: Sequence[Unit]) -> None:
     """Find which of ``units``, all units of a context, only some ranks may run: those within a
-    conditional one too. Return whether there are any."""
+    conditional one too."""
     for unit in units:
         if unit.conditional:
             within = {module for member in unit.modules for module in member.modules()}
@@ -481,4 +481,3 @@ def find_conditional(units: Sequence[Unit]) -> bool:
     for unit in units:
         for owner in unit.owners:
             owner.is_conditional |= unit.is_conditional
-    return any(unit.is_conditional for unit in units)

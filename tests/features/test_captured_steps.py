@@ -449,6 +449,14 @@ def test_replays_are_counted_and_leave_nothing_else(device: EmulatedDevice) -> N
     assert len(preceding(one)) == before
 
 
+def test_steps_without_a_capture_prepare_for_none(device: EmulatedDevice) -> None:
+    one, other = OneStep(), OneStep()
+    assert one.ctx._captures is other.ctx._captures is None
+    one.capture()
+    assert None not in (one.ctx._captures, other.ctx._captures)
+    assert OneStep().ctx._captures is None  # until the next
+
+
 def test_a_capture_that_does_not_begin_leaves_the_monitor_its_queries(
     device: EmulatedDevice,
 ) -> None:
