@@ -122,7 +122,7 @@ def is_to_accumulate(parameter: torch.Tensor) -> bool:
 
 # ---- Version counters of unsharded parameters: what autograd may read ----
 
-_version = attrgetter("_version")
+version_of = attrgetter("_version")
 
 NOT_GATHERED = 2**31
 """The version of a parameter that must not be read, because its memory is freed or not filled."""
@@ -139,8 +139,9 @@ class VersionCounters:
     """
 
     def __init__(self, counted: Sequence[torch.Tensor]) -> None:
-        self._counted = tuple(counted)
-        self._versions = tuple(map(_version, self._counted))
+        self.counted = tuple(counted)
+        self.versions = tuple(map(version_of, self.counted))
+        """What they were when :meth:`edited` was last asked."""
         self._not_gathered = (NOT_GATHERED,) * len(counted)
         self.are_forbidden = False
         """Whether autograd refuses to read the parameters."""
@@ -154,41 +155,37 @@ class VersionCounters:
         # times 1, 2, 4, 8 ...: an edit stays in the counters for :meth:`edited`.
         self._times_forbidden += 1
         is_looked_at = not self._times_forbidden & (self._times_forbidden - 1)
-        if is_looked_at and tuple(map(_version, self._counted)) != self._versions:
+        if is_looked_at and tuple(map(version_of, self.counted)) != self.versions:
             return
         self.are_forbidden = True
-        set_versions(self._counted, self._not_gathered)
+        set_versions(self.counted, self._not_gathered)
 
     def allow_reads(self) -> None:
         """Take :meth:`forbid_reads` back: the parameters have their values."""
         if self.are_forbidden:
             self.are_forbidden = False
-            set_versions(self._counted, self._versions)
-
-    def has_edits(self) -> bool:
-        """Return whether a tensor was edited in place since :meth:`edited` was last asked."""
-        return tuple(map(_version, self._counted)) != self._versions and not self.are_forbidden
+            set_versions(self.counted, self.versions)
 
     def edited(self) -> int | None:
         """Return the index of a tensor that was edited in place since this was last asked. ``None``
         if none was."""
-        if not self.has_edits():
+        versions = tuple(map(version_of, self.counted))
+        if versions == self.versions or self.are_forbidden:
             return None
-        versions = tuple(map(_version, self._counted))
-        pairs = zip(versions, self._versions, strict=True)
+        pairs = zip(versions, self.versions, strict=True)
         index = next(index for index, (now, before) in enumerate(pairs) if now != before)
-        self._versions = versions
+        self.versions = versions
         return index
 
     def increment(self, parameters: Collection[torch.Tensor]) -> None:
         """Make autograd refuse to read ``parameters`` for every graph made so far."""
         self.allow_reads()
-        before = tuple(map(_version, self._counted))
+        before = tuple(map(version_of, self.counted))
         increment_version(parameters)
-        self._versions = tuple(
+        self.versions = tuple(
             known + now - then
             for known, now, then in zip(
-                self._versions, map(_version, self._counted), before, strict=True
+                self.versions, map(version_of, self.counted), before, strict=True
             )
         )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fsdp_overlap.engine.autograd import VersionCounters
+from fsdp_overlap.engine.autograd import VersionCounters, version_of
 from fsdp_overlap.engine.param import tp_local_tensor, unwrap
 from fsdp_overlap.engine.param_group import ParamGroup
 
@@ -81,8 +81,10 @@ class UnshardedEdits:
     def changed(self) -> str | None:
         """Return what :meth:`edited` does, and also find a parameter that was replaced, given other
         memory or registered again. The full buffer must exist."""
-        if self._counters.has_edits():
-            return self.edited()
+        counters = self._counters  # as edited(), without a call in each forward
+        versions = tuple(map(version_of, counters.counted))
+        if versions != counters.versions and (edit := self.edited()) is not None:
+            return edit
         info = self._param_group.module_info
         are_in_place = all(map(is_, map(dict.get, *info.places), info.unsharded))
         if not are_in_place and (replaced := self._replaced()) is not None:
