@@ -1,1 +1,1 @@
-"""What a plain training step never enters. Features import the core, and the core imports none."""
+"""Features, of which a plain step enters none. They import the core, and the core imports none."""

@@ -1,4 +1,4 @@
-"""What a context does when steps are captured in CUDA graphs and replayed."""
+"""Joins steps of a context to CUDA graphs: captures, replays and what cannot be captured."""
 
 from __future__ import annotations
 
