@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from fsdp_overlap.engine.context import FsdpContext
+from fsdp_overlap.engine.context import Captures, FsdpContext
 from fsdp_overlap.engine.options import QuantizedCommPolicy
 from fsdp_overlap.engine.unit import unit_of
 from fsdp_overlap.fsdp_module import FSDPModule
@@ -138,6 +138,7 @@ def fully_shard(
     if ctx is None:
         ctx = FsdpContext(mesh)
         ctx.is_implicit = True
+    ctx.make_captures = _watch_captures
     make_unit(
         modules,
         ctx,
@@ -155,6 +156,12 @@ def fully_shard(
         object.__setattr__(member, "__class__", fsdp_class)  # modules may guard their attributes
         record_fully_sharded(member)
     return cast(FSDPModule | Sequence[FSDPModule], module)
+
+
+def _watch_captures(ctx: FsdpContext) -> Captures:
+    from fsdp_overlap.features.cuda_graphs.captured_steps import watch_captures
+
+    return watch_captures(ctx)
 
 
 def fully_shard_model(

@@ -17,9 +17,9 @@ from torch.distributed import fsdp as fsdp2
 from fsdp_overlap.comm.custom_collectives import CustomComms
 from fsdp_overlap.engine import hooks
 from fsdp_overlap.engine.context import context_of
-from fsdp_overlap.engine.hooks import ForwardMethod
+from fsdp_overlap.engine.naming import unit_names
 from fsdp_overlap.engine.param import plain_class
-from fsdp_overlap.engine.unit import Unit, unit_names, unit_of
+from fsdp_overlap.engine.unit import Unit, unit_of
 from fsdp_overlap.schedule.finalization import GradientReductionHandle
 from fsdp_overlap.tensor import load_ops
 from fsdp_overlap.torch_internals import AllGather, ReduceScatter
@@ -483,12 +483,14 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         super()._load_from_state_dict(*args)
 
     def _save_to_state_dict(self, *args: Any) -> None:
+        from fsdp_overlap.engine.interruption import is_interrupted
+
         load_ops()
         context = context_of(self._fsdp_unit)
-        is_interrupted = hooks.is_interrupted(context)
-        context.error_monitor.before_save("state_dict()", is_interrupted)
+        was_interrupted = is_interrupted(context)
+        context.error_monitor.before_save("state_dict()", was_interrupted)
         for unit in (self._fsdp_unit, *self._fsdp_unit.owners):
-            if is_interrupted:
+            if was_interrupted:
                 unit.to_sharded()  # and wait for no all-gather, which may never end
             elif not _is_in_use(unit):
                 _reshard(unit)  # shards are saved, also after an explicit unshard()
@@ -621,7 +623,9 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     method = getattr(module, method_name, None)
     if not callable(method):
         raise ValueError(f"{type(module).__name__} has no method {method_name!r}")
-    setattr(module, method_name, ForwardMethod(module, method))
+    from fsdp_overlap.engine.forward_method import ForwardMethod
+
+    setattr(module, method_name, ForwardMethod(module, method, hooks.hooks_for))
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:

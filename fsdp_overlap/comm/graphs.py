@@ -1,7 +1,7 @@
-"""CUDA graphs: callbacks when one is captured and replayed.
+"""Captures of device graphs, such as CUDA graphs: whether one is under way, and what other threads
+must not do meanwhile.
 
-A replay runs no Python, so nothing counts the edits of weights that it makes. The class of graphs
-is therefore extended where it begins, ends and replays a capture.
+``features/cuda_graphs`` is loaded before the first capture.
 """
 
 from __future__ import annotations
@@ -17,32 +17,6 @@ import torch
 from fsdp_overlap.comm.streams import streams_of
 from fsdp_overlap.tensor.pending_steps import finish_pending_steps
 
-
-class Replays(Protocol):
-    """Callbacks of each replay of one graph."""
-
-    def before(self) -> None:
-        """Prepare for the current stream to run the graph."""
-        ...
-
-    def after(self) -> None:
-        """Follow up on the graph, which was enqueued on the current stream."""
-        ...
-
-
-class Watcher(Protocol):
-    """Callbacks of each capture, on the capturing stream."""
-
-    def capture_begins(self) -> None: ...
-    def capture_ends(self) -> Replays | None:
-        """Prepare for the capture to end. Return the callbacks of its replays."""
-        ...
-
-    def capture_ended(self) -> None:
-        """Raise a RuntimeError if replays would be wrong: there are none then."""
-        ...
-
-
 before_capture_or_replay: list[Callable[[], None]] = []
 """Are called before a graph is captured, and before a replay edits weights."""
 
@@ -53,20 +27,18 @@ could wait or allocate there would end the capture."""
 querying = Lock()
 """Is held while a graph is captured: a query of an event by another thread would end that."""
 
-QUERIES_SECONDS = 1.0
-"""How long the queries of another thread may take that a capture waits for."""
-
-_watchers: WeakSet[Watcher] = WeakSet()
-_replays: WeakKeyDictionary[object, list[Replays]] = WeakKeyDictionary()
-_extended: WeakSet[type] = WeakSet()
 _capture: object | None = None
-_is_guarded = False
-"""Whether the capture under way holds :data:`querying`."""
+
+
+def set_capture(capture: object | None) -> None:
+    """Note what stands for the capture under way."""
+    global _capture
+    _capture = capture
 
 
 def capture_under_way() -> object | None:
     """Return what stands for the capture under way. ``None`` if there is none, or it is not by the
-    graphs of a device that :func:`watch` was called for."""
+    graphs of a device that :func:`before_first_capture` was called for."""
     return _capture
 
 
@@ -80,66 +52,39 @@ def refuse_in_capture(what: str) -> None:
         )
 
 
-def watch(device: torch.device, watcher: Watcher) -> None:
-    """Call ``watcher``, which it refers to weakly, for the graphs of ``device``."""
+class Subject(Protocol):
+    """What takes part in captures."""
+
+    def prepare_for_captures(self) -> object: ...
+
+
+_unprepared: WeakKeyDictionary[Any, WeakSet[Subject]] = WeakKeyDictionary()
+"""By the class of graphs of a device."""
+_preparing = Lock()
+
+
+def before_first_capture(device: torch.device, subject: Subject) -> None:
+    """Prepare ``subject``, which it refers to weakly, before the next graph of ``device`` is
+    captured."""
     kind = getattr(streams_of(device), "CUDAGraph", None)
     if kind is None:
         return
-    _watchers.add(watcher)
-    if kind not in _extended:
-        _extended.add(kind)
-        _extend(kind)
+    if kind not in _unprepared:
+        _intercept(kind)
+    _unprepared[kind].add(subject)
 
 
-def _extend(kind: Any) -> None:
-    begin, end, replay = kind.capture_begin, kind.capture_end, kind.replay
+def _intercept(kind: Any) -> None:
+    begin = kind.capture_begin
+    _unprepared[kind] = WeakSet()
 
     @wraps(begin)
     def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> None:
-        global _capture, _is_guarded
-        for call in (*before_capture_or_replay, *before_capture):
-            call()
-        is_guarded = querying.acquire(timeout=QUERIES_SECONDS)
-        try:
-            begin(graph, *args, **kwargs)
-        except BaseException:
-            if is_guarded:
-                querying.release()
-            raise
-        _capture, _is_guarded = object(), is_guarded
-        for watcher in list(_watchers):
-            watcher.capture_begins()
+        with _preparing:
+            if (subjects := _unprepared.pop(kind, None)) is not None:
+                kind.capture_begin = begin  # and what the subjects extend it by
+                for subject in list(subjects):
+                    subject.prepare_for_captures()
+        kind.capture_begin(graph, *args, **kwargs)
 
-    @wraps(end)
-    def capture_end(graph: Any) -> None:
-        global _capture, _is_guarded
-        watchers = list(_watchers)
-        try:
-            found = [replays for each in watchers if (replays := each.capture_ends()) is not None]
-        finally:
-            _capture = None
-            try:
-                end(graph)
-            finally:
-                if _is_guarded:
-                    _is_guarded = False
-                    querying.release()
-        _replays[graph] = found
-        try:
-            for watcher in watchers:
-                watcher.capture_ended()
-        except RuntimeError:
-            graph.reset()
-            raise
-
-    @wraps(replay)
-    def replay_with_callbacks(graph: Any) -> None:
-        callbacks = _replays.get(graph, ())
-        for each in callbacks:
-            each.before()
-        replay(graph)
-        for each in callbacks:
-            each.after()
-
-    kind.capture_begin, kind.capture_end = capture_begin, capture_end
-    kind.replay = replay_with_callbacks
+    kind.capture_begin = capture_begin

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from operator import attrgetter
 from types import FrameType
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 from torch.autograd import graph
@@ -122,7 +122,7 @@ def is_to_accumulate(parameter: torch.Tensor) -> bool:
 
 # ---- Version counters of unsharded parameters: what autograd may read ----
 
-_version = attrgetter("_version")
+version_of = attrgetter("_version")
 
 NOT_GATHERED = 2**31
 """The version of a parameter that must not be read, because its memory is freed or not filled."""
@@ -139,8 +139,9 @@ class VersionCounters:
     """
 
     def __init__(self, counted: Sequence[torch.Tensor]) -> None:
-        self._counted = tuple(counted)
-        self._versions = tuple(map(_version, self._counted))
+        self.counted = tuple(counted)
+        self.versions = tuple(map(version_of, self.counted))
+        """What they were when :meth:`edited` was last asked."""
         self._not_gathered = (NOT_GATHERED,) * len(counted)
         self.are_forbidden = False
         """Whether autograd refuses to read the parameters."""
@@ -154,41 +155,37 @@ class VersionCounters:
         # times 1, 2, 4, 8 ...: an edit stays in the counters for :meth:`edited`.
         self._times_forbidden += 1
         is_looked_at = not self._times_forbidden & (self._times_forbidden - 1)
-        if is_looked_at and tuple(map(_version, self._counted)) != self._versions:
+        if is_looked_at and tuple(map(version_of, self.counted)) != self.versions:
             return
         self.are_forbidden = True
-        set_versions(self._counted, self._not_gathered)
+        set_versions(self.counted, self._not_gathered)
 
     def allow_reads(self) -> None:
         """Take :meth:`forbid_reads` back: the parameters have their values."""
         if self.are_forbidden:
             self.are_forbidden = False
-            set_versions(self._counted, self._versions)
-
-    def has_edits(self) -> bool:
-        """Return whether a tensor was edited in place since :meth:`edited` was last asked."""
-        return tuple(map(_version, self._counted)) != self._versions and not self.are_forbidden
+            set_versions(self.counted, self.versions)
 
     def edited(self) -> int | None:
         """Return the index of a tensor that was edited in place since this was last asked. ``None``
         if none was."""
-        if not self.has_edits():
+        versions = tuple(map(version_of, self.counted))
+        if versions == self.versions or self.are_forbidden:
             return None
-        versions = tuple(map(_version, self._counted))
-        pairs = zip(versions, self._versions, strict=True)
+        pairs = zip(versions, self.versions, strict=True)
         index = next(index for index, (now, before) in enumerate(pairs) if now != before)
-        self._versions = versions
+        self.versions = versions
         return index
 
     def increment(self, parameters: Collection[torch.Tensor]) -> None:
         """Make autograd refuse to read ``parameters`` for every graph made so far."""
         self.allow_reads()
-        before = tuple(map(_version, self._counted))
+        before = tuple(map(version_of, self.counted))
         increment_version(parameters)
-        self._versions = tuple(
+        self.versions = tuple(
             known + now - then
             for known, now, then in zip(
-                self._versions, map(_version, self._counted), before, strict=True
+                self.versions, map(version_of, self.counted), before, strict=True
             )
         )
 
@@ -239,8 +236,14 @@ class SavedForward:
     def check(self, tensor: torch.Tensor) -> None:
         """Raise RuntimeError if ``tensor`` lies in a full buffer of the unit, which is freed."""
         unit = self.unit()
-        if unit is None or unit.is_gathered or not any(map(unit.holds, inner_tensors(tensor))):
-            return
+        if (
+            unit is not None
+            and not unit.is_gathered
+            and any(map(unit.holds, inner_tensors(tensor)))
+        ):
+            self._refuse(unit, tensor)
+
+    def _refuse(self, unit: TrackedUnit, tensor: torch.Tensor) -> NoReturn:
         if not unit.settings.unshard_in_backward:
             raise RuntimeError(
                 f"backward of unit {unit.name!r} reads a parameter of shape "
@@ -300,22 +303,29 @@ class SavedTensors:
             self.under_way.append(None)  # the unit runs within its own forward
         if not torch.is_grad_enabled() or not unit.has_parameters:
             return
-        is_recompute = graph_task() != -1
-        if not is_recompute:
+        if graph_task() == -1:  # else it is recomputed
             self._forwards += 1
-        hooks: Hooks | None = top_saved_tensors_default_hooks(True)
         is_looked_at = not self._forwards & (self._forwards - 1)
         is_tracked = (
-            self.are_read_early or self._has_others or not self.has_seen_backward or is_looked_at
+            is_looked_at
+            or not self.has_seen_backward
+            or self.are_read_early
+            or self._has_others
+            or not unit.settings.unshard_in_backward
         )
-        if hooks is None and not is_tracked and unit.settings.unshard_in_backward:
-            return  # first, for most forwards
+        if is_tracked or top_saved_tensors_default_hooks(True) is not None:
+            self._track(unit, schedule, is_tracked, is_looked_at)
+
+    def _track(
+        self, unit: TrackedUnit, schedule: Schedule, is_tracked: bool, is_looked_at: bool
+    ) -> None:
+        """Begin to track a forward of ``unit``. ``is_tracked``: whether that is to be done if
+        nobody else handles saved tensors. ``is_looked_at``: whether it is on every rank."""
+        is_recompute = graph_task() != -1
         outer, others = _current_hooks()
         if others is not None:
             # The graph of the first forward reads what a checkpoint saves when it runs again.
             is_tracked = not is_recompute
-        elif not unit.settings.unshard_in_backward:
-            is_tracked = True
         if is_tracked and are_saved_tensors_hooks_enabled():
             forward = SavedForward(unit, schedule, others is not None)
             forward.is_on_all_ranks = is_looked_at and not is_recompute
@@ -434,10 +444,15 @@ def _unpack(saved: SavedTensor) -> Any:
     with DisableTorchFunctionSubclass():
         version = tensor._version
     if version != saved.version:
-        # As torch says it, which does not compare the versions of what hooks return.
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: [{tensor.dtype} {list(tensor.shape)}] is at version {version}; expected "
-            f"version {saved.version} instead"
-        )
+        _refuse_version(saved, version)
     return tensor
+
+
+def _refuse_version(saved: SavedTensor, version: int) -> NoReturn:
+    # As torch says it, which does not compare the versions of what hooks return.
+    tensor: torch.Tensor = saved.packed
+    raise RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: [{tensor.dtype} {list(tensor.shape)}] is at version {version}; expected "
+        f"version {saved.version} instead"
+    )

@@ -7,48 +7,52 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
-from itertools import groupby
-from operator import itemgetter
-from typing import TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_overlap.comm.comm_streams import CommStream, make_comm_stream
-from fsdp_overlap.comm.graphs import watch
+from fsdp_overlap.comm.graphs import before_first_capture
 from fsdp_overlap.comm.hosts import HostExchange, host_ranks
 from fsdp_overlap.comm.process_groups import CommGroups, GroupCache, MeshGroups
 from fsdp_overlap.comm.store_mailbox import has_peers
 from fsdp_overlap.comm.streams import current_device, has_streams, is_capturing
 from fsdp_overlap.desync.error_monitor import ErrorMonitor
-from fsdp_overlap.desync.monitor import DesyncMonitor
 from fsdp_overlap.engine import autograd
 from fsdp_overlap.engine.checks import compare_plans, verify_params_across_ranks
 from fsdp_overlap.engine.comm_context import CommContext
-from fsdp_overlap.engine.cuda_graphs import CapturedSteps
+from fsdp_overlap.engine.edits import Uncompared
 from fsdp_overlap.engine.mesh import (
     LayoutRegistry,
     MeshInfo,
     check_mesh,
     default_mesh,
-    rollback_on_error,
 )
+from fsdp_overlap.engine.naming import name_units
 from fsdp_overlap.engine.param_group import sync_grad_dtypes
-from fsdp_overlap.engine.unit import (
-    Uncompared,
-    Unit,
-    find_conditional,
-    name_units,
-    unit_names,
-    unit_of,
-)
+from fsdp_overlap.engine.unit import Unit, find_conditional, unit_of
 from fsdp_overlap.layout import Flat, LayoutRule
+from fsdp_overlap.schedule.interface import ScheduledUnit
 from fsdp_overlap.schedule.reducer import MAX_INPUTS
 from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.schedule.stats import Stats
 
+if TYPE_CHECKING:
+    from fsdp_overlap.desync.monitor import DesyncMonitor
+
 T = TypeVar("T")
+
+
+class Captures(Protocol):
+    """What a context does about captures of graphs. ``is_under_way``: whether units run in one."""
+
+    is_under_way: bool
+
+    def join(self, unit: ScheduledUnit) -> None: ...
+    def check_backward(self) -> None: ...
+    def lose_groups(self) -> None: ...
 
 
 class FsdpContext:
@@ -146,6 +150,8 @@ class FsdpContext:
         self.uncompared: Uncompared = []
         self.hang_timeout = hang_timeout
         self._monitor: DesyncMonitor | None = None
+        self.make_captures: Callable[[FsdpContext], Captures] | None = None
+        self._captures: Captures | None = None
         self.is_initialized = False
         """Whether :meth:`lazy_init` has nothing left to do."""
         self.was_initialized = False
@@ -168,6 +174,7 @@ class FsdpContext:
         )
         duplicate.is_implicit = self.is_implicit
         duplicate.keeps_own_values = self.keeps_own_values
+        duplicate.make_captures = self.make_captures
         if self.has_schedule and self.schedule.finalizer.is_manual:
             duplicate.schedule.finalizer.set_manual(True)
         return duplicate
@@ -178,18 +185,13 @@ class FsdpContext:
         Neighboring units that are alike share a row, whose figures are those of one unit. Bytes
         are those of parameters at rest: ``whole`` counts all of the unit, ``here`` what this rank
         holds."""
-        where = "all ranks" if self._mesh is None else _mesh(self._mesh)
-        rule = getattr(self.layout, "__name__", repr(self.layout))
-        options = [f"mesh {where}", f"layout {rule}", f"prefetch {self.prefetch}"]
-        if not self._groups.separate:
-            options.append("one group for gathers and reductions")
+        from fsdp_overlap.engine.describe import described
+
         flags = ("validate_layouts", "shard_optimizer_over_replicas", "sync_module_states")
-        options += [name.replace("_", " ") for name in flags if getattr(self, name)]
-        units = self.units
-        lines = [f"FsdpContext of {_count(len(units), 'unit')}{_totals(units)}", "; ".join(options)]
-        if units:
-            lines += _aligned([HEAD, *_rows(units)])
-        return "\n".join(lines)
+        options = [name.replace("_", " ") for name in flags if getattr(self, name)]
+        if not self._groups.separate:
+            options.insert(0, "one group for gathers and reductions")
+        return described(self._mesh, self.layout, self.prefetch, options, self.units)
 
     @cached_property
     def mesh(self) -> DeviceMesh:
@@ -208,6 +210,10 @@ class FsdpContext:
     def has_streams(self) -> bool:
         """Whether compute is enqueued on streams."""
         return has_streams(self.device)
+
+    @cached_property
+    def is_capturing(self) -> Callable[[], bool] | None:
+        return partial(is_capturing, self.device) if self.has_streams else None
 
     @property
     def stats(self) -> Stats:
@@ -277,34 +283,37 @@ class FsdpContext:
             self.prefetch,
             self.max_reduce_inputs,
             self.shard_optimizer_over_replicas,
-            partial(_before_backward, self.toggled, self.captured_steps, self.device),
+            self._what_begins_backwards(),
         )
 
-    @cached_property
-    def captured_steps(self) -> CapturedSteps:
-        """What is captured in CUDA graphs."""
-        me = weakref.ref(self)
+    def _what_begins_backwards(self) -> Callable[[], None]:
+        if self.is_capturing is None:
+            return partial(_sync_requires_grad, self.toggled)
+        return partial(_begin_backward, self.toggled, weakref.ref(self), self.is_capturing)
 
-        def parts() -> tuple[Schedule, CommContext] | None:
-            context = me()
-            if context is None or not (context.is_initialized and context.has_schedule):
-                return None
-            return context.schedule, context.comm_context
+    def prepare_for_captures(self) -> Captures:
+        """Take part in captures of graphs from now on."""
+        if self._captures is None:
+            assert self.make_captures is not None  # by fully_shard()
+            self._captures = self.make_captures(self)
+        return self._captures
 
-        units = partial(_existing, self._refs)
-        return CapturedSteps(units, self._mesh_infos.values, parts)
+    @property
+    def is_in_capture(self) -> bool:
+        """Whether units run in the capture of a graph that is under way."""
+        return self._captures is not None and self._captures.is_under_way
 
     def join_capture(self, unit: Unit | None = None) -> None:
-        """Make ``unit``, by default the first of a pass, part of the graph that is captured, if one
-        is.
+        """Make ``unit``, by default the first of a pass, part of the graph whose capture is under
+        way, if one is.
 
         Raises:
-            RuntimeError: it cannot be captured. Nothing was changed.
+            RuntimeError: the graph cannot hold it. Nothing was changed.
         """
-        if self.has_streams and is_capturing(self.device):
+        if self.is_capturing is not None and self.is_capturing():
             first = unit or next(iter(self.schedule.predicted_units()), None)
             if first is not None:
-                self.captured_steps.join(first)
+                self.prepare_for_captures().join(first)
 
     def plan_layout(
         self,
@@ -325,24 +334,13 @@ class FsdpContext:
             ValueError: a module is a unit already, was planned before, or is named twice. Nothing
                 is planned then.
         """
-        lists = [[unit] if isinstance(unit, nn.Module) else list(unit) for unit in units]
-        modules = [module for members in lists for module in members]
+        from fsdp_overlap.engine.joint_plans import plan_jointly
+
+        def plans_of(first: nn.Module) -> LayoutRegistry:
+            return self.mesh_info_of((meshes or {}).get(first, self.mesh)).plans
+
         made = [mesh_info.plans for mesh_info in self.mesh_infos]
-        for module in modules:
-            if unit_of(module) is not None or any(plans.has(module) for plans in made):
-                raise ValueError(
-                    f"{type(module).__name__} is a unit or was planned already: call plan_layout() "
-                    "once, before fully_shard()"
-                )
-        if len(set(modules)) != len(modules):
-            raise ValueError("plan_layout() was given a module twice; name each unit once")
-        by_plans: dict[LayoutRegistry, list[list[nn.Module]]] = {}
-        for members in lists:
-            mesh = (meshes or {}).get(members[0], self.mesh)
-            by_plans.setdefault(self.mesh_info_of(mesh).plans, []).append(members)
-        with rollback_on_error(by_plans):
-            for plans, planned in by_plans.items():
-                plans.plan(planned, ignored_params, set(modules))
+        plan_jointly(units, ignored_params, plans_of, made)
 
     # Units
 
@@ -376,7 +374,7 @@ class FsdpContext:
         for unit in self.units:
             unit.connect()
         self.sync_max_reduce_inputs()
-        if find_conditional(self.units) or self._is_uneven:
+        if self._is_uneven or any(unit.is_conditional for unit in self.units):
             self._negotiate()
         if self.validate_layouts:
             for mesh_info in self.mesh_infos:
@@ -386,12 +384,14 @@ class FsdpContext:
             self.keeps_own_values,
         )
         if self.has_streams:
-            watch(self.device, self.captured_steps)
+            if self._captures is None:
+                before_first_capture(self.device, self)
             self._watch_for_hangs()
         self.is_initialized = is_complete
 
     def _negotiate(self) -> None:
         """Prepare for units that only some ranks run."""
+        find_conditional(self.units)
         mesh = _mesh_of_all(self._mesh_infos)
         self.comm_context.hosts = HostExchange(
             [self._groups.get_for_hosts(mesh, ranks) for ranks in host_ranks(mesh)]
@@ -478,6 +478,8 @@ class FsdpContext:
         )
         if self.hang_timeout is None or self._monitor is not None or not has_others:
             return
+        from fsdp_overlap.desync.monitor import DesyncMonitor
+
         comm, context = weakref.ref(self.comm_context), weakref.ref(self)
 
         def comm_streams() -> Sequence[CommStream]:
@@ -575,7 +577,8 @@ class FsdpContext:
         self.error_monitor.wait_for_resets(sys.exception())
         self.rest()
         self._groups.renew()
-        self.captured_steps.lose_groups()
+        if self._captures is not None:
+            self._captures.lose_groups()
         self.error_monitor.clear()
         self.require_lazy_init()
         self.lazy_init()  # not only before a forward: a backward of an older graph may come next
@@ -613,13 +616,20 @@ def _mesh_of_all(meshes: Collection[DeviceMesh]) -> DeviceMesh:
     return largest
 
 
-def _before_backward(
-    toggled: weakref.WeakSet[Unit], captured: CapturedSteps, device: torch.device
-) -> None:
-    captured.check_backward(is_capturing(device))
+def _sync_requires_grad(toggled: weakref.WeakSet[Unit]) -> None:
     for unit in toggled:
         unit.sync_requires_grad()
     toggled.clear()
+
+
+def _begin_backward(
+    toggled: weakref.WeakSet[Unit],
+    context: weakref.ref[FsdpContext],
+    is_capturing: Callable[[], bool],
+) -> None:
+    if is_capturing() and (own := context()) is not None:
+        own.prepare_for_captures().check_backward()
+    _sync_requires_grad(toggled)
 
 
 def context_of(unit: Unit) -> FsdpContext:
@@ -627,112 +637,3 @@ def context_of(unit: Unit) -> FsdpContext:
     context = unit.context
     assert isinstance(context, FsdpContext)
     return context
-
-
-# ---- print(ctx) ----
-
-HEAD = ("unit", "parameters", "elements", "dtype", "whole", "here", "mesh", "shards", "kept whole")
-
-# Columns of numbers, to be aligned to the right.
-RIGHT = {1, 2, 4, 5}
-
-
-def _totals(units: Sequence[Unit]) -> str:
-    param_groups = [param_group for unit in units for param_group in unit.param_groups]
-    if not param_groups:
-        return ""
-    parameters = sum(len(param_group.plan.specs) for param_group in param_groups)
-    elements = sum(spec.numel for param_group in param_groups for spec in param_group.plan.specs)
-    total, here = (_size(sum(nbytes)) for nbytes in zip(*map(_bytes_of, units), strict=True))
-    return (
-        f": {_count(parameters, 'parameter')} of {elements:,} elements, {total} whole, {here} "
-        "on this rank"
-    )
-
-
-def _rows(units: Sequence[Unit]) -> list[tuple[str, ...]]:
-    names = unit_names(units)
-    named = [
-        (names.get(unit, unit.module_class_name), _row(unit, unit not in names)) for unit in units
-    ]
-    rows = []
-    for row, group in groupby(named, key=itemgetter(1)):
-        alike = [name for name, _ in group]
-        name = alike[0] if len(alike) == 1 else f"{alike[0]} ... {alike[-1]} ({len(alike)})"
-        rows.append((name, *row))
-    return rows
-
-
-def _row(unit: Unit, is_outermost: bool) -> tuple[str, ...]:
-    specs = [spec for param_group in unit.param_groups for spec in param_group.plan.specs]
-    total, here = _bytes_of(unit)
-    meshes = dict.fromkeys(_mesh(param_group.mesh_info.mesh) for param_group in unit.param_groups)
-    is_equal = all(param_group.plan.is_equal for param_group in unit.param_groups)
-    pieces = len({spec.piece for spec in specs if spec.piece})
-    dtypes = ", ".join(dict.fromkeys(param_group.dtypes for param_group in unit.param_groups))
-    return (
-        str(len(specs)),
-        f"{sum(spec.numel for spec in specs):,}",
-        f"{dtypes}, {_count(pieces, 'piece')}" if pieces else dtypes,
-        _size(total),
-        "meta" if unit.is_meta else _size(here),
-        " and ".join(meshes) or _mesh(unit.mesh),
-        "equal" if is_equal else "ragged",
-        _kept(unit, is_outermost),
-    )
-
-
-def _bytes_of(unit: Unit) -> tuple[int, int]:
-    """Return the bytes of all parameters of ``unit``, and of what this rank holds of them."""
-    total = sum(
-        spec.numel * spec.dtype.itemsize
-        for param_group in unit.param_groups
-        for spec in param_group.plan.specs
-    )
-    return total, sum(param_group.nbytes_at_rest for param_group in unit.param_groups)
-
-
-def _kept(unit: Unit, is_outermost: bool) -> str:
-    """Return how long the full buffers outlive a forward."""
-    asked = unit.reshard_after_forward
-    if unit.post_forward_size is not None:
-        kept = f"1/{unit.post_forward_size} until backward"
-    elif asked is False or (asked is None and is_outermost):
-        kept = "until backward"
-    else:
-        kept = "no"
-    if not unit.settings.reshard_after_backward:
-        if asked is False:
-            kept = f"always (stage {1 if unit.settings.reduces_last_only else 2})"
-        else:
-            kept = "after backward" if kept == "no" else f"{kept} and after it"
-    return kept + (", shards on the host" if unit.is_offloaded else "")
-
-
-def _mesh(mesh: DeviceMesh) -> str:
-    sizes = " x ".join(map(str, mesh.shape))
-    names = f" ({' x '.join(mesh.mesh_dim_names)})" if mesh.mesh_dim_names else ""
-    return f"{mesh.device_type} {sizes}{names}"
-
-
-def _size(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} TiB"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if index in RIGHT else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]

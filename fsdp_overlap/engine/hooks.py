@@ -7,25 +7,24 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
-from copy import deepcopy
-from functools import partial, update_wrapper
-from types import FrameType, TracebackType
+from collections.abc import Sequence
+from functools import partial
+from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from fsdp_overlap.comm.comm_streams import profiler_range
-from fsdp_overlap.comm.streams import is_capturing
-from fsdp_overlap.engine.autograd import dynamo_disable, is_in_backward
+from fsdp_overlap.engine.autograd import SavedForward, dynamo_disable, is_in_backward
 from fsdp_overlap.engine.context import FsdpContext, context_of
+from fsdp_overlap.engine.edits import compare
 from fsdp_overlap.engine.param import is_opaque
-from fsdp_overlap.engine.unit import Unit, compare, unit_of
+from fsdp_overlap.engine.unit import Unit
 from fsdp_overlap.schedule.order import ForwardRecord
 from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.tensor.extension import inner_tensors
-from fsdp_overlap.tensor.pytree import map_arguments, map_tensors, tensors_in
+from fsdp_overlap.tensor.pytree import tensors_in
 from fsdp_overlap.torch_internals import are_functorch_transforms_active, profiler_enabled
 
 # ---- Forwards and backwards ----
@@ -33,7 +32,7 @@ from fsdp_overlap.torch_internals import are_functorch_transforms_active, profil
 
 def install(module: nn.Module, unit: Unit) -> None:
     """Make every forward of ``module`` run on unsharded parameters."""
-    before, after = _hooks_for(unit)
+    before, after = hooks_for(unit)
     module.register_forward_pre_hook(partial(before, unit), prepend=True, with_kwargs=True)
     # Always called, so that a forward that raised leaves the sharded parameters in the module too.
     module.register_forward_hook(partial(after, unit), always_call=True)
@@ -46,57 +45,85 @@ _PLAIN = torch.Tensor, nn.Parameter
 def before_forward(
     unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    context = context_of(unit)
+    context = unit.context
     unit.under_way.append((sys.exc_info()[2], None))
     if are_functorch_transforms_active():
         _refuse_transform(unit)
-    if context.has_streams and is_capturing(context.device):
-        context.captured_steps.join(unit)
-    if profiler_enabled():
-        with profiler_range("pre_forward", unit.name):
-            _begin_forward(unit, module, context)
-    else:
-        _begin_forward(unit, module, context)
-    device = context.device if unit.is_root and context.device.type != "cpu" else None
-    policy = unit.mp_policy
-    dtype = policy.param_dtype if policy.cast_forward_inputs else None
-    if device is not None or dtype is not None:
-        args, kwargs, copied = map_arguments(partial(_move_and_cast, device, dtype), args, kwargs)
-        if copied is not None:
-            unit.under_way[-1] = unit.under_way[-1][0], copied
+    if context.is_capturing is not None and context.is_capturing():
+        context_of(unit).join_capture(unit)
+    begin = _begin_in_range if profiler_enabled() else _begin_forward
+    begin(unit, module)
+    if unit.cast_inputs is None:
+        return args, kwargs
+    args, kwargs, copied = unit.cast_inputs(args, kwargs)
+    unit.under_way[-1] = unit.under_way[-1][0], copied
     return args, kwargs
 
 
-def _begin_forward(unit: Unit, module: nn.Module, context: FsdpContext) -> None:
+def _begin_in_range(unit: Unit, module: nn.Module) -> None:
+    with profiler_range("pre_forward", unit.name):
+        _begin_forward(unit, module)
+
+
+def _begin_forward(unit: Unit, module: nn.Module) -> None:
+    context = unit.context
     if not context.is_initialized:
-        context.error_monitor.check()
-        context.lazy_init()
+        _initialize(context_of(unit))
     unit.sync_requires_grad()
-    if (unit.is_root or len(unit.under_way) > 1) and context.schedule.is_in_forward:
-        _end_interrupted(unit, module, context)
-    context.schedule.before_forward(unit)
+    schedule = context.schedule
+    if (unit.is_root or len(unit.under_way) > 1) and schedule.is_in_forward:
+        _end_interrupted(unit, module)
+    schedule.before_forward(unit)
     unit.to_unsharded()
     if torch.is_grad_enabled() and unit.unowned.is_due():
         _check_all_are_owned(unit)
-    mode = id(module), module.training
-    if mode not in unit.compared and not context.captured_steps.is_under_way:
+    if (id(module), module.training) not in unit.compared:
+        _begin_first_forward(unit)
+    unit.saved_tensors.begin(unit, schedule)
+
+
+def _initialize(context: FsdpContext) -> None:
+    context.error_monitor.check()
+    context.lazy_init()
+
+
+def _end_interrupted(unit: Unit, module: nn.Module) -> None:
+    from fsdp_overlap.engine.interruption import end_interrupted
+
+    end_interrupted(unit, module, unit.context.schedule)
+
+
+def _begin_first_forward(unit: Unit) -> None:
+    """Begin the first forward of a module of ``unit``, or its first in training or evaluation."""
+    if not context_of(unit).is_in_capture:
         for edits in unit.edits:
             edits.begin_comparison()
         unit.saved_tensors.look_again()
-    unit.saved_tensors.begin(unit, context.schedule)
+
+
+def _end_first_forward(unit: Unit, module: nn.Module) -> None:
+    context = context_of(unit)
+    if not context.is_in_capture:
+        unit.compared.add((id(module), module.training))
+        for edits in unit.edits:
+            edits.end_comparison(context.uncompared)
 
 
 def _check_all_are_owned(unit: Unit) -> None:
     unsharded = (p for param_group in unit.param_groups for p in param_group.parameters)
     own = [*unsharded, *unit.sharded_parameters]
     if (name := unit.unowned.find(unit.modules, own)) is not None:
-        raise RuntimeError(
-            f"parameter {name!r} of unit {unit.name!r} was added after fully_shard(), so no unit "
-            "owns it: each rank would train it on its own data alone, and ranks would drift apart. "
-            "Replace modules and add adapters before fully_shard(), or call fully_shard() on the "
-            "new module too; freeze the parameter by requires_grad_(False); or put it in the place "
-            "of one of ignored_params, and reduce its gradients yourself"
-        )
+        _refuse_unowned(unit, name)
+
+
+def _refuse_unowned(unit: Unit, name: str) -> NoReturn:
+    raise RuntimeError(
+        f"parameter {name!r} of unit {unit.name!r} was added after fully_shard(), so no unit "
+        "owns it: each rank would train it on its own data alone, and ranks would drift apart. "
+        "Replace modules and add adapters before fully_shard(), or call fully_shard() on the "
+        "new module too; freeze the parameter by requires_grad_(False); or put it in the place "
+        "of one of ignored_params, and reduce its gradients yourself"
+    )
 
 
 def _refuse_transform(unit: Unit) -> NoReturn:
@@ -115,58 +142,93 @@ def after_forward(
 ) -> Any:
     saved = unit.saved_tensors
     tracked = saved.end() if saved.under_way else None
-    context = context_of(unit)
-    schedule = context.schedule
     # It is empty if another hook raised before ours.
     handled, copied = unit.under_way.pop() if unit.under_way else (None, None)
     if copied is not None:
         output = copied.finish(output)
-    error = _error_of_forward(handled) if output is None else None
-    raised = error is not None
-    if not raised:
-        mode = id(module), module.training
-        if (lost := unit.changed()) is not None:
-            error = RuntimeError(lost)
-        elif mode not in unit.compared and not context.captured_steps.is_under_way:
-            unit.compared.add(mode)
-            for edits in unit.edits:
-                edits.end_comparison(context.uncompared)
-    if profiler_enabled():
-        with profiler_range("post_forward", unit.name):
-            call = schedule.after_forward(unit, id(module), raised)
-    else:
-        call = schedule.after_forward(unit, id(module), raised)
-    if error is not None or context.uncompared:
-        error = _error_to_raise(unit, context, error)
-    # With gradients a backward may follow, and its end waits for offloaded shards to be read.
-    if unit.is_offloaded and not torch.is_grad_enabled() and not schedule.is_in_forward:
-        context.comm_context.finish_reading()
-    if error is not None and not raised:
-        raise error
-    tensors = tensors_in(output)
-    _check_no_parameter_leaves(unit, tensors)
-    if unit.mp_policy.output_dtype is not None and casts:
-        cast = partial(_move_and_cast, None, unit.mp_policy.output_dtype)
-        output = map_tensors(cast, output)
-        tensors = tensors_in(output)
+    if output is None and (error := _error_of_forward(handled)) is not None:
+        return _end_raised(unit, module, tracked, error)
+    lost = unit.changed()
+    if lost is None and (id(module), module.training) not in unit.compared:
+        _end_first_forward(unit, module)
+    context = unit.context
+    end = _end_in_range if profiler_enabled() else context.schedule.after_forward
+    call = end(unit, id(module))
+    if unit.is_offloaded:
+        _finish_reading(unit)
+    if lost is not None or context.uncompared:
+        _raise_edit(unit, lost)
+    output, tensors = _checked_output(unit, output, casts)
     if call is not None:
-        differentiable = [tensor for tensor in tensors if tensor.grad_fn is not None]
-        is_read_freely = unit.settings.unshard_in_backward
-        call.needs_parameters = is_read_freely or tracked is None or tracked.is_shared
-        before_backward = partial(_before_backward, weakref.ref(schedule), call)
-        for tensor in differentiable:
+        _expect_backward(unit, call, tracked, tensors)
+    return output
+
+
+def _end_in_range(unit: Unit, module: int, raised: bool = False) -> ForwardRecord | None:
+    with profiler_range("post_forward", unit.name):
+        return unit.context.schedule.after_forward(unit, module, raised)
+
+
+def _end_raised(
+    unit: Unit, module: nn.Module, tracked: SavedForward | None, error: BaseException
+) -> None:
+    call = _end_in_range(unit, id(module), raised=True)
+    if _is_outermost(unit):
+        _post_error(unit, error)
+    if unit.is_offloaded:
+        _finish_reading(unit)
+    if call is not None:
+        _expect_backward(unit, call, tracked, ())
+
+
+def _finish_reading(unit: Unit) -> None:
+    # With gradients a backward may follow, and its end waits for offloaded shards to be read.
+    if not torch.is_grad_enabled() and not unit.context.schedule.is_in_forward:
+        context_of(unit).comm_context.finish_reading()
+
+
+def _checked_output(unit: Unit, output: Any, casts: bool) -> tuple[Any, Sequence[torch.Tensor]]:
+    """Return what a forward of ``unit`` returns, and the tensors in that. Refuse an output that
+    lies in a full buffer: it would be read after the buffer is freed."""
+    tensors = tensors_in(output)
+    for tensor in tensors:
+        if unit.holds(tensor) if type(tensor) in _PLAIN else _holds_part_of(unit, tensor):
+            _refuse_output(unit)
+    if casts and unit.cast_output is not None:
+        output = unit.cast_output(output)
+        tensors = tensors_in(output)
+    return output, tensors
+
+
+def _expect_backward(
+    unit: Unit,
+    call: ForwardRecord,
+    tracked: SavedForward | None,
+    tensors: Sequence[torch.Tensor],
+) -> None:
+    """Make the gradients of ``tensors``, which a forward returned, begin the backward of its
+    ``call``."""
+    saved, schedule = unit.saved_tensors, unit.context.schedule
+    call.needs_parameters = (
+        unit.settings.unshard_in_backward or tracked is None or tracked.is_shared
+    )
+    if tracked is not None:
+        tracked.call = call
+    before_backward = partial(_before_backward, weakref.ref(schedule), call)
+    is_differentiable = False
+    for tensor in tensors:
+        if tensor.grad_fn is not None:
+            is_differentiable = True
             tensor.register_hook(before_backward)
             # Editing a view in place gives it a new history, which starts from its base. So the
             # base gets the hook too.
             if tensor._base is not None and tensor._base.grad_fn is not None:
                 tensor._base.register_hook(before_backward)
-        if tracked is not None:
-            tracked.call = call
-        if not differentiable and saved.are_any:
-            saved.are_read_early = True
-        if differentiable or saved.are_any:
-            schedule.add_call(call)
-    return output
+    if not is_differentiable:
+        if not saved.are_any:
+            return
+        saved.are_read_early = True
+    schedule.add_call(call)
 
 
 def _error_of_forward(handled: TracebackType | None) -> BaseException | None:
@@ -178,34 +240,43 @@ def _error_of_forward(handled: TracebackType | None) -> BaseException | None:
     return None if sys.exc_info()[2] is handled else sys.exception()
 
 
-def _error_to_raise(
-    unit: Unit, context: FsdpContext, error: BaseException | None
-) -> BaseException | None:
-    """Return the error to raise after a forward of ``unit``: ``error``, if there is one. If no
-    other forward is around this one, also looks for edits, and tells other ranks of the error,
-    because it leaves the model."""
-    if context.schedule.is_in_forward or is_in_backward():
-        return error
-    if error is None and (lost := compare(context.uncompared)) is not None:
-        error = RuntimeError(lost)
-    if error is not None:
-        context.error_monitor.post_error(f"forward of unit {unit.name!r}", error)
-    return error
+def _is_outermost(unit: Unit) -> bool:
+    """Return whether no other forward is around one of ``unit`` that has ended."""
+    return not (unit.context.schedule.is_in_forward or is_in_backward())
 
 
-def _check_no_parameter_leaves(unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
-    """Refuse an output that lies in a full buffer: it would be read after the buffer is freed."""
-    for tensor in tensors:
-        if type(tensor) in _PLAIN or is_opaque(tensor):
-            is_held = unit.holds(tensor)
-        else:
-            is_held = any(map(unit.holds, inner_tensors(tensor)))
-        if is_held:
-            raise RuntimeError(
-                f"unit {unit.name!r} returned a parameter of its own, or a view of one, whose "
-                "memory is freed after forward: return a clone(), or make the module that uses it "
-                "part of the unit"
-            )
+def _raise_edit(unit: Unit, lost: str | None) -> None:
+    """Raise RuntimeError if a forward of ``unit`` has ``lost`` an edit. If no other forward is
+    around it, also look for edits that first forwards have lost, and tell other ranks."""
+    is_outermost = _is_outermost(unit)
+    if lost is None and is_outermost:
+        lost = compare(unit.context.uncompared)
+    if lost is None:
+        return
+    error = RuntimeError(lost)
+    if is_outermost:
+        _post_error(unit, error)
+    raise error
+
+
+def _post_error(unit: Unit, error: BaseException) -> None:
+    """Tell other ranks of ``error``, which leaves the model."""
+    context_of(unit).error_monitor.post_error(f"forward of unit {unit.name!r}", error)
+
+
+def _holds_part_of(unit: Unit, tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor``, of a class of its own, lies in a full buffer, or one that it
+    consists of."""
+    if is_opaque(tensor):
+        return unit.holds(tensor)
+    return any(map(unit.holds, inner_tensors(tensor)))
+
+
+def _refuse_output(unit: Unit) -> NoReturn:
+    raise RuntimeError(
+        f"unit {unit.name!r} returned a parameter of its own, or a view of one, whose memory is "
+        "freed after forward: return a clone(), or make the module that uses it part of the unit"
+    )
 
 
 @dynamo_disable
@@ -215,15 +286,6 @@ def _before_backward(
     alive = schedule()
     if alive is not None:
         alive.before_backward(call)
-
-
-def _move_and_cast(
-    device: torch.device | None, dtype: torch.dtype | None, tensor: torch.Tensor
-) -> torch.Tensor:
-    if not tensor.is_floating_point():
-        dtype = None
-    # The host does not wait for a copy from pinned memory.
-    return tensor.to(device=device, dtype=dtype, non_blocking=True)
 
 
 # ---- Forwards of units that read parameters of others: Note [tied parameters] ----
@@ -252,91 +314,8 @@ def after_reading_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], 
     return output
 
 
-def _hooks_for(unit: Unit) -> tuple[Any, Any]:
+def hooks_for(unit: Unit) -> tuple[Any, Any]:
     """Return what is called before and after each forward of ``unit``."""
     if unit.owners:
         return before_reading_forward, after_reading_forward
     return before_forward, after_forward
-
-
-# ---- What was interrupted ----
-
-
-def is_interrupted(context: FsdpContext) -> bool:
-    """Return whether a forward or backward of ``context`` began, and neither ended nor is under
-    way. Not meant for every step: it looks at the frames of all threads."""
-    if not context.has_schedule:
-        return False
-    running: Any = context.schedule.running_units
-    if not running:
-        return context.schedule.has_broken_backward
-    return not any(_calls_of(running))
-
-
-def _end_interrupted(unit: Unit, module: nn.Module, context: FsdpContext) -> None:
-    """End the forwards that a ``KeyboardInterrupt`` has left, if there are any, as if they had
-    raised. A forward of ``module`` is about to begin: on its own, or for ``unit``, whose parameters
-    another unit reads in it."""
-    if is_in_backward() or all(each is not module for each in unit.modules):
-        return
-    running: Any = context.schedule.running_units
-    if len([*_calls_of(running)]) > (unit in running):  # more than the call that begins
-        return
-    context.schedule.end_interrupted()
-    for each in dict.fromkeys(running):
-        del each.under_way[: -1 if each is unit else None]
-        each.saved_tensors.reset()
-
-
-def _calls_of(units: Sequence[Unit]) -> Iterator[FrameType]:
-    """Yield the frame of each call to a module of ``units`` that is under way on some thread."""
-    modules = {id(module) for unit in units for module in unit.modules}
-    codes = nn.Module.__call__.__code__, ForwardMethod.__call__.__code__
-    for frame in sys._current_frames().values():
-        within: FrameType | None = frame
-        while within is not None:
-            if within.f_code in codes:
-                names = within.f_locals
-                called = names["self"]
-                called = names.get("module") if isinstance(called, ForwardMethod) else called
-                if id(called) in modules:
-                    yield within
-            within = within.f_back
-
-
-# ---- Methods that count as forwards ----
-
-
-class ForwardMethod:
-    """Replaces a method of one module: it stands in the module's ``__dict__`` and so hides the
-    method of the class. It refers to the module weakly, so that the two do not keep each other
-    alive."""
-
-    def __init__(self, module: nn.Module, method: Any) -> None:
-        self._module = weakref.ref(module)
-        self._is_bound = getattr(method, "__self__", None) is module
-        self._function = method.__func__ if self._is_bound else method
-        update_wrapper(self, self._function)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module()
-        unit = None if module is None else unit_of(module)
-        if module is None or unit is None:
-            raise ReferenceError(f"the module of {self._function.__qualname__} was deleted")
-        before, after = _hooks_for(unit)
-        try:
-            args, kwargs = before(unit, module, args, kwargs)
-            bound = (module, *args) if self._is_bound else args
-            output = self._function(*bound, **kwargs)
-        except BaseException:
-            after(unit, module, args, None)
-            raise
-        return after(unit, module, args, output)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardMethod:
-        duplicate = ForwardMethod.__new__(ForwardMethod)
-        vars(duplicate).update(vars(self))
-        original = self._module()
-        assert original is not None  # it is being copied, and this with it
-        duplicate._module = weakref.ref(deepcopy(original, memo))
-        return duplicate

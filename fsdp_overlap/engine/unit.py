@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter, is_
@@ -15,12 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from fsdp_overlap.comm.comm_streams import CommStream
-from fsdp_overlap.engine.autograd import (
-    SavedTensors,
-    VersionCounters,
-    dynamo_disable,
-    is_to_accumulate,
-)
+from fsdp_overlap.engine.autograd import SavedTensors, dynamo_disable, is_to_accumulate
+from fsdp_overlap.engine.casts import cast_of_inputs, cast_of_output
+from fsdp_overlap.engine.edits import FREED, Uncompared, UnshardedEdits
 from fsdp_overlap.engine.grads import ParamGroupGradients
 from fsdp_overlap.engine.mesh import ParamGroupEdits
 from fsdp_overlap.engine.options import QuantizedCommPolicy, UnitSettings, reduce_dtype
@@ -30,159 +27,12 @@ from fsdp_overlap.engine.param import (
     check_frozen,
     module_class_name,
     modules_outside_units,
-    tp_local_tensor,
-    unwrap,
 )
 from fsdp_overlap.engine.param_group import ParamGroup, ParamGroupState
 from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.tensor.pytree import UnderWay
 from fsdp_overlap.tensor.ragged_dtensor import ShardEdits
 from fsdp_overlap.tensor.row_tensor import Sharded
-
-# ---- Edits of unsharded parameters, which would be lost ----
-
-INSTEAD = (
-    "Edit the sharded parameter, under torch.no_grad(), before forward or after optimizer.step(); "
-    "what forward itself has to change must be a buffer"
-)
-
-FREED = (
-    "a parameter of unit {!r}, or a view of one, was used after its memory was freed: keep a "
-    "clone() of what is used after forward, or read the sharded parameter of the module"
-)
-
-Uncompared = list[tuple["UnshardedEdits", torch.Tensor]]
-"""Param groups whose first forward has run, and for each of their parameters whether it changed."""
-
-
-def compare(uncompared: Uncompared) -> str | None:
-    """Return what the forwards in ``uncompared`` edited, in words. ``None`` if they edited nothing.
-    The host waits for them. Empty the list."""
-    changes = [(edits, changed.tolist()) for edits, changed in uncompared]
-    uncompared.clear()
-    edited = [edits.describe(changed.index(True)) for edits, changed in changes if any(changed)]
-    return edited[0] if edited else None
-
-
-class UnshardedEdits:
-    """Finds changes of a param group's unsharded parameters. The shards do not get such changes,
-    and another rank may have made different ones.
-
-    Autograd's version counters count edits in place. They do not count all-gathers, which write
-    underneath, and they do not count edits through ``.data``. To find the latter, the first forward
-    in each mode, training and evaluation, compares the values before and after.
-
-    ``tables`` are the ``_parameters`` of all modules of the unit.
-    """
-
-    def __init__(self, param_group: ParamGroup, tables: Sequence[dict[str, Any]]) -> None:
-        self._param_group = param_group
-        self._tiles = list(map(tp_local_tensor, param_group.parameters))
-        # Opaque parameters have slow attributes, and share their counters with plain tensors.
-        counted: list[torch.Tensor] = [*param_group.parameters]
-        if param_group.is_opaque:
-            counted = [*map(unwrap, counted)]
-        if param_group.is_tensor_parallel:
-            counted += self._tiles  # a DTensor does not count what is done to its own
-        self._counters = param_group.counters = VersionCounters(counted)
-        self._tables = tables
-        self._registered = sum(map(len, tables))
-        self._forwards = 0
-        self._digest: torch.Tensor | None = None
-
-    def begin_comparison(self) -> None:
-        """Take digests of the parameters, which are unsharded, before a forward runs."""
-        self._digest = self._param_group.full.digests()
-        self._forwards = 0  # so that changed() looks for everything
-
-    def end_comparison(self, uncompared: Uncompared) -> None:
-        """Compare with the digests after the forward. The result goes to ``uncompared``."""
-        if self._digest is not None:
-            uncompared.append((self, self._digest != self._param_group.full.digests()))
-            self._digest = None
-
-    def edited(self) -> str | None:
-        """Return which parameter was edited in place since this was last asked, in words. ``None``
-        if none was."""
-        index = self._counters.edited()
-        return None if index is None else self.describe(index % len(self._tiles))
-
-    def changed(self) -> str | None:
-        """Return what :meth:`edited` does, and also find a parameter that was replaced, given other
-        memory or registered again. The full buffer must exist."""
-        if self._counters.has_edits():
-            return self.edited()
-        info = self._param_group.module_info
-        are_in_place = all(map(is_, map(dict.get, *info.places), info.unsharded))
-        if not are_in_place and (replaced := self._replaced()) is not None:
-            return replaced
-        # What the checks below find lasts, so forwards 1, 2, 4, 8 ... of a mode are enough.
-        self._forwards += 1
-        if self._forwards & (self._forwards - 1):
-            return None
-        return self._moved() or self._registered_again()
-
-    def _replaced(self) -> str | None:
-        if (name := self._param_group.module_info.replaced()) is None:
-            return None
-        return (
-            f"parameter {name!r} of unit {self._param_group.label!r} was replaced while it was "
-            f"unsharded, and the new one would be lost. {INSTEAD}"
-        )
-
-    def forbid_old_graphs(self, tables: Collection[int]) -> None:
-        """Make autograd refuse to read the parameters for a graph that was made before: those
-        registered in ``tables``, which are ids, or all if there are none."""
-        self._counters.increment(
-            [
-                item.parameter
-                for item in self._param_group.owned
-                if not tables or any(id(table) in tables for table, _ in item.registrations)
-            ]
-        )
-
-    def describe(self, index: int) -> str:
-        """Return an edit of parameter ``index``, in words. Make the next use of the full buffer,
-        which has the edit, gather it again."""
-        self._param_group.mark_stale()
-        return (
-            f"{self._name(index)} was edited in place while it was unsharded, by a forward, a "
-            "backward or a hook, as nn.Embedding(max_norm=...) does. The edit would be lost, "
-            f"because only shards last, and ranks may have made different ones. {INSTEAD}"
-        )
-
-    def _moved(self) -> str | None:
-        """Give parameters that have other memory their own back. Return what happened, in words,
-        or ``None``."""
-        moved = self._param_group.full.give_back(self._tiles)
-        if not moved:
-            return None
-        return (
-            f"{self._name(moved[0])} was given other memory, by an assignment to its .data or by "
-            f"flatten_parameters(), which all-gathers do not reach. {INSTEAD}"
-        )
-
-    def _registered_again(self) -> str | None:
-        registered = sum(map(len, self._tables))
-        if registered == self._registered:
-            return None
-        known = {(id(table), name) for table, name, _, _ in self._param_group.module_info}
-        own = {id(parameter): index for index, parameter in enumerate(self._param_group.parameters)}
-        for table in self._tables:
-            for name, parameter in table.items():
-                if id(parameter) in own and (id(table), name) not in known:
-                    return (
-                        f"{self._name(own[id(parameter)])} was registered again while it was "
-                        f"unsharded, as {name!r}, where its memory will be freed: keep a clone(), "
-                        "or register it under both names before fully_shard()"
-                    )
-        self._registered = registered
-        return None
-
-    def _name(self, index: int) -> str:
-        param_group = self._param_group
-        return f"parameter {param_group.plan.specs[index].fqn!r} of unit {param_group.label!r}"
-
 
 # ---- Units ----
 
@@ -196,6 +46,13 @@ class Context(Protocol):
     """Units with parameters whose ``requires_grad`` was set since the last backward began."""
     was_initialized: bool
     """Whether forwards of its units have run."""
+    is_initialized: bool
+    """Whether a forward may begin at once."""
+    uncompared: Uncompared
+
+    @property
+    def is_capturing(self) -> Callable[[], bool] | None:
+        """What tells whether a graph captures compute, on a device that may have graphs."""
 
     @property
     def device(self) -> torch.device: ...
@@ -274,6 +131,8 @@ class Unit:
         )
         self.has_replicas = any(group.mesh_info.num_replicas > 1 for group in param_groups)
         self.is_root = False
+        self.cast_inputs = cast_of_inputs(mp_policy, None)
+        self.cast_output = cast_of_output(mp_policy)
         self.name = module_class_name(modules)
         self.single_all_gather: list[tuple[str, list[ParamGroup]]] = []
         """The name of its all-gather, and the param group. Empty if it has several, or no name
@@ -290,6 +149,14 @@ class Unit:
         self._hooked: set[int] = set()
         self.context = context
         self.index = context.register(self)
+
+    def set_root(self, is_root: bool) -> None:
+        """Set whether it encloses all others of its context. Forwards of the root move what they
+        are given to its device."""
+        self.is_root = is_root
+        device = self.context.device
+        moves = is_root and device.type != "cpu"
+        self.cast_inputs = cast_of_inputs(self.mp_policy, device if moves else None)
 
     def rename(self, name: str) -> None:
         """Name the unit and its param groups by the name in the root module, by which users know
@@ -511,8 +378,11 @@ class Unit:
         edits = 0
         for param_group in self.param_groups:
             edits += param_group.edits.trainability
-        if edits == self._trainability:
-            return
+        if edits != self._trainability:
+            self._find_gradients(edits)
+
+    def _find_gradients(self, edits: int) -> None:
+        """Do :meth:`sync_requires_grad`. ``edits``: the number of edits of trainability so far."""
         for param_group in self.param_groups:
             if param_group.is_opaque:
                 check_frozen(
@@ -580,7 +450,7 @@ def unit_of(module: nn.Module) -> Unit | None:
     return module.__dict__.get("_fsdp_unit")
 
 
-# ---- Units of edits, and names ----
+# ---- Units of edits, and conditional ones ----
 
 
 def unit_of_edits(edits: ShardEdits | None) -> Unit | None:
@@ -588,26 +458,9 @@ def unit_of_edits(edits: ShardEdits | None) -> Unit | None:
     return edits.unit() if isinstance(edits, ParamGroupEdits) and edits.unit is not None else None
 
 
-def unit_names(units: Sequence[Unit]) -> dict[Unit, str]:
-    """Return the name of each unit that lies within another, relative to the outermost unit around
-    it. A unit of several modules is named by all of their names."""
-    names: dict[Unit, str] = {}
-    for outer in units:
-        if outer in names:
-            continue
-        names_within: dict[Unit, list[str]] = {}
-        for module in outer.modules:
-            for name, child in module.named_modules():
-                unit = unit_of(child)
-                if unit is not None and unit is not outer:
-                    names_within.setdefault(unit, []).append(name)
-        names.update((unit, ", ".join(names_within[unit])) for unit in names_within)
-    return names
-
-
-def find_conditional(units: Sequence[Unit]) -> bool:
+def find_conditional(units: Sequence[Unit]) -> None:
     """Find which of ``units``, all units of a context, only some ranks may run: those within a
-    conditional one too. Return whether there are any."""
+    conditional one too."""
     for unit in units:
         if unit.conditional:
             within = {module for member in unit.modules for module in member.modules()}
@@ -616,15 +469,3 @@ def find_conditional(units: Sequence[Unit]) -> bool:
     for unit in units:
         for owner in unit.owners:
             owner.is_conditional |= unit.is_conditional
-    return any(unit.is_conditional for unit in units)
-
-
-def name_units(units: Sequence[Unit]) -> None:
-    """Find the root among ``units``, all units of a context, and name them as users know
-    them."""
-    names = unit_names(units)
-    tops = [unit for unit in units if unit not in names]
-    for unit in units:
-        kind = unit.module_class_name
-        unit.is_root = tops == [unit] and not unit.is_list
-        unit.rename(names.get(unit) or (kind if unit.is_root else f"{kind}[{unit.index}]"))

@@ -22,7 +22,7 @@ from fsdp_overlap.comm.comm_streams import CommStream, WorkHandle, make_comm_str
 from fsdp_overlap.comm.objects import all_equal, broadcast_object, gather_objects
 from fsdp_overlap.desync.error_monitor import ErrorMonitor
 from fsdp_overlap.engine.context import context_of
-from fsdp_overlap.engine.hooks import is_interrupted
+from fsdp_overlap.engine.interruption import is_interrupted
 from fsdp_overlap.layout import ParamGroupPlan
 from fsdp_overlap.weights.chunks import Chunk, chunks_by_rank, full_chunk, local_chunks
 from fsdp_overlap.weights.model_weights import connected_ranks, units_of

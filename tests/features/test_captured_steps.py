@@ -25,8 +25,9 @@ from fsdp_overlap.checkpoint import ShardStager
 from fsdp_overlap.comm import graphs
 from fsdp_overlap.comm.comm_streams import REPLAY, CapturedWorkHandle, DeviceCommStream
 from fsdp_overlap.engine.comm_context import CommContext
-from fsdp_overlap.engine.cuda_graphs import CapturedSteps, ReplayedSteps
 from fsdp_overlap.engine.mesh import MeshInfo
+from fsdp_overlap.features.cuda_graphs import watching
+from fsdp_overlap.features.cuda_graphs.captured_steps import CapturedSteps, ReplayedSteps
 from fsdp_overlap.layout import PerTensor, TensorAtomic
 from fsdp_overlap.optim import AdamW, Muon, OverlapPolicy, clip_grad_norm_
 from fsdp_overlap.optim.adamw import KernelCall
@@ -448,6 +449,14 @@ def test_replays_are_counted_and_leave_nothing_else(device: EmulatedDevice) -> N
     assert len(preceding(one)) == before
 
 
+def test_steps_without_a_capture_prepare_for_none(device: EmulatedDevice) -> None:
+    one, other = OneStep(), OneStep()
+    assert one.ctx._captures is other.ctx._captures is None
+    one.capture()
+    assert None not in (one.ctx._captures, other.ctx._captures)
+    assert OneStep().ctx._captures is None  # until the next
+
+
 def test_a_capture_that_does_not_begin_leaves_the_monitor_its_queries(
     device: EmulatedDevice,
 ) -> None:
@@ -460,7 +469,7 @@ def test_a_capture_that_does_not_begin_leaves_the_monitor_its_queries(
 def test_a_capture_does_not_end_the_queries_of_another_thread(device: EmulatedDevice) -> None:
     one = OneStep()
     assert graphs.querying.acquire(timeout=1)
-    with patch.object(graphs, "QUERIES_SECONDS", 0.1):
+    with patch.object(watching, "QUERIES_SECONDS", 0.1):
         one.capture()
     assert graphs.querying.locked()
     graphs.querying.release()

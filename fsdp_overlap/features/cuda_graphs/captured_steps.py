@@ -1,4 +1,4 @@
-"""Steps captured in CUDA graphs: Note [captured steps]."""
+"""Joins steps of a context to CUDA graphs: captures, replays and what cannot be captured."""
 
 from __future__ import annotations
 
@@ -11,10 +11,31 @@ import torch
 
 from fsdp_overlap.comm.graphs import before_capture_or_replay, capture_under_way
 from fsdp_overlap.engine.comm_context import CommContext
+from fsdp_overlap.engine.context import FsdpContext
 from fsdp_overlap.engine.mesh import MeshInfo
 from fsdp_overlap.engine.unit import Unit
+from fsdp_overlap.features.cuda_graphs.watching import watch
 from fsdp_overlap.schedule.interface import ScheduledUnit
 from fsdp_overlap.schedule.scheduler import Schedule
+
+
+def watch_captures(context: FsdpContext) -> CapturedSteps:
+    """Make steps of ``context`` part of the graphs that are captured from now on."""
+    me = ref(context)
+
+    def parts() -> tuple[Schedule, CommContext] | None:
+        context = me()
+        if context is None or not (context.is_initialized and context.has_schedule):
+            return None
+        return context.schedule, context.comm_context
+
+    captured_steps = CapturedSteps(
+        lambda: own.units if (own := me()) else (),
+        lambda: own.mesh_infos if (own := me()) else (),
+        parts,
+    )
+    watch(context.device, captured_steps)
+    return captured_steps
 
 
 class CapturedSteps:
@@ -36,7 +57,7 @@ class CapturedSteps:
         self._left: str | None = None
         self._replays: WeakSet[ReplayedSteps] = WeakSet()
 
-    # What ``comm/graphs`` calls, as of a ``Watcher``
+    # What ``watching`` calls, as of a ``Watcher``
 
     def capture_begins(self) -> None:
         self._versions = {unit: unit.version for unit in self._units()}
@@ -105,13 +126,13 @@ class CapturedSteps:
             parts[1].begin_capture()
             self.is_under_way = True
 
-    def check_backward(self, is_capturing: bool) -> None:
-        """Check a backward that begins, and whose stream is captured or not.
+    def check_backward(self) -> None:
+        """Check a backward that begins on a stream that is captured.
 
         Raises:
             RuntimeError: its forward was not in the same capture.
         """
-        if is_capturing and not self.is_under_way:
+        if not self.is_under_way:
             raise RuntimeError(
                 "a backward is captured in a CUDA graph without its forward: capture both in one "
                 "graph, as a whole step. torch.cuda.make_graphed_callables() captures them apart, "

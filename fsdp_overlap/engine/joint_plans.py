@@ -1,0 +1,40 @@
+"""Plans of several units together, before they are sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from torch import nn
+
+from fsdp_overlap.engine.mesh import LayoutRegistry, rollback_on_error
+from fsdp_overlap.engine.unit import unit_of
+
+
+def plan_jointly(
+    units: Sequence[nn.Module | Sequence[nn.Module]],
+    ignored_params: Collection[nn.Parameter],
+    plans_of: Callable[[nn.Module], LayoutRegistry],
+    made: Sequence[LayoutRegistry],
+) -> None:
+    """Do ``ctx.plan_layout()``. ``plans_of`` returns the plans over the mesh of the unit that has
+    this first module, and ``made`` has those that exist.
+
+    Raises:
+        ValueError: a module is a unit already, was planned before, or is named twice.
+    """
+    lists = [[unit] if isinstance(unit, nn.Module) else list(unit) for unit in units]
+    modules = [module for members in lists for module in members]
+    for module in modules:
+        if unit_of(module) is not None or any(plans.has(module) for plans in made):
+            raise ValueError(
+                f"{type(module).__name__} is a unit or was planned already: call plan_layout() "
+                "once, before fully_shard()"
+            )
+    if len(set(modules)) != len(modules):
+        raise ValueError("plan_layout() was given a module twice; name each unit once")
+    by_plans: dict[LayoutRegistry, list[list[nn.Module]]] = {}
+    for members in lists:
+        by_plans.setdefault(plans_of(members[0]), []).append(members)
+    with rollback_on_error(by_plans):
+        for plans, planned in by_plans.items():
+            plans.plan(planned, ignored_params, set(modules))

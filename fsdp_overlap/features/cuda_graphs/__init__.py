@@ -1,0 +1,1 @@
+"""Steps captured in CUDA graphs: Note [captured steps]."""
