@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from fsdp_overlap.engine.context import FsdpContext
-from fsdp_overlap.engine.options import QuantizedCommPolicy
 from fsdp_overlap.engine.unit import unit_of
 from fsdp_overlap.engine.unit_init import make_unit
 from fsdp_overlap.fsdp_module import FSDPModule, state_of
@@ -24,6 +23,7 @@ from fsdp_overlap.torch_internals import (
 # ---- fully_shard() ----
 
 if TYPE_CHECKING:
+    from fsdp_overlap.engine.quantized_policy import QuantizedCommPolicy
 
     class Sharded(FSDPModule, Any):
         """What a type checker knows of a sharded module: it has the methods of

@@ -19,7 +19,7 @@ from fsdp_overlap.fsdp_module import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from fsdp_overlap.layout import PerTensor
+from fsdp_overlap.layout.per_tensor import PerTensor
 from fsdp_overlap.schedule.finalization import GradientReductionHandle
 from fsdp_overlap.tensor.creation import with_range_shards
 from fsdp_overlap.tensor.spmd_mesh import DataParallelMeshDims, spmd_mesh

@@ -1,7 +1,7 @@
 """Collectives that gather and reduce a param group, chosen once per param group for its backend.
 
 These are for param groups of which each rank has one range. Collectives of rows
-(:mod:`~fsdp_overlap.comm.row_collectives`), custom and quantized ones are built on them.
+(:mod:`~fsdp_overlap.comm.row_collectives`), custom and quantized ones wrap them.
 ``docs/performance.md`` holds the measurements behind the choices.
 """
 
@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -126,6 +126,40 @@ class RangeCollectives(Collectives):
         return type(self)(plan)
 
 
+class CoalescedGathers(Collectives):
+    """On NCCL, which can run the all-gathers of several param groups as one."""
+
+    @abstractmethod
+    def gather_tensors(
+        self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup
+    ) -> GatherTensors:
+        """Copy this rank's shard to where it is sent from, and return what is to be gathered. The
+        arguments are those of :meth:`all_gather`."""
+        ...
+
+
+class Transport:
+    """Other collectives of a unit than those of its backend, which a user asked for."""
+
+    name: ClassVar[str]
+    """What the unit uses, in words."""
+    is_capturable: ClassVar[bool] = True
+    """Whether CUDA graphs may capture it."""
+
+    def wrap(self, collectives: RangeCollectives, param_group: Any) -> RangeCollectives:
+        """Return what gathers and reduces ``param_group`` in place of ``collectives``."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class CollectivePair:
+    """Gathers and reduces a param group, each of the two in its own way. See
+    :class:`Collectives`."""
+
+    all_gather: Callable[..., PendingCollective]
+    reduce_scatter: Callable[..., PendingCollective]
+
+
 def end(work: dist.Work | None) -> None:
     """End a synchronous collective, for which some backends return a work all the same."""
     if work is not None:
@@ -194,14 +228,12 @@ class TensorCollectives(RangeCollectives):
     _reduce = staticmethod(reduce_into)
 
 
-class NcclCollectives(TensorCollectives):
-    """For equal shards on NCCL, which can run the all-gathers of several param groups as one."""
+class NcclCollectives(TensorCollectives, CoalescedGathers):
+    """For equal shards on NCCL."""
 
     def gather_tensors(
         self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup
     ) -> GatherTensors:
-        """Copy this rank's shard to where it is sent from, and return what is to be gathered. The
-        arguments are those of :meth:`all_gather`."""
         return [as_comm_dtype(full)], [as_comm_dtype(self._sent(full, shard, group))]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from fsdp_overlap.comm.collectives import (
     PendingCollective,
     RangeCollectives,
     StagedCollectives,
+    Transport,
     as_real,
     end,
 )
@@ -22,11 +24,16 @@ from fsdp_overlap.torch_internals import AllGather, ReduceScatter
 
 
 @dataclass(frozen=True)
-class CustomComms:
+class CustomComms(Transport):
     """A user's collectives. ``None`` stands for the library's own."""
+
+    name: ClassVar[str] = "custom collectives"
 
     all_gather: AllGather | None = None
     reduce_scatter: ReduceScatter | None = None
+
+    def wrap(self, collectives: RangeCollectives, param_group: Any) -> RangeCollectives:
+        return CustomCollectives(self, collectives)
 
 
 class CustomCollectives(StagedCollectives):

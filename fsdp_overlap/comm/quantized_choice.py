@@ -18,11 +18,15 @@ from fsdp_overlap.comm.quantized import (
     QuantizedRowsGather,
     QuantizedRowsReduction,
 )
-from fsdp_overlap.layout import Plan, RowsPlan
+from fsdp_overlap.layout import ParamGroupPlan
+from fsdp_overlap.layout.rows_plan import RowsPlan
 
 
 def gather_for(
-    wire: QuantizedFormat, plan: Plan, others: RangeCollectives, device: torch.device
+    wire: QuantizedFormat,
+    plan: ParamGroupPlan | RowsPlan,
+    others: RangeCollectives,
+    device: torch.device,
 ) -> QuantizedGather:
     """Return what gathers a param group to ``device``."""
     if _has_kernels(device):
@@ -34,7 +38,9 @@ def gather_for(
     return QuantizedRangesGather(wire, others)
 
 
-def reduction_for(wire: QuantizedFormat, plan: Plan, device: torch.device) -> QuantizedReduction:
+def reduction_for(
+    wire: QuantizedFormat, plan: ParamGroupPlan | RowsPlan, device: torch.device
+) -> QuantizedReduction:
     """Return what reduces gradients on ``device``."""
     if _has_kernels(device):
         from fsdp_overlap.comm.quantized_triton import KernelReduction

@@ -25,8 +25,9 @@ from fsdp_overlap.comm.quantized import (
     QuantizedReduction,
     own_rows,
 )
-from fsdp_overlap.layout import ParamGroupPlan, RowsPlan
+from fsdp_overlap.layout import ParamGroupPlan
 from fsdp_overlap.layout.quantized_plan import QuantizedPlan, QuantizedRun, UnquantizedRange
+from fsdp_overlap.layout.rows_plan import RowsPlan
 from fsdp_overlap.tensor.quantization import LARGEST, encode
 from fsdp_overlap.tensor.quantization_kernels import (
     FIELDS,

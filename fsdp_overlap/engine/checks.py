@@ -25,7 +25,7 @@ from fsdp_overlap.engine.param import (
 )
 from fsdp_overlap.engine.param_group import ParamGroup
 from fsdp_overlap.engine.unit import Unit
-from fsdp_overlap.tensor.extension import inner_tensors
+from fsdp_overlap.tensor.subclasses import inner_tensors
 
 # ---- Whether ranks planned the same ----
 

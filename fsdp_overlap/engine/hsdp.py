@@ -17,7 +17,7 @@ from fsdp_overlap.comm.collectives import PendingCollective, all_reduce, choose
 from fsdp_overlap.comm.comm_streams import Accept, CommStream, WorkHandle
 from fsdp_overlap.comm.process_groups import CommGroups, alive
 from fsdp_overlap.engine.mesh import MeshInfo
-from fsdp_overlap.layout import ParamGroupPlan, Plan, RowsPlan
+from fsdp_overlap.layout import ParamGroupPlan, Plan
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 from fsdp_overlap.tensor.ragged_dtensor import ShardEdits
 
@@ -36,7 +36,7 @@ class PostForwardShard:
     ) -> None:
         self.plan = plan = full.plan.merged(size)
         # What no gather fills travels, too.
-        self._gaps = full.gaps if isinstance(full.plan, RowsPlan) else []
+        self._gaps = [] if isinstance(full.plan, ParamGroupPlan) else full.gaps
         self._collectives = choose(group, device_type, plan)
         self._group = ref(group)
         rank = group.rank()

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from enum import StrEnum
 from functools import partial
-from math import prod
 from typing import NamedTuple, cast
 from weakref import ref
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_overlap.comm.collectives import (
+    CoalescedGathers,
     Collectives,
     GatherTensors,
-    NcclCollectives,
     PendingCollective,
     RangeCollectives,
+    Transport,
     choose,
 )
 from fsdp_overlap.comm.comm_streams import (
@@ -32,18 +30,12 @@ from fsdp_overlap.comm.comm_streams import (
     DeviceWorkHandle,
     WorkHandle,
 )
-from fsdp_overlap.comm.custom_collectives import CustomCollectives, CustomComms
-from fsdp_overlap.comm.extension_gather import ExtensionGather
 from fsdp_overlap.comm.process_groups import CommGroups, communicates
-from fsdp_overlap.comm.quantized import QuantizedFormat
-from fsdp_overlap.comm.quantized_choice import gather_for, reduction_for
-from fsdp_overlap.comm.row_collectives import InPlaceRows, PackedRows, choose_for_rows
 from fsdp_overlap.comm.streams import mark_enqueued
-from fsdp_overlap.comm.symmetric_memory import SymmetricCollectives
 from fsdp_overlap.engine.autograd import VersionCounters, graph_task, is_in_backward
 from fsdp_overlap.engine.hsdp import OuterShard, PostForwardShard
 from fsdp_overlap.engine.mesh import MeshInfo, ParamGroupEdits
-from fsdp_overlap.engine.options import QuantizedCommPolicy, UnitSettings, sent_sizes
+from fsdp_overlap.engine.options import CommPolicy, UnitSettings, sent_sizes
 from fsdp_overlap.engine.param import (
     ParamHashes,
     ParamInfo,
@@ -54,12 +46,11 @@ from fsdp_overlap.engine.param import (
     tp_local_tensor,
     unwrap,
 )
-from fsdp_overlap.layout import ParamGroupPlan, Plan, RowsPlan
-from fsdp_overlap.tensor.extension import GatheredTensors, is_subclass, missing_methods
-from fsdp_overlap.tensor.flat_buffer import FlatBuffer
+from fsdp_overlap.layout import ParamGroupPlan, ParamSpec, Plan
+from fsdp_overlap.tensor.flat_buffer import Buffer, FlatBuffer
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor, attributes_of, users_attributes
-from fsdp_overlap.tensor.row_tensor import RowTensor, Sharded, read_full_scalars
-from fsdp_overlap.torch_internals import StridedShard
+from fsdp_overlap.tensor.sharded_param import ShardedParam
+from fsdp_overlap.tensor.subclasses import is_subclass, missing_methods
 
 # ---- States ----
 
@@ -81,41 +72,6 @@ class ParamGroupState(StrEnum):
     SHARDED = "sharded"
     GATHERING = "gathering"
     UNSHARDED = "unsharded"
-
-
-# ---- Where a plan puts parameters: ranges, or rows ----
-
-
-def _range(plan: ParamGroupPlan, fqn: str, rank: int) -> tuple[int, int]:
-    held = ((start, stop) for owner, start, stop in plan.ranges(fqn) if owner == rank)
-    return next(held, (0, 0))
-
-
-def row_shard(item: ParamInfo, dim: int) -> Placement:
-    """Return the placement of chunks of a parameter. Where tensor parallelism has cut the same
-    dimension, the chunks of all ranks do not follow each other in the order of the mesh."""
-    factor, parameter = 1, item.parameter
-    if item.spmd is not None:
-        factor = item.spmd.cuts_after(dim)
-    elif isinstance(parameter, DTensor):
-        for other, placement in enumerate(parameter.placements):
-            if isinstance(placement, Shard) and placement.dim == dim:
-                factor *= parameter.device_mesh.size(other)
-    return Shard(dim) if factor == 1 else StridedShard(dim, split_factor=factor)
-
-
-def places_in_shard(plan: Plan, rank: int) -> list[tuple[int, int]]:
-    """Return where in a shard of ``rank`` each parameter begins, and how many elements it has
-    there."""
-    if isinstance(plan, RowsPlan):
-        sizes = [prod(plan.chunk_shape(spec, rank)) for spec in plan.specs]
-        return list(zip(plan.starts, sizes, strict=True))
-    places = []
-    for spec, offset in zip(plan.specs, plan.offsets, strict=True):
-        start, stop = _range(plan, spec.fqn, rank)
-        first = offset + start - plan.shard_starts[rank] if stop > start else 0
-        places.append((first, stop - start))
-    return places
 
 
 # ---- Gradients on their way to the host ----
@@ -144,15 +100,6 @@ def copy_to_host(source: torch.Tensor, host: torch.Tensor) -> D2HCopy:
     return D2HCopy(host, mark_enqueued(source.device))
 
 
-@dataclass(frozen=True)
-class CollectivePair:
-    """Gathers and reduces a param group, each of the two in its own way. See
-    :class:`~fsdp_overlap.comm.collectives.Collectives`."""
-
-    all_gather: Callable[..., PendingCollective]
-    reduce_scatter: Callable[..., PendingCollective]
-
-
 # ---- Param groups ----
 
 
@@ -178,7 +125,7 @@ class ParamGroup:
         device: torch.device,
         compute_dtype: torch.dtype,
         offload: CPUOffloadPolicy | None = None,
-        comm_policy: QuantizedCommPolicy | None = None,
+        comm_policy: CommPolicy | None = None,
     ) -> None:
         self.plan = plan
         self.owned = list(owned)
@@ -192,7 +139,11 @@ class ParamGroup:
         self.mesh_info = mesh_info
         self.groups: CommGroups
         self.collectives: Collectives
-        self.extensions: ExtensionGather | None = None
+        self.carriers: RangeCollectives
+        """Collectives of ranges, on which :attr:`collectives` are built."""
+        self.transport: Transport | None = None
+        self.reduce_dtype: torch.dtype
+        """What gradients travel in."""
         self.compute_dtype = compute_dtype
         self.comm_policy = comm_policy
         self.offload = offload
@@ -201,7 +152,7 @@ class ParamGroup:
         self.is_tensor_parallel = any(item.is_tensor_parallel for item in owned)
         """Whether some gradients are DTensors, or parts of a sum over tensor parallelism."""
         values = [unwrap(tp_local_tensor(parameter)) for parameter in self.parameters]
-        self.sharded_parameters: list[Sharded] = []
+        self.sharded_parameters: list[ShardedParam] = []
         self.allocate(device, self.parameters)
         self.init_shard(values)
         self.give_memory()
@@ -231,9 +182,7 @@ class ParamGroup:
         # The plan among the ranks that gather. The ranks that hold parts of one shard put it
         # together before.
         self.gather_plan = plan.merged(mesh_info.shard_size) if mesh_info.shards_replicas else plan
-        policy = self.comm_policy
-        codes = policy.gather_dtype if policy is not None else None
-        sent = sent_sizes(self.gather_plan, self.compute_dtype, policy, codes)
+        sent = sent_sizes(self.gather_plan, self.compute_dtype, self.comm_policy)
         self.gathered_nbytes = sum(sent)
         """What an all-gather brings together, on all ranks."""
         self.comm_nbytes = self.gathered_nbytes - sent[mesh_info.shard_rank]
@@ -246,39 +195,44 @@ class ParamGroup:
         self.edits.trainability = 0
         self.register(made)
 
-    def _make_buffers(self, device: torch.device) -> Sequence[Sharded]:
+    def _make_buffers(self, device: torch.device) -> Sequence[ShardedParam]:
         """Make the full buffer and the shard, and return what the shard has of each parameter."""
-        plan, mesh_info, edits = self.plan, self.mesh_info, self.edits
-        rank, dtype = mesh_info.plan_rank, plan.specs[0].dtype
-        self.full: FlatBuffer | GatheredTensors = FlatBuffer(plan, self.compute_dtype, device)
+        plan, rank, dtype = self.plan, self.mesh_info.plan_rank, self.plan.specs[0].dtype
+        self.full: Buffer = FlatBuffer(plan, self.compute_dtype, device)
         self.shard = self._at_rest(device, plan.shard_numels[rank], dtype).zero_()
-        tensors: list[Sharded] = []
-        places = places_in_shard(plan, rank)
-        for item, spec, (first, size) in zip(self.owned, plan.specs, places, strict=True):
-            local = self.shard[first : first + size]
-            if isinstance(plan, RowsPlan):
-                local = local.view(plan.chunk_shape(spec, rank))
-                layout = mesh_info.spec(item, row_shard(item, spec.cut_dim), dtype)
-                tensors.append(RowTensor.wrap(local, layout, edits))
-                read_full_scalars(layout.mesh)
-            else:
-                layout = mesh_info.spec(item, mesh_info.range_shard(plan, spec.fqn), dtype)
-                tensors.append(RaggedDTensor.wrap(local, layout, edits))
-        return tensors
+        return [
+            self._make_sharded(item, spec, self.shard[first : first + size])
+            for item, spec, (first, size) in zip(
+                self.owned, plan.specs, plan.places(rank), strict=True
+            )
+        ]
+
+    def _make_sharded(self, item: ParamInfo, spec: ParamSpec, local: torch.Tensor) -> ShardedParam:
+        """Return the sharded form of a parameter, of which this rank has ``local``, flat."""
+        assert isinstance(self.plan, ParamGroupPlan)
+        placement = self.mesh_info.range_shard(self.plan, spec.fqn)
+        layout = self.mesh_info.spec(item, placement, self.plan.specs[0].dtype)
+        return RaggedDTensor.wrap(local, layout, self.edits)
+
+    def _own_part(self, value: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
+        """Return this rank's part of an unsharded parameter."""
+        assert isinstance(self.plan, ParamGroupPlan)
+        first, last = self.plan.range_of(spec.fqn, self.mesh_info.plan_rank)
+        return value.reshape(-1)[first:last]
 
     def _make_parameters(
-        self, forms: Sequence[Sharded], like: Sequence[torch.Tensor]
-    ) -> list[Sharded]:
+        self, forms: Sequence[ShardedParam], like: Sequence[torch.Tensor]
+    ) -> list[ShardedParam]:
         """Return the sharded parameters, of which ``forms`` are the tensors. They take their
         attributes from ``like``."""
-        made: list[Sharded] = []
+        made: list[ShardedParam] = []
         for form, model, spec, item in zip(forms, like, self.plan.specs, self.owned, strict=True):
             parameter = nn.Parameter(form, requires_grad=model.requires_grad)
             vars(parameter).update(users_attributes(model, form._local_tensor))
             if item.is_opaque:
                 share_attributes(parameter, item.parameter, item.aliases)
             # isinstance() takes it for a Parameter, and its type is that of the form.
-            sharded = cast(Sharded, parameter)
+            sharded = cast(ShardedParam, parameter)
             sharded.keep_gradients_in(getattr(model, "_given_grad_dtype", spec.grad_dtype))
             made.append(sharded)
         return made
@@ -289,7 +243,7 @@ class ParamGroup:
         for item, view in zip(self.owned, self.full.views, strict=True):
             give_memory(item.parameter, view, item.aliases.values())
 
-    def register(self, sharded: list[Sharded]) -> None:
+    def register(self, sharded: list[ShardedParam]) -> None:
         """Make ``sharded`` the sharded parameters, and register them in the modules."""
         self.sharded_parameters = sharded
         self.find_registrations()
@@ -301,15 +255,9 @@ class ParamGroup:
 
     def init_shard(self, values: Sequence[torch.Tensor]) -> None:
         """Copy this rank's part of the unsharded ``values`` of the parameters into the shard."""
-        plan, rank = self.plan, self.mesh_info.plan_rank
-        for sharded, value, spec in zip(self.sharded_parameters, values, plan.specs, strict=True):
-            if isinstance(plan, RowsPlan):
-                first, last = plan.held(spec, rank)
-                part = value.narrow(spec.cut_dim, first, last - first)
-            else:
-                first, last = _range(plan, spec.fqn, rank)
-                part = value.reshape(-1)[first:last]
-            sharded._local_tensor.copy_(part)
+        specs = self.plan.specs
+        for sharded, value, spec in zip(self.sharded_parameters, values, specs, strict=True):
+            sharded._local_tensor.copy_(self._own_part(value, spec))
 
     def _at_rest(self, device: torch.device, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return memory for a shard or its gradient in a param group whose full buffer is on
@@ -382,8 +330,8 @@ class ParamGroup:
         """
         mesh_info = self.mesh_info
         self.edits.has_run = True
-        self.groups = groups = mesh_info.groups_for(settings.separates_reductions)
-        self.full.memory = mesh_info.memory_for(groups) if settings.uses_group_memory else None
+        self.groups = mesh_info.groups_for(settings.separates_reductions)
+        self.full.memory = None if settings.memory_of is None else settings.memory_of(self)
         self.post_forward_shard = None
         self._validate_methods()
         if post_forward_size is not None:
@@ -392,7 +340,8 @@ class ParamGroup:
             self.post_forward_shard = PostForwardShard(
                 self.full, post_forward_size, group, mesh_info.device_type
             )
-        self.collectives = self._choose_collectives(settings, reduce_dtype)
+        self.transport, self.reduce_dtype = settings.transport, reduce_dtype
+        self.collectives = self._choose_collectives()
         if mesh_info.shards_replicas:
             self.outer_shard = OuterShard(self, mesh_info)
 
@@ -408,52 +357,19 @@ class ParamGroup:
                     "tensor: make it one of a class that has them, before fully_shard()"
                 )
 
-    def _choose_collectives(self, settings: UnitSettings, reduce_dtype: torch.dtype) -> Collectives:
+    def _choose_collectives(self) -> Collectives:
         """Return what gathers the param group in its dtype of compute and reduces it in
-        ``reduce_dtype``, unless it is quantized, or its parameters say themselves how they are
-        gathered."""
-        mesh_info, plan, group = self.mesh_info, self.gather_plan, self.groups.gather
-        policy = self.comm_policy
-        flat = plan.packed if isinstance(plan, RowsPlan) else plan
-        ranges: RangeCollectives = choose(group, mesh_info.device_type, flat)
-        is_alone = not communicates(group)
-        is_custom = settings.comms != CustomComms()
-        if policy is not None and not policy.applies_to(plan):
-            policy = None
-        if policy is not None and policy.reduce_dtype is not None and settings.comms.reduce_scatter:
-            raise ValueError(
-                "set_custom_reduce_scatter() and QuantizedCommPolicy(reduce_dtype=...): gradients "
-                "in few bits are sent by an all-to-all and summed after; leave one of the two out"
-            )
-        if is_custom and not is_alone:
-            ranges = CustomCollectives(settings.comms, ranges)
-        elif settings.uses_symmetric_memory and not is_alone:
-            mesh_info.symmetric_memory.reserve(plan, self.compute_dtype, reduce_dtype)
-            ranges = SymmetricCollectives(flat, mesh_info.symmetric_memory)
-        chosen: Collectives = ranges
-        if isinstance(plan, RowsPlan) and not is_alone:
-            is_free = not is_custom and not settings.uses_symmetric_memory
-            fastest = choose_for_rows(group, mesh_info.device_type, plan)
-            chosen = fastest if is_free else PackedRows(plan, ranges)
-        if self.extensions is not None:
-            self.extensions.others = ranges
-            return CollectivePair(self.extensions.all_gather, chosen.reduce_scatter)
-        if policy is None:
-            return chosen
-        gather, reduce = chosen.all_gather, chosen.reduce_scatter
+        :attr:`reduce_dtype`."""
+        group, policy = self.groups.gather, self.comm_policy
+        self.carriers = choose(group, self.mesh_info.device_type, self.gather_plan.packed)
+        if self.transport is not None and communicates(group):
+            self.carriers = self.transport.wrap(self.carriers, self)
+        collectives = self._wrap_carriers()
+        return collectives if policy is None else policy.wrap(collectives, self)
 
-        def wire(dtype: torch.dtype, codes: torch.dtype) -> QuantizedFormat:
-            travels = policy.wire(plan, dtype, codes)
-            own = travels.segment(0 if isinstance(plan, RowsPlan) else group.rank())
-            return QuantizedFormat(travels, own, codes, policy.scale_dtype(dtype, codes))
-
-        if policy.gather_dtype is not None:
-            sent = wire(self.compute_dtype, policy.gather_dtype)
-            gather = gather_for(sent, plan, ranges, self.device).all_gather
-        if policy.reduce_dtype is not None and not is_alone:
-            sent = wire(reduce_dtype, policy.reduce_dtype)
-            reduce = reduction_for(sent, plan, self.device).reduce_scatter
-        return CollectivePair(gather, reduce)
+    def _wrap_carriers(self) -> Collectives:
+        """Return what gathers and reduces by :attr:`carriers`."""
+        return self.carriers
 
     def make_unsharded(self) -> bool:
         """Make the unsharded parameters, if these are what a gather makes, unless it was done
@@ -567,9 +483,7 @@ class ParamGroup:
         """Return what its all-gather fills and sends, if NCCL can run it as one with others of the
         same group. Else ``None``. Call it in the comm stream's order."""
         own = self.collectives
-        if self.post_forward_shard is not None or not isinstance(
-            own, NcclCollectives | InPlaceRows
-        ):
+        if self.post_forward_shard is not None or not isinstance(own, CoalescedGathers):
             return None
         return own.gather_tensors(self.full.flat, self._gathered_shard(), self.groups.gather)
 
@@ -658,4 +572,4 @@ def sync_grad_dtypes(param_groups: Sequence[ParamGroup]) -> None:
         if dtype is not None and dtype != param_group.plan.specs[0].grad_dtype:
             param_group.grad_dtype = dtype
             specs = tuple(replace(spec, grad_dtype=dtype) for spec in param_group.plan.specs)
-            param_group.plan = replace(param_group.plan, specs=specs)
+            param_group.plan = param_group.plan.with_specs(specs)

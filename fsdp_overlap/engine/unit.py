@@ -24,7 +24,7 @@ from fsdp_overlap.engine.autograd import (
 )
 from fsdp_overlap.engine.grads import ParamGroupGradients
 from fsdp_overlap.engine.mesh import ParamGroupEdits
-from fsdp_overlap.engine.options import QuantizedCommPolicy, UnitSettings, reduce_dtype
+from fsdp_overlap.engine.options import CommPolicy, UnitSettings, reduce_dtype
 from fsdp_overlap.engine.param import (
     ParamInfo,
     UnownedParameters,
@@ -38,7 +38,7 @@ from fsdp_overlap.engine.param_group import ParamGroup, ParamGroupState
 from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.tensor.pytree import UnderWay
 from fsdp_overlap.tensor.ragged_dtensor import ShardEdits
-from fsdp_overlap.tensor.row_tensor import Sharded
+from fsdp_overlap.tensor.sharded_param import ShardedParam
 
 # ---- Edits of unsharded parameters, which would be lost ----
 
@@ -240,7 +240,7 @@ class Unit:
         param_groups: list[ParamGroup],
         mp_policy: MixedPrecisionPolicy,
         offload_policy: OffloadPolicy,
-        comm_policy: QuantizedCommPolicy | None,
+        comm_policy: CommPolicy | None,
         reshard_after_forward: bool | int | None,
         unowned: UnownedParameters,
         conditional: bool = False,
@@ -324,7 +324,7 @@ class Unit:
         return [module for module in (ref() for ref in self._modules) if module is not None]
 
     @property
-    def sharded_parameters(self) -> list[Sharded]:
+    def sharded_parameters(self) -> list[ShardedParam]:
         return [p for param_group in self.param_groups for p in param_group.sharded_parameters]
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from types import NoneType
 from typing import Any
@@ -18,9 +19,8 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp_overlap.engine import hooks
 from fsdp_overlap.engine.checks import sync_module_states_from_first
 from fsdp_overlap.engine.context import FsdpContext
-from fsdp_overlap.engine.extensions import ExtensionParamGroup
 from fsdp_overlap.engine.mesh import MeshInfo, rollback_on_error
-from fsdp_overlap.engine.options import QuantizedCommPolicy, compute_dtype, reduce_dtype
+from fsdp_overlap.engine.options import CommPolicy, compute_dtype, reduce_dtype
 from fsdp_overlap.engine.param import (
     Owner,
     ParamInfo,
@@ -38,12 +38,12 @@ from fsdp_overlap.engine.param import (
 from fsdp_overlap.engine.param_group import ParamGroup
 from fsdp_overlap.engine.tied_parameters import connect_ties, find_ties
 from fsdp_overlap.engine.unit import Unit
-from fsdp_overlap.layout import PerTensor, Plan, RowsPlan
-from fsdp_overlap.layout.layouts import layout_for
+from fsdp_overlap.layout import ParamGroupPlan, Plan
+from fsdp_overlap.layout.layouts import RowLayout, layout_for
 from fsdp_overlap.tensor.comm_dtypes import REDUCE_DTYPES
-from fsdp_overlap.tensor.extension import inner_tensors, is_subclass, missing_methods
 from fsdp_overlap.tensor.sharded_param import refused_grad_dtype
 from fsdp_overlap.tensor.spmd_mesh import SPMDMesh, spmd_mesh_of, spmd_placement
+from fsdp_overlap.tensor.subclasses import inner_tensors, is_subclass, missing_methods
 
 
 def make_unit(
@@ -55,7 +55,7 @@ def make_unit(
     shard_placement_fn: Callable[[nn.Parameter], Any] | None,
     mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy,
-    comm_policy: QuantizedCommPolicy | None,
+    comm_policy: CommPolicy | None,
     ignored: frozenset[nn.Parameter],
     spmd: SPMDMesh | None = None,
     conditional: bool = False,
@@ -223,7 +223,7 @@ def _check_extension(
     item: ParamInfo,
     ctx: FsdpContext,
     reshard_after_forward: bool | int | None,
-    comm_policy: QuantizedCommPolicy | None,
+    comm_policy: CommPolicy | None,
 ) -> None:
     """Raise ValueError if a parameter that says itself how it is gathered cannot be."""
     what = f"{item.where} is a {type(tp_local_tensor(item.parameter)).__name__}, "
@@ -264,7 +264,7 @@ def _check_rows(item: ParamInfo, mesh_info: MeshInfo) -> None:
 
 
 def _is_in_rows(item: ParamInfo, ctx: FsdpContext) -> bool:
-    return isinstance(layout_for(ctx.layout, item.spec), PerTensor)
+    return isinstance(layout_for(ctx.layout, item.spec), RowLayout)
 
 
 def _checked_reshard_after_forward(value: bool | int | None, sizes: set[int]) -> bool | int | None:
@@ -370,7 +370,7 @@ def _make_param_groups(
     mesh_info: MeshInfo,
     mp_policy: MixedPrecisionPolicy,
     offload: CPUOffloadPolicy | None,
-    comm_policy: QuantizedCommPolicy | None,
+    comm_policy: CommPolicy | None,
 ) -> list[ParamGroup]:
     by_fqn = {item.fqn: item for item in owned}
     is_meta = any(item.parameter.is_meta for item in owned)
@@ -379,15 +379,24 @@ def _make_param_groups(
     for plan in plans:
         items = [by_fqn[spec.fqn] for spec in plan.specs]
         dtype = compute_dtype(plan.specs[0], mp_policy)
-        if isinstance(plan, RowsPlan) and plan.specs[0].is_extension:
-            param_groups.append(
-                ExtensionParamGroup(plan, items, mesh_info, device, dtype, offload, mp_policy)
-            )
-        else:
-            param_groups.append(
-                ParamGroup(plan, items, mesh_info, device, dtype, offload, comm_policy)
-            )
+        make: Any = partial(ParamGroup, comm_policy=comm_policy)
+        if not isinstance(plan, ParamGroupPlan):
+            make = _rows_param_group(plan, mp_policy, comm_policy)
+        param_groups.append(make(plan, items, mesh_info, device, dtype, offload))
     return param_groups
+
+
+def _rows_param_group(
+    plan: Plan, mp_policy: MixedPrecisionPolicy, comm_policy: CommPolicy | None
+) -> Callable[..., ParamGroup]:
+    """Return what makes a param group of rows."""
+    if plan.specs[0].is_extension:
+        from fsdp_overlap.engine.extensions import ExtensionParamGroup
+
+        return partial(ExtensionParamGroup, mp_policy=mp_policy)
+    from fsdp_overlap.engine.rows import RowsParamGroup
+
+    return partial(RowsParamGroup, comm_policy=comm_policy)
 
 
 def _mark_owners(unit: Unit, originals: Mapping[str, nn.Parameter]) -> None:

@@ -14,7 +14,7 @@ from functools import cached_property
 from math import lcm
 
 from fsdp_overlap.layout.balance import Item, Loads, assign_owners, assign_to_adjacent_ranks
-from fsdp_overlap.layout.layouts import LayoutRule, PerTensor, layout_for
+from fsdp_overlap.layout.layouts import LayoutRule, RowLayout, layout_for
 from fsdp_overlap.layout.pack import (
     DEFAULT_PADDING,
     ItemsByRank,
@@ -24,16 +24,12 @@ from fsdp_overlap.layout.pack import (
     pack_equal,
     plan_of,
 )
-from fsdp_overlap.layout.param_group_plan import ParamGroupPlan, align
-from fsdp_overlap.layout.rows_plan import RowsPlan
+from fsdp_overlap.layout.param_group_plan import ParamGroupPlan, Plan, align
 from fsdp_overlap.layout.spec import ParamSpec
 
 # A parameter of at most this fraction of a rank's fair share, of bytes and of work, is not worth
 # cutting.
 SMALL_FRACTION = 0.01
-
-Plan = ParamGroupPlan | RowsPlan
-"""Where the parameters of a param group lie: in ranges, or in chunks of rows."""
 
 
 def plan_units(
@@ -85,7 +81,7 @@ class Planner:
             for unit in by_unit
         ]
 
-    def _param_groups(self, specs: Sequence[ParamSpec]) -> list[_ParamGroup | RowsPlan]:
+    def _param_groups(self, specs: Sequence[ParamSpec]) -> list[_ParamGroup | Plan]:
         items_of: dict[tuple[object, ...], list[Item]] = {}
         for spec in specs:
             rule = layout_for(self.layout, spec)
@@ -93,14 +89,15 @@ class Planner:
             item = Item(spec, lcm(rule.block_size(spec), spec.block), rule.work(spec), padding)
             dtypes = spec.dtype, spec.keeps_dtype, spec.grad_dtype
             travels = spec.is_opaque, spec.is_extension, spec.is_kept, spec.requires_grad
-            kind = isinstance(rule, PerTensor), dtypes, travels, spec.piece
+            rows = rule if isinstance(rule, RowLayout) else None
+            kind = rows, dtypes, travels, spec.piece
             items_of.setdefault(kind, []).append(item)
         world_size = self._loads.world_size
         return [
-            RowsPlan(tuple(item.spec for item in items), world_size)
-            if is_per_tensor
+            rows.plan([item.spec for item in items], world_size)
+            if isinstance(rows, RowLayout)
             else _ParamGroup(items)
-            for (is_per_tensor, *_), items in items_of.items()
+            for (rows, *_), items in items_of.items()
         ]
 
 

@@ -169,7 +169,7 @@ def register(device: str) -> str | None:
             except ValueError as error:
                 return str(error)
         twins.train(3)
-        assert any(mesh_info._memories for mesh_info in twins.ctx.mesh_infos)
+        assert any(mesh_info.memories for mesh_info in twins.ctx.mesh_infos)
         twins.ctx.mesh_infos[0].group_cache.abort(comm_streams(twins)[1].group_name)
         twins.ctx.reset()
         forget_gradients(twins)

@@ -23,7 +23,8 @@ from fsdp_overlap.comm.quantized import (
     QuantizedRowsGather,
     QuantizedRowsReduction,
 )
-from fsdp_overlap.layout import LayoutRule, ParamSpec, Plan, RowsPlan, plan_units
+from fsdp_overlap.layout import LayoutRule, ParamSpec, Plan, plan_units
+from fsdp_overlap.layout.rows_plan import RowsPlan
 from support.one_process import OneProcessCollectives
 
 HAS_TRITON = find_spec("triton") is not None
