@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from fsdp_overlap._fully_shard import find_blocks, fully_shard, fully_shard_model
     from fsdp_overlap.comm.process_groups import MeshGroups
     from fsdp_overlap.engine.context import FsdpContext
-    from fsdp_overlap.engine.quantized_policy import QuantizedCommPolicy
+    from fsdp_overlap.features.quantized.policy import QuantizedCommPolicy
+    from fsdp_overlap.features.rows.layout import PerTensor
     from fsdp_overlap.fsdp_module import (
         FSDPModule,
         UnshardHandle,
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
         FsdpModule as FsdpModule,
     )
     from fsdp_overlap.layout import BlockAtomic, Flat, TensorAtomic
-    from fsdp_overlap.layout.per_tensor import PerTensor
     from fsdp_overlap.patching import patch_fsdp2
     from fsdp_overlap.schedule.finalization import GradientReductionHandle
     from fsdp_overlap.schedule.stats import Stats
@@ -68,8 +68,8 @@ _MODULE_OF = {
     "MeshGroups": "fsdp_overlap.comm.process_groups",
     "MixedPrecisionPolicy": "torch.distributed.fsdp",
     "OffloadPolicy": "torch.distributed.fsdp",
-    "PerTensor": "fsdp_overlap.layout.per_tensor",
-    "QuantizedCommPolicy": "fsdp_overlap.engine.quantized_policy",
+    "PerTensor": "fsdp_overlap.features.rows.layout",
+    "QuantizedCommPolicy": "fsdp_overlap.features.quantized.policy",
     "RaggedDTensor": "fsdp_overlap.tensor.ragged_dtensor",
     "RaggedShard": "fsdp_overlap.tensor.placement",
     "Stats": "fsdp_overlap.schedule.stats",

@@ -11,7 +11,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from fsdp_overlap.engine.context import FsdpContext
 from fsdp_overlap.engine.unit import unit_of
-from fsdp_overlap.engine.unit_init import make_unit
 from fsdp_overlap.fsdp_module import FSDPModule, state_of
 from fsdp_overlap.tensor.spmd_mesh import DataParallelMeshDims, spmd_mesh
 from fsdp_overlap.torch_internals import (
@@ -19,11 +18,12 @@ from fsdp_overlap.torch_internals import (
     patch_fully_shard_state,
     record_fully_sharded,
 )
+from fsdp_overlap.unit_init import make_unit
 
 # ---- fully_shard() ----
 
 if TYPE_CHECKING:
-    from fsdp_overlap.engine.quantized_policy import QuantizedCommPolicy
+    from fsdp_overlap.features.quantized.policy import QuantizedCommPolicy
 
     class Sharded(FSDPModule, Any):
         """What a type checker knows of a sharded module: it has the methods of

@@ -38,10 +38,10 @@ from fsdp_overlap.engine.param import (
 from fsdp_overlap.engine.param_group import ParamGroup, sync_grad_dtypes
 from fsdp_overlap.engine.tied_parameters import copy_owners, ties_set_aside
 from fsdp_overlap.engine.unit import Unit, unit_names, unit_of
-from fsdp_overlap.engine.unit_init import make_unit
 from fsdp_overlap.schedule.finalization import GradientReductionHandle
 from fsdp_overlap.tensor.ragged_dtensor import attributes_of
 from fsdp_overlap.torch_internals import AllGather, ReduceScatter
+from fsdp_overlap.unit_init import make_unit
 
 
 class UnshardHandle(fsdp2.UnshardHandle):
@@ -152,7 +152,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         self._set_custom_comm("set_custom_reduce_scatter", reduce_scatter=comm)
 
     def _set_custom_comm(self, method: str, **comms: Any) -> None:
-        from fsdp_overlap.comm.custom_collectives import CustomComms
+        from fsdp_overlap.features.custom_collectives import CustomComms
 
         unit = self._fsdp_unit
         if len({param_group.mesh_info for param_group in unit.param_groups}) > 1:
@@ -177,7 +177,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
             ValueError: the backend allocates none, or the unit has custom collectives, which work
                 on memory of theirs, or uses symmetric memory.
         """
-        from fsdp_overlap.comm.group_memory import check_memory, memory_of
+        from fsdp_overlap.features.group_memory import check_memory, memory_of
 
         unit = self._fsdp_unit
         if enable:
@@ -204,7 +204,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
                 ``backend`` is not ``"NCCL"``, ranks hold shards of different sizes, or the unit
                 has custom collectives or memory of its process groups. Nothing was changed then.
         """
-        from fsdp_overlap.comm.symmetric_memory import SymmetricTransport, use_symmetric_memory
+        from fsdp_overlap.features.symmetric_memory import SymmetricTransport, use_symmetric_memory
 
         unit, method = self._fsdp_unit, "set_symm_mem_for_comm"
         _check_exclusive(unit, method, "custom collectives", "memory of its process groups")

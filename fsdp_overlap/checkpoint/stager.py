@@ -20,9 +20,9 @@ from fsdp_overlap.comm.graphs import (
     before_capture_or_replay,
     refuse_in_capture,
 )
+from fsdp_overlap.features.rows.row_tensor import RowTensor
 from fsdp_overlap.tensor.pending_steps import before_steps, finish_pending_steps
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
-from fsdp_overlap.tensor.row_tensor import RowTensor
 from fsdp_overlap.tensor.sharded_param import ShardedParam
 from fsdp_overlap.tensor.subclasses import is_subclass
 from fsdp_overlap.torch_internals import tree_map_only

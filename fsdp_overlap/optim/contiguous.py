@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from fsdp_overlap.features.rows.row_tensor import RowTensor
 from fsdp_overlap.tensor.placement import is_on_mesh
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor, ShardEdits
-from fsdp_overlap.tensor.row_tensor import RowTensor
 from fsdp_overlap.tensor.sharded_param import ShardedParam
 
 # A step reads the same attributes of hundreds of parameters: map() does so without a Python frame

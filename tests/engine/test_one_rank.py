@@ -24,9 +24,9 @@ from fsdp_overlap.comm import process_groups
 from fsdp_overlap.comm.collectives import RaggedTensorCollectives
 from fsdp_overlap.comm.process_groups import backend_of, collectives_issued
 from fsdp_overlap.comm.streams import streams_of
-from fsdp_overlap.comm.symmetric_memory import SymmetricCollectives
 from fsdp_overlap.engine import param_group
 from fsdp_overlap.engine.param_group import D2HCopy
+from fsdp_overlap.features.symmetric_memory import SymmetricCollectives
 from fsdp_overlap.optim import AdamW, Muon
 from fsdp_overlap.tools.emulator import EmulatedDevice, running
 from fsdp_overlap.tools.emulator.nccl_like import BACKEND

@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_overlap import CPUOffloadPolicy, FsdpContext, RaggedDTensor
-from fsdp_overlap.engine import unit_init
+from fsdp_overlap import CPUOffloadPolicy, FsdpContext, RaggedDTensor, unit_init
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_, contiguous
 from fsdp_overlap.tensor import ragged_dtensor, sums_and_norms
 from support.ranks import run_ranks

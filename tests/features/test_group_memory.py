@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_overlap import FsdpContext, fully_shard
-from fsdp_overlap.comm.group_memory import GroupMemory
+from fsdp_overlap.features.group_memory import GroupMemory
 from fsdp_overlap.tools.emulator import EmulatedDevice, active, running
 from fsdp_overlap.tools.emulator.nccl_like import BACKEND, CollectiveCall, NcclLikeGroup
 from support.emulated_twins import Trained

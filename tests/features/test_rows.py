@@ -17,11 +17,11 @@ from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_overlap import FsdpContext, PerTensor, fully_shard
-from fsdp_overlap.comm import row_collectives
-from fsdp_overlap.comm.row_collectives import InPlaceRows
-from fsdp_overlap.engine import rows
+from fsdp_overlap.features.rows import collectives as row_collectives
+from fsdp_overlap.features.rows import param_group as rows
+from fsdp_overlap.features.rows.collectives import InPlaceRows
+from fsdp_overlap.features.rows.plan import RowsPlan
 from fsdp_overlap.layout import Flat, ParamSpec, TensorAtomic, plan_units
-from fsdp_overlap.layout.rows_plan import RowsPlan
 from fsdp_overlap.optim import AdamW, Muon
 from support import tensor_parallel
 from support.fake_group import run_on_fake_group

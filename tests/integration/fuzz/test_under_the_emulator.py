@@ -15,9 +15,6 @@ from fsdp_overlap.checkpoint import stager
 from fsdp_overlap.checkpoint.staged_save import StagedSave, StagingBuffers
 from fsdp_overlap.comm import collectives, threads
 from fsdp_overlap.comm.comm_streams import DeviceCommStream, DeviceWorkHandle
-from fsdp_overlap.comm.extension_gather import ExtensionGather
-from fsdp_overlap.comm.quantized import QuantizedGather, QuantizedReduction
-from fsdp_overlap.comm.row_collectives import PackedRows
 from fsdp_overlap.desync.order_check import OrderCheck
 from fsdp_overlap.engine import comm_context, hooks
 from fsdp_overlap.engine.autograd import SavedForward, VersionCounters
@@ -27,6 +24,9 @@ from fsdp_overlap.engine.hsdp import OuterShard, ReplicaReduction
 from fsdp_overlap.engine.mesh import MeshInfo
 from fsdp_overlap.engine.options import ReduceOptions
 from fsdp_overlap.engine.param_group import D2HCopy, ParamGroup
+from fsdp_overlap.features.extensions.gather import ExtensionGather
+from fsdp_overlap.features.quantized.collectives import QuantizedGather, QuantizedReduction
+from fsdp_overlap.features.rows.collectives import PackedRows
 from fsdp_overlap.fsdp_module import FSDPModule
 from fsdp_overlap.layout import TensorAtomic
 from fsdp_overlap.optim import Muon, clip_grad_norm_

@@ -16,17 +16,17 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.comm.collectives import CollectivePair, Collectives
 from fsdp_overlap.comm.comm_streams import HostWorkHandle
-from fsdp_overlap.comm.extension_gather import ExtensionGather
 from fsdp_overlap.desync.order_check import START
 from fsdp_overlap.engine.mesh import MeshInfo, ParamGroupEdits
 from fsdp_overlap.engine.options import UnitSettings
 from fsdp_overlap.engine.param import ParamInfo, hash_of, parameter_like, tp_local_tensor
 from fsdp_overlap.engine.param_group import ParamGroup
-from fsdp_overlap.engine.rows import RowsParamGroup, row_shard
-from fsdp_overlap.layout.rows_plan import RowsPlan
-from fsdp_overlap.tensor.extension import Extension, ExtensionContext, GatheredTensors
+from fsdp_overlap.features.extensions.extension import Extension, ExtensionContext, GatheredTensors
+from fsdp_overlap.features.extensions.gather import ExtensionGather
+from fsdp_overlap.features.rows.param_group import RowsParamGroup, row_shard
+from fsdp_overlap.features.rows.plan import RowsPlan
+from fsdp_overlap.features.rows.row_tensor import RowTensor, read_full_scalars
 from fsdp_overlap.tensor.ragged_dtensor import users_attributes
-from fsdp_overlap.tensor.row_tensor import RowTensor, read_full_scalars
 from fsdp_overlap.tensor.sharded_param import ShardedParam
 from fsdp_overlap.tensor.subclasses import inner_tensors
 

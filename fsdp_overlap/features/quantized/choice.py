@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import torch
 
 from fsdp_overlap.comm.collectives import RangeCollectives
-from fsdp_overlap.comm.quantized import (
+from fsdp_overlap.features.quantized.collectives import (
     QuantizedFormat,
     QuantizedGather,
     QuantizedRangesGather,
@@ -18,8 +18,8 @@ from fsdp_overlap.comm.quantized import (
     QuantizedRowsGather,
     QuantizedRowsReduction,
 )
+from fsdp_overlap.features.rows.plan import RowsPlan
 from fsdp_overlap.layout import ParamGroupPlan
-from fsdp_overlap.layout.rows_plan import RowsPlan
 
 
 def gather_for(
@@ -30,7 +30,7 @@ def gather_for(
 ) -> QuantizedGather:
     """Return what gathers a param group to ``device``."""
     if _has_kernels(device):
-        from fsdp_overlap.comm.quantized_triton import KernelGather
+        from fsdp_overlap.features.quantized.kernels import KernelGather
 
         return KernelGather(_by_kernels(wire), plan, others)
     if isinstance(plan, RowsPlan):
@@ -43,7 +43,7 @@ def reduction_for(
 ) -> QuantizedReduction:
     """Return what reduces gradients on ``device``."""
     if _has_kernels(device):
-        from fsdp_overlap.comm.quantized_triton import KernelReduction
+        from fsdp_overlap.features.quantized.kernels import KernelReduction
 
         return KernelReduction(_by_kernels(wire), plan)
     if isinstance(plan, RowsPlan):
@@ -54,7 +54,7 @@ def reduction_for(
 def _has_kernels(device: torch.device) -> bool:
     if device.type != "cuda" or not _has_triton():
         return False
-    from fsdp_overlap.comm.quantized_triton import works_on
+    from fsdp_overlap.features.quantized.kernels import works_on
 
     return works_on(device)
 
@@ -65,6 +65,6 @@ def _has_triton() -> bool:
 
 
 def _by_kernels(wire: QuantizedFormat) -> QuantizedFormat:
-    from fsdp_overlap.comm.quantized_triton import KernelFormat
+    from fsdp_overlap.features.quantized.kernels import KernelFormat
 
     return KernelFormat(**{field.name: getattr(wire, field.name) for field in fields(wire)})

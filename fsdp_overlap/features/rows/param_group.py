@@ -8,12 +8,12 @@ from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_overlap.comm.collectives import Collectives
 from fsdp_overlap.comm.process_groups import communicates
-from fsdp_overlap.comm.row_collectives import PackedRows, choose_for_rows
 from fsdp_overlap.engine.param import ParamInfo
 from fsdp_overlap.engine.param_group import ParamGroup
+from fsdp_overlap.features.rows.collectives import PackedRows, choose_for_rows
+from fsdp_overlap.features.rows.plan import RowsPlan
+from fsdp_overlap.features.rows.row_tensor import RowTensor, read_full_scalars
 from fsdp_overlap.layout import ParamSpec
-from fsdp_overlap.layout.rows_plan import RowsPlan
-from fsdp_overlap.tensor.row_tensor import RowTensor, read_full_scalars
 from fsdp_overlap.tensor.sharded_param import ShardedParam
 from fsdp_overlap.torch_internals import StridedShard
 

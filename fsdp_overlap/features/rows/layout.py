@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+from fsdp_overlap.features.rows.plan import RowsPlan
 from fsdp_overlap.layout.layouts import RowLayout
-from fsdp_overlap.layout.rows_plan import RowsPlan
 from fsdp_overlap.layout.spec import ParamSpec
 
 

@@ -32,8 +32,8 @@ from fsdp_overlap.comm.collectives import (
     reduce_into,
 )
 from fsdp_overlap.comm.process_groups import backend_name
+from fsdp_overlap.features.rows.plan import RowsPlan
 from fsdp_overlap.layout import ParamGroupPlan
-from fsdp_overlap.layout.rows_plan import RowsPlan
 from fsdp_overlap.tensor.comm_dtypes import as_comm_dtype
 
 # Parameters of at least this size travel by themselves. The collectives of smaller ones take longer

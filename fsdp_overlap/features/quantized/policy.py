@@ -8,14 +8,14 @@ from fnmatch import fnmatchcase
 import torch
 
 from fsdp_overlap.comm.collectives import CollectivePair, Collectives
-from fsdp_overlap.comm.custom_collectives import CustomComms
 from fsdp_overlap.comm.process_groups import communicates
-from fsdp_overlap.comm.quantized import QuantizedFormat
-from fsdp_overlap.comm.quantized_choice import gather_for, reduction_for
 from fsdp_overlap.engine.options import sent_sizes
 from fsdp_overlap.engine.param_group import ParamGroup
-from fsdp_overlap.layout import ParamGroupPlan, ParamSpec, Plan
-from fsdp_overlap.layout.quantized_plan import (
+from fsdp_overlap.features.custom_collectives import CustomComms
+from fsdp_overlap.features.quantized.choice import gather_for, reduction_for
+from fsdp_overlap.features.quantized.codes import LARGEST, POWERS_OF_TWO, scale_dtype_for
+from fsdp_overlap.features.quantized.collectives import QuantizedFormat
+from fsdp_overlap.features.quantized.plan import (
     Block,
     BlockSize,
     QuantizedPlan,
@@ -23,8 +23,8 @@ from fsdp_overlap.layout.quantized_plan import (
     block_numel,
     shard_plan,
 )
-from fsdp_overlap.layout.rows_plan import RowsPlan
-from fsdp_overlap.tensor.quantization import LARGEST, POWERS_OF_TWO, scale_dtype_for
+from fsdp_overlap.features.rows.plan import RowsPlan
+from fsdp_overlap.layout import ParamGroupPlan, ParamSpec, Plan
 
 SCALED = tuple(LARGEST)
 """The dtypes of codes that have scales."""

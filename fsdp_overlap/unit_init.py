@@ -391,10 +391,10 @@ def _rows_param_group(
 ) -> Callable[..., ParamGroup]:
     """Return what makes a param group of rows."""
     if plan.specs[0].is_extension:
-        from fsdp_overlap.engine.extensions import ExtensionParamGroup
+        from fsdp_overlap.features.extensions.param_group import ExtensionParamGroup
 
         return partial(ExtensionParamGroup, mp_policy=mp_policy)
-    from fsdp_overlap.engine.rows import RowsParamGroup
+    from fsdp_overlap.features.rows.param_group import RowsParamGroup
 
     return partial(RowsParamGroup, comm_policy=comm_policy)
 
