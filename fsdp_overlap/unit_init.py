@@ -36,6 +36,7 @@ from fsdp_overlap.engine.param import (
     tp_local_tensor,
 )
 from fsdp_overlap.engine.param_group import ParamGroup
+from fsdp_overlap.engine.storage import DEVICE, Storage
 from fsdp_overlap.engine.tied_parameters import connect_ties, find_ties
 from fsdp_overlap.engine.unit import Unit
 from fsdp_overlap.layout import ParamGroupPlan, Plan
@@ -89,7 +90,7 @@ def make_unit(
                 if item.spmd is None:
                     check_concatenation(item.where, item.parameter, mesh_info.mesh)
     _record_kept_dtypes(owned, mp_policy)
-    offload = _offload_on(ctx.device, offload_policy)
+    storage = _storage_on(ctx.device, offload_policy)
     with rollback_on_error(mesh_info.plans for mesh_info in by_mesh):
         planned = {
             mesh_info: _plan(modules, items, ctx, mesh_info) for mesh_info, items in by_mesh.items()
@@ -105,9 +106,10 @@ def make_unit(
         param_group
         for mesh_info, items in by_mesh.items()
         for param_group in _make_param_groups(
-            planned[mesh_info], items, mesh_info, mp_policy, offload, comm_policy
+            planned[mesh_info], items, mesh_info, mp_policy, storage, comm_policy
         )
     ]
+    _choose_gatherers(param_groups, reshard_after_forward)
     unit = Unit(
         modules,
         ctx,
@@ -344,10 +346,14 @@ def _record_kept_dtypes(owned: list[ParamInfo], mp_policy: MixedPrecisionPolicy)
         item.spec = replace(item.spec, keeps_dtype=keeps_dtype)
 
 
-def _offload_on(device: torch.device, policy: OffloadPolicy) -> CPUOffloadPolicy | None:
-    """Return ``policy`` if it asks for offloading and there is a device to offload from."""
-    is_asked = isinstance(policy, CPUOffloadPolicy) and device.type != "cpu"
-    return policy if is_asked else None  # type: ignore[return-value]
+def _storage_on(device: torch.device, policy: OffloadPolicy) -> Storage:
+    """Return where shards rest: on the host if ``policy`` asks for it, and there is a device to
+    offload from."""
+    if device.type == "cpu" or not isinstance(policy, CPUOffloadPolicy):
+        return DEVICE
+    from fsdp_overlap.features.offload import HostStorage
+
+    return HostStorage(policy.pin_memory)
 
 
 def _plan(
@@ -369,7 +375,7 @@ def _make_param_groups(
     owned: list[ParamInfo],
     mesh_info: MeshInfo,
     mp_policy: MixedPrecisionPolicy,
-    offload: CPUOffloadPolicy | None,
+    storage: Storage,
     comm_policy: CommPolicy | None,
 ) -> list[ParamGroup]:
     by_fqn = {item.fqn: item for item in owned}
@@ -382,7 +388,7 @@ def _make_param_groups(
         make: Any = partial(ParamGroup, comm_policy=comm_policy)
         if not isinstance(plan, ParamGroupPlan):
             make = _rows_param_group(plan, mp_policy, comm_policy)
-        param_groups.append(make(plan, items, mesh_info, device, dtype, offload))
+        param_groups.append(make(plan, items, mesh_info, device, dtype, storage))
     return param_groups
 
 
@@ -397,6 +403,21 @@ def _rows_param_group(
     from fsdp_overlap.features.rows.param_group import RowsParamGroup
 
     return partial(RowsParamGroup, comm_policy=comm_policy)
+
+
+def _choose_gatherers(
+    param_groups: Sequence[ParamGroup], reshard_after_forward: bool | int | None
+) -> None:
+    """Give param groups what makes their gatherers, if these are no plain ones."""
+    for param_group in param_groups:
+        if param_group.mesh_info.shards_replicas:
+            from fsdp_overlap.features import outer_shard
+
+            param_group.make_gatherer = outer_shard.make_gatherer
+        elif type(reshard_after_forward) is int:
+            from fsdp_overlap.features import kept_parts
+
+            param_group.make_gatherer = kept_parts.make_gatherer
 
 
 def _mark_owners(unit: Unit, originals: Mapping[str, nn.Parameter]) -> None:

@@ -13,10 +13,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.comm.comm_streams import Accept, CommStream, WorkHandle
+from fsdp_overlap.comm.host_copies import D2HCopy
 from fsdp_overlap.engine.hsdp import ReplicaReduction
 from fsdp_overlap.engine.options import ReduceOptions, sent_sizes
 from fsdp_overlap.engine.param import is_placed_like, placed_like, tp_local_tensor
-from fsdp_overlap.engine.param_group import D2HCopy, ParamGroup
+from fsdp_overlap.engine.param_group import ParamGroup
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 from fsdp_overlap.tensor.sharded_param import call_gradient_hooks, call_hooks
 from fsdp_overlap.tensor.subclasses import is_subclass
@@ -257,8 +258,8 @@ class ParamGroupGradients:
         is_plain = unused is None and not edits.has_hooks and not self.offloads
         if is_plain and edits.stepper is not None and edits.stepper.enqueue_step(self, mean):
             return
-        if param_group.offload is not None:
-            self.offloads.append((param_group.to_host(mean), unused))
+        if param_group.storage.is_on_host:
+            self.offloads.append((param_group.storage.to_host(mean), unused))
             return
         self.give(mean, unused)
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from functools import partial
-from typing import NamedTuple, cast
+from typing import cast
 from weakref import ref
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy
 
 from fsdp_overlap.comm.collectives import (
     CoalescedGathers,
@@ -21,6 +21,7 @@ from fsdp_overlap.comm.collectives import (
     PendingCollective,
     RangeCollectives,
     Transport,
+    all_reduce,
     choose,
 )
 from fsdp_overlap.comm.comm_streams import (
@@ -31,9 +32,7 @@ from fsdp_overlap.comm.comm_streams import (
     WorkHandle,
 )
 from fsdp_overlap.comm.process_groups import CommGroups, communicates
-from fsdp_overlap.comm.streams import mark_enqueued
-from fsdp_overlap.engine.autograd import VersionCounters, graph_task, is_in_backward
-from fsdp_overlap.engine.hsdp import OuterShard, PostForwardShard
+from fsdp_overlap.engine.autograd import VersionCounters, graph_task
 from fsdp_overlap.engine.mesh import MeshInfo, ParamGroupEdits
 from fsdp_overlap.engine.options import CommPolicy, UnitSettings, sent_sizes
 from fsdp_overlap.engine.param import (
@@ -46,6 +45,7 @@ from fsdp_overlap.engine.param import (
     tp_local_tensor,
     unwrap,
 )
+from fsdp_overlap.engine.storage import DEVICE, Storage
 from fsdp_overlap.layout import ParamGroupPlan, ParamSpec, Plan
 from fsdp_overlap.tensor.flat_buffer import Buffer, FlatBuffer
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor, attributes_of, users_attributes
@@ -74,30 +74,56 @@ class ParamGroupState(StrEnum):
     UNSHARDED = "unsharded"
 
 
-# ---- Gradients on their way to the host ----
+# ---- How full buffers are filled ----
 
 
-class D2HCopy(NamedTuple):
-    """A gradient on its way to the host, to be read after :meth:`wait`."""
+class Gatherer:
+    """Fills full buffers: by one all-gather among the ranks that hold shards. Others derive from
+    it, and are of one param group."""
 
-    host: torch.Tensor
-    copied: torch.Event | None
+    goes_alone = False
+    """Whether it may gather among other ranks than other param groups of the unit."""
+    prepares = False
+    """Whether :meth:`prepare` and :meth:`wait_for_prepared` do anything."""
 
-    def is_done(self) -> bool:
-        """Return whether :meth:`wait` would return at once."""
-        return self.copied is None or self.copied.query()
+    def collective_op(self, param_group: ParamGroup) -> CollectiveOp:
+        """Return how the full buffer is filled. Collective over the mesh."""
+        return param_group.all_gather, None, param_group.comm_nbytes
 
-    def wait(self) -> torch.Tensor:
-        """Block the host until the gradient is there, and return it."""
-        if self.copied is not None:
-            self.copied.synchronize()
-        return self.host
+    def source(self, param_group: ParamGroup) -> torch.Tensor:
+        """Return what this rank sends in an all-gather. Call it in the comm stream's order."""
+        return param_group.shard
+
+    def prepare(self, comm_stream: CommStream) -> None:
+        """Enqueue on ``comm_stream`` what comes before all-gathers. Collective over replicas."""
+
+    def wait_for_prepared(self) -> None:
+        """Make the current comm stream wait for what :meth:`prepare` enqueued."""
+
+    def replica_reduction(
+        self, total: torch.Tensor, group: dist.ProcessGroup, divisor: float | None
+    ) -> tuple[str, int, Callable[[], PendingCollective]]:
+        """Return how a gradient that was reduced among shards is reduced over replicas: the
+        collective's name, how often its bytes travel, and a function that issues it."""
+        return "all_reduce", 2, partial(all_reduce, total, group, divisor)
+
+    def drop_parts(self) -> None:
+        """Free what is kept of the full buffer between forward and backward."""
+
+    def mark_stale(self) -> None:
+        """Note that nothing that is kept has the values of the shards."""
 
 
-def copy_to_host(source: torch.Tensor, host: torch.Tensor) -> D2HCopy:
-    """Enqueue the copy of ``source`` to ``host``, after the work that makes it."""
-    host.copy_(source, non_blocking=True)
-    return D2HCopy(host, mark_enqueued(source.device))
+DIRECT = Gatherer()
+
+MakeGatherer = Callable[["ParamGroup", int | None], Gatherer]
+"""Returns the gatherer of a param group of which so many neighbors keep a part each between forward
+and backward. ``None``: nobody keeps one."""
+
+
+def direct_gatherer(param_group: ParamGroup, post_forward_size: int | None) -> Gatherer:
+    """Return the gatherer of a param group whose full buffer is freed or kept as a whole."""
+    return DIRECT
 
 
 # ---- Param groups ----
@@ -124,7 +150,7 @@ class ParamGroup:
         mesh_info: MeshInfo,
         device: torch.device,
         compute_dtype: torch.dtype,
-        offload: CPUOffloadPolicy | None = None,
+        storage: Storage = DEVICE,
         comm_policy: CommPolicy | None = None,
     ) -> None:
         self.plan = plan
@@ -146,8 +172,7 @@ class ParamGroup:
         """What gradients travel in."""
         self.compute_dtype = compute_dtype
         self.comm_policy = comm_policy
-        self.offload = offload
-        """Set if the shard and its gradient rest on the host, and another device computes."""
+        self.storage = storage
         self.parameters = [item.parameter for item in owned]
         self.is_tensor_parallel = any(item.is_tensor_parallel for item in owned)
         """Whether some gradients are DTensors, or parts of a sum over tensor parallelism."""
@@ -158,12 +183,11 @@ class ParamGroup:
         self.give_memory()
         self.init_hashes = ParamHashes(values, self.version) if mesh_info.communicates else None
         """Hashes of what this rank sharded, until ranks have compared them."""
-        self.post_forward_shard: PostForwardShard | None = None
-        """The part of the full buffer that is kept until backward, if the unit asks for one."""
+        self.gatherer = DIRECT
+        self.make_gatherer: MakeGatherer = direct_gatherer
+        """Chooses the gatherer when the param group is connected."""
         self.counters: VersionCounters
         """Those of the unsharded parameters, which autograd must not read unless they are there."""
-        self.outer_shard: OuterShard | None = None
-        """The shard, if the ranks that hold copies of it divide it."""
         self._work: WorkHandle | None = None
         self.unread: DeviceWorkHandle | None = None
         """An all-gather whose full buffer was freed before compute waited for it. It may still read
@@ -199,7 +223,7 @@ class ParamGroup:
         """Make the full buffer and the shard, and return what the shard has of each parameter."""
         plan, rank, dtype = self.plan, self.mesh_info.plan_rank, self.plan.specs[0].dtype
         self.full: Buffer = FlatBuffer(plan, self.compute_dtype, device)
-        self.shard = self._at_rest(device, plan.shard_numels[rank], dtype).zero_()
+        self.shard = self.storage.empty(plan.shard_numels[rank], dtype, device).zero_()
         return [
             self._make_sharded(item, spec, self.shard[first : first + size])
             for item, spec, (first, size) in zip(
@@ -259,13 +283,6 @@ class ParamGroup:
         for sharded, value, spec in zip(self.sharded_parameters, values, specs, strict=True):
             sharded._local_tensor.copy_(self._own_part(value, spec))
 
-    def _at_rest(self, device: torch.device, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory for a shard or its gradient in a param group whose full buffer is on
-        ``device``."""
-        if self.offload is None or device.type == "meta":
-            return torch.empty(numel, dtype=dtype, device=device)
-        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self.offload.pin_memory)
-
     @property
     def is_opaque(self) -> bool:
         """Whether nobody may cast its elements, because their class alone knows what they are."""
@@ -283,13 +300,7 @@ class ParamGroup:
     @property
     def rest_device(self) -> torch.device:
         """Where the shard is, or will be once it is no longer on the meta device."""
-        return self.mesh_info.device if self.offload is None else torch.device("cpu")
-
-    def to_host(self, reduced: torch.Tensor) -> D2HCopy:
-        """Enqueue the copy of a gradient to the host, where an offloaded shard rests. The copy
-        runs after the work that makes ``reduced``."""
-        # Fresh memory each time, so that earlier gradients that a user holds stay as they are.
-        return copy_to_host(reduced, self._at_rest(reduced.device, reduced.numel(), reduced.dtype))
+        return self.storage.rest_device(self.mesh_info.device)
 
     def materialize(self, device: torch.device) -> None:
         """Give memory on ``device`` to a param group of the meta device: its shard is zeros, and
@@ -332,18 +343,10 @@ class ParamGroup:
         self.edits.has_run = True
         self.groups = mesh_info.groups_for(settings.separates_reductions)
         self.full.memory = None if settings.memory_of is None else settings.memory_of(self)
-        self.post_forward_shard = None
         self._validate_methods()
-        if post_forward_size is not None:
-            group = mesh_info.group_cache.get_neighbors(mesh_info.mesh, post_forward_size)
-            assert isinstance(self.full, FlatBuffer)
-            self.post_forward_shard = PostForwardShard(
-                self.full, post_forward_size, group, mesh_info.device_type
-            )
+        self.gatherer = self.make_gatherer(self, post_forward_size)
         self.transport, self.reduce_dtype = settings.transport, reduce_dtype
         self.collectives = self._choose_collectives()
-        if mesh_info.shards_replicas:
-            self.outer_shard = OuterShard(self, mesh_info)
 
     def _validate_methods(self) -> None:
         """Raise TypeError if plain parameters were given the methods of a tensor extension, which
@@ -460,42 +463,20 @@ class ParamGroup:
         self._work = work
         self._before = None
         self.gathered_version = self.version
-        if self.offload is not None:
+        if self.storage.is_on_host:
             self.mesh_info.reading = work
-
-    def collective_op(self) -> CollectiveOp:
-        """Return how the full buffer is filled: by an all-gather, or from the neighbors' parts if
-        they were kept. Collective over the mesh."""
-        part = self.post_forward_shard
-        if part is None:
-            return self._all_gather, None, self.comm_nbytes
-        version = self.version
-        is_kept = part.holds(version)
-        # Backward uses the part up, and without gradients no backward will need it.
-        keeps = torch.is_grad_enabled() and not is_in_backward()
-        return (
-            partial(part.all_gather, self.full.flat) if is_kept else self._all_gather,
-            part.keeper(version) if keeps else part.drop,
-            part.nbytes_of_others(self.full.flat) if is_kept else self.comm_nbytes,
-        )
 
     def gather_tensors(self) -> GatherTensors | None:
         """Return what its all-gather fills and sends, if NCCL can run it as one with others of the
         same group. Else ``None``. Call it in the comm stream's order."""
         own = self.collectives
-        if self.post_forward_shard is not None or not isinstance(own, CoalescedGathers):
+        if self.gatherer.goes_alone or not isinstance(own, CoalescedGathers):
             return None
-        return own.gather_tensors(self.full.flat, self._gathered_shard(), self.groups.gather)
+        return own.gather_tensors(self.full.flat, self.gatherer.source(self), self.groups.gather)
 
-    def _all_gather(self) -> PendingCollective:
-        shard = self.shard if self.outer_shard is None else self._gathered_shard()
-        return self.collectives.all_gather(self.full.flat, shard, self.groups.gather)
-
-    def _gathered_shard(self) -> torch.Tensor:
-        if self.outer_shard is None:
-            return self.shard
-        self.outer_shard.wait()
-        return self.outer_shard.full_shard.flat
+    def all_gather(self) -> PendingCollective:
+        """Fill the full buffer from the shards of all ranks."""
+        return self.collectives.all_gather(self.full.flat, self.shard, self.groups.gather)
 
     def wait(self) -> None:
         """Make compute wait for the all-gather, if one is under way."""
@@ -533,17 +514,11 @@ class ParamGroup:
             self.free(comm_stream, comm_stream.record_compute_event())
         elif self.full.allocated:  # by a gather that raised
             comm_stream.free(self.label, self.full, comm_stream.record_compute_event())
-        self.free_post_forward_shard()
-        if self.outer_shard is not None:
-            self.outer_shard.reset()
+        self.gatherer.drop_parts()
+        self.gatherer.mark_stale()
         if self.edits.stepper is not None:
             self.edits.stepper.reset()
         self.module_info.to_sharded()
-
-    def free_post_forward_shard(self) -> None:
-        """Free the kept part. Backward then gathers from all ranks."""
-        if self.post_forward_shard is not None:
-            self.post_forward_shard.drop()
 
 
 # ---- grad_dtype that users set on sharded parameters ----

@@ -265,7 +265,7 @@ class Unit:
         self.backward_prefetch: Sequence[weakref.ref[Unit]] = ()
         """The units that the user wants gathered when this one runs, instead of those predicted."""
         self.unowned = unowned
-        self.is_offloaded = any(param_group.offload is not None for param_group in param_groups)
+        self.is_offloaded = any(param_group.storage.is_on_host for param_group in param_groups)
         # Tensor parallelism may take a collective before a reduction, at a point of its own.
         self.is_in_pieces = any(group.plan.specs[0].piece for group in param_groups) and not any(
             group.is_tensor_parallel for group in param_groups
@@ -440,8 +440,7 @@ class Unit:
         """Note that no full buffer holds what the shards hold. Its next use gathers it again."""
         for param_group in self.param_groups:
             param_group.mark_stale()
-            if param_group.outer_shard is not None:
-                param_group.outer_shard.reset()
+            param_group.gatherer.mark_stale()
 
     def wait(self) -> None:
         for param_group in self.param_groups:
@@ -449,7 +448,7 @@ class Unit:
 
     def free_post_forward_shards(self) -> None:
         for param_group in self.param_groups:
-            param_group.free_post_forward_shard()
+            param_group.gatherer.drop_parts()
 
     def reset(self, comm_stream: CommStream) -> None:
         """Bring the unit to rest from any state."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.comm.collectives import CollectivePair, Collectives
@@ -21,6 +21,7 @@ from fsdp_overlap.engine.mesh import MeshInfo, ParamGroupEdits
 from fsdp_overlap.engine.options import UnitSettings
 from fsdp_overlap.engine.param import ParamInfo, hash_of, parameter_like, tp_local_tensor
 from fsdp_overlap.engine.param_group import ParamGroup
+from fsdp_overlap.engine.storage import Storage
 from fsdp_overlap.features.extensions.extension import Extension, ExtensionContext, GatheredTensors
 from fsdp_overlap.features.extensions.gather import ExtensionGather
 from fsdp_overlap.features.rows.param_group import RowsParamGroup, row_shard
@@ -69,13 +70,13 @@ class ExtensionParamGroup(RowsParamGroup):
         mesh_info: MeshInfo,
         device: torch.device,
         compute_dtype: torch.dtype,
-        offload: CPUOffloadPolicy | None,
+        storage: Storage,
         mp_policy: MixedPrecisionPolicy,
     ) -> None:
         self._mp_policy = mp_policy
         self._is_made = False
         self._gather: ExtensionGather | None = None
-        super().__init__(plan, owned, mesh_info, device, compute_dtype, offload)
+        super().__init__(plan, owned, mesh_info, device, compute_dtype, storage)
 
     # At rest
 
