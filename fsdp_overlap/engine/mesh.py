@@ -266,7 +266,8 @@ class MeshInfo:
         shards_replicas: bool = False,
     ) -> None:
         check_mesh(mesh, shards_replicas)
-        groups.check_options(mesh)
+        if groups.options:
+            groups.check_options(mesh)
         end_threads_before_python()
         self.mesh = mesh
         self.device = device
