@@ -13,11 +13,11 @@ from fsdp_overlap.comm.collectives import (
     Op,
     PendingCollective,
     RangeCollectives,
-    StagedCollectives,
     Transport,
     as_real,
     end,
 )
+from fsdp_overlap.features.staged_collectives import StagedCollectives
 from fsdp_overlap.layout import ParamGroupPlan
 from fsdp_overlap.tensor.comm_dtypes import as_comm_dtype
 from fsdp_overlap.torch_internals import AllGather, ReduceScatter
