@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from functools import partial
-from typing import cast
+from typing import NoReturn, cast
 from weakref import ref
 
 import torch
@@ -354,11 +354,14 @@ class ParamGroup:
         for parameter in self.sharded_parameters:
             local = parameter._local_tensor
             if not is_subclass(local) and len(missing_methods(local)) < 2:
-                raise TypeError(
-                    f"a parameter of unit {self.label!r}, of shape {tuple(parameter.shape)}, was "
-                    "given the methods of a tensor extension after fully_shard(), and is a plain "
-                    "tensor: make it one of a class that has them, before fully_shard()"
-                )
+                self._refuse_methods(parameter)
+
+    def _refuse_methods(self, parameter: ShardedParam) -> NoReturn:
+        raise TypeError(
+            f"a parameter of unit {self.label!r}, of shape {tuple(parameter.shape)}, was given the "
+            "methods of a tensor extension after fully_shard(), and is a plain tensor: make it one "
+            "of a class that has them, before fully_shard()"
+        )
 
     def _choose_collectives(self) -> Collectives:
         """Return what gathers the param group in its dtype of compute and reduces it in
@@ -437,10 +440,7 @@ class ParamGroup:
             RuntimeError: the param group is on the meta device.
         """
         if self.is_meta:
-            raise RuntimeError(
-                f"unit {self.label!r} is on the meta device: call to_empty(device=...) on the "
-                "model, then initialize it or load a checkpoint; or load_state_dict(assign=True)"
-            )
+            self._refuse_meta()
         if self.state is ParamGroupState.GATHERING:
             self.wait()
         self._before = self.state
@@ -450,6 +450,12 @@ class ParamGroup:
             self.counters.forbid_reads()
         if not self.full.allocated:
             comm_stream.allocate(self.label, self.full)
+
+    def _refuse_meta(self) -> NoReturn:
+        raise RuntimeError(
+            f"unit {self.label!r} is on the meta device: call to_empty(device=...) on the model, "
+            "then initialize it or load a checkpoint; or load_state_dict(assign=True)"
+        )
 
     def cancel_gather(self) -> None:
         """Take :meth:`begin_gather` back, if it was called: nothing will be gathered."""
@@ -492,10 +498,7 @@ class ParamGroup:
         """Free the full buffer, as the comm stream does. Raise RuntimeError if it is sharded, which
         is a mistake of the schedule."""
         if self.state is ParamGroupState.SHARDED:
-            raise RuntimeError(
-                f"param group of unit {self.label!r} is freed and not gathered; after an error "
-                "call ctx.reset() on every rank"
-            )
+            self._refuse_free()
         if isinstance(self._work, DeviceWorkHandle):
             # What it writes to is used next on the comm stream, which allocated it.
             self.unread, self._work = self._work, None
@@ -507,6 +510,12 @@ class ParamGroup:
         if graph_task() == -1:  # a backward may follow
             self.counters.forbid_reads()
         comm_stream.free(self.label, self.full, after, waits)
+
+    def _refuse_free(self) -> NoReturn:
+        raise RuntimeError(
+            f"param group of unit {self.label!r} is freed and not gathered; after an error call "
+            "ctx.reset() on every rank"
+        )
 
     def reset(self, comm_stream: CommStream) -> None:
         """Bring the param group to rest from any state, even if its all-gather failed."""
@@ -534,11 +543,7 @@ def sync_grad_dtypes(param_groups: Sequence[ParamGroup]) -> None:
     for param_group in param_groups:
         dtypes = {parameter._grad_dtype for parameter in param_group.sharded_parameters}
         if len(dtypes) > 1:
-            raise RuntimeError(
-                f"unit {param_group.label!r} has parameters whose grad_dtype is "
-                f"{' and '.join(sorted(map(str, dtypes)))}, and their gradients travel together: "
-                "set the same for all of them, or set it before fully_shard()"
-            )
+            _refuse_dtypes(param_group, dtypes)
     for param_group in param_groups:
         # Also the parameters' own dtype if somebody set it: compute may have another, in which
         # autograd would sum.
@@ -548,3 +553,11 @@ def sync_grad_dtypes(param_groups: Sequence[ParamGroup]) -> None:
             param_group.grad_dtype = dtype
             specs = tuple(replace(spec, grad_dtype=dtype) for spec in param_group.plan.specs)
             param_group.plan = param_group.plan.with_specs(specs)
+
+
+def _refuse_dtypes(param_group: ParamGroup, dtypes: Iterable[torch.dtype]) -> NoReturn:
+    raise RuntimeError(
+        f"unit {param_group.label!r} has parameters whose grad_dtype is "
+        f"{' and '.join(sorted(map(str, dtypes)))}, and their gradients travel together: set the "
+        "same for all of them, or set it before fully_shard()"
+    )
