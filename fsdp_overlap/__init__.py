@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from fsdp_overlap.blocks import find_blocks
     from fsdp_overlap.comm.process_groups import MeshGroups
     from fsdp_overlap.engine.context import FsdpContext
-    from fsdp_overlap.engine.options import QuantizedCommPolicy
+    from fsdp_overlap.features.quantized.policy import QuantizedCommPolicy
+    from fsdp_overlap.features.rows.layout import PerTensor
     from fsdp_overlap.fsdp_module import (
         FSDPModule,
         UnshardHandle,
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from fsdp_overlap.fsdp_module import (
         FsdpModule as FsdpModule,
     )
-    from fsdp_overlap.layout import BlockAtomic, Flat, PerTensor, TensorAtomic
+    from fsdp_overlap.layout import BlockAtomic, Flat, TensorAtomic
     from fsdp_overlap.patching import patch_fsdp2
     from fsdp_overlap.schedule.finalization import GradientReductionHandle
     from fsdp_overlap.schedule.stats import Stats
@@ -68,8 +69,8 @@ _MODULE_OF = {
     "MeshGroups": "fsdp_overlap.comm.process_groups",
     "MixedPrecisionPolicy": "torch.distributed.fsdp",
     "OffloadPolicy": "torch.distributed.fsdp",
-    "PerTensor": "fsdp_overlap.layout",
-    "QuantizedCommPolicy": "fsdp_overlap.engine.options",
+    "PerTensor": "fsdp_overlap.features.rows.layout",
+    "QuantizedCommPolicy": "fsdp_overlap.features.quantized.policy",
     "RaggedDTensor": "fsdp_overlap.tensor.ragged_dtensor",
     "RaggedShard": "fsdp_overlap.tensor.placement",
     "Stats": "fsdp_overlap.schedule.stats",

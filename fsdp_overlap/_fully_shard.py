@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from fsdp_overlap.engine.context import Captures, FsdpContext
-from fsdp_overlap.engine.options import QuantizedCommPolicy
 from fsdp_overlap.engine.unit import unit_of
 from fsdp_overlap.fsdp_module import FSDPModule
 from fsdp_overlap.torch_internals import (
@@ -23,6 +22,7 @@ from fsdp_overlap.unit_init import make_unit
 # ---- fully_shard() ----
 
 if TYPE_CHECKING:
+    from fsdp_overlap.features.quantized.policy import QuantizedCommPolicy
     from fsdp_overlap.tensor.spmd_mesh import DataParallelMeshDims, SPMDMesh
 
     class Sharded(FSDPModule, Any):

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.distributed import fsdp as fsdp2
 
-from fsdp_overlap.comm.custom_collectives import CustomComms
 from fsdp_overlap.engine import hooks
 from fsdp_overlap.engine.context import context_of
 from fsdp_overlap.engine.naming import unit_names
@@ -126,17 +125,17 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
             ValueError: ranks hold shards of different sizes, the unit lies on several meshes, or
                 it uses symmetric memory.
         """
-        comms = replace(self._fsdp_unit.settings.comms, all_gather=comm)
-        self._set_custom_comm("set_custom_all_gather", comms)
+        self._set_custom_comm("set_custom_all_gather", all_gather=comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Set the reduce-scatter of this unit: ``comm``, with ``torch.distributed.fsdp``'s
         interface ``ReduceScatter``. It is asked for a mean, or for a sum if a divisor was set.
         Everything else is as in :meth:`set_custom_all_gather`."""
-        comms = replace(self._fsdp_unit.settings.comms, reduce_scatter=comm)
-        self._set_custom_comm("set_custom_reduce_scatter", comms)
+        self._set_custom_comm("set_custom_reduce_scatter", reduce_scatter=comm)
 
-    def _set_custom_comm(self, method: str, comms: CustomComms) -> None:
+    def _set_custom_comm(self, method: str, **comms: Any) -> None:
+        from fsdp_overlap.features.custom_collectives import CustomComms
+
         unit = self._fsdp_unit
         if len({param_group.mesh_info for param_group in unit.param_groups}) > 1:
             raise ValueError(
@@ -145,7 +144,9 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
             )
         _check_shards_are_equal(unit, method)
         _check_exclusive(unit, method, "symmetric memory")
-        unit.settings.comms = comms
+        before = unit.settings.transport
+        assert before is None or isinstance(before, CustomComms)
+        unit.settings.transport = replace(before or CustomComms(), **comms)
         context_of(unit).require_lazy_init()
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
@@ -158,7 +159,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
             ValueError: the backend allocates none, or the unit has custom collectives, which work
                 on memory of theirs, or uses symmetric memory.
         """
-        from fsdp_overlap.comm.group_memory import check_memory
+        from fsdp_overlap.features.group_memory import check_memory, memory_of
 
         unit = self._fsdp_unit
         if enable:
@@ -167,7 +168,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
             for param_group in unit.param_groups:
                 mesh = param_group.mesh_info.mesh
                 check_memory(mesh.get_group(mesh.ndim - 1), param_group.mesh_info.device)
-        unit.settings.uses_group_memory = enable
+        unit.settings.memory_of = memory_of if enable else None
         context_of(unit).require_lazy_init()
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
@@ -185,7 +186,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
                 ``backend`` is not ``"NCCL"``, ranks hold shards of different sizes, or the unit
                 has custom collectives or memory of its process groups. Nothing was changed then.
         """
-        from fsdp_overlap.comm.symmetric_memory import use_symmetric_memory
+        from fsdp_overlap.features.symmetric_memory import SymmetricTransport, use_symmetric_memory
 
         unit, method = self._fsdp_unit, "set_symm_mem_for_comm"
         _check_exclusive(unit, method, "custom collectives", "memory of its process groups")
@@ -195,7 +196,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
             use_symmetric_memory(
                 backend, mesh.get_group(mesh.ndim - 1), param_group.mesh_info.device
             )
-        unit.settings.uses_symmetric_memory = True
+        unit.settings.transport = SymmetricTransport()
         context_of(unit).require_lazy_init()
 
     def set_zero_stage(self, stage: int, *, recurse: bool = True) -> None:
@@ -588,14 +589,11 @@ def _check_shards_are_equal(unit: Unit, method: str) -> None:
 
 def _check_exclusive(unit: Unit, method: str, *others: str) -> None:
     """Raise ValueError if ``unit`` uses one of ``others``, which exclude what ``method`` sets."""
-    settings = unit.settings
-    used = {
-        "custom collectives": settings.comms != CustomComms(),
-        "memory of its process groups": settings.uses_group_memory,
-        "symmetric memory": settings.uses_symmetric_memory,
-    }
+    transport, memory_of = unit.settings.transport, unit.settings.memory_of
+    used = [transport.name] if transport is not None else []
+    used += ["memory of its process groups"] if memory_of is not None else []
     for other in others:
-        if used[other]:
+        if other in used:
             allocate = ", or allocate it there" if other == "custom collectives" else ""
             raise ValueError(
                 f"{method}() on unit {unit.name!r}, which uses {other} already: use one of the two "

@@ -13,13 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_overlap._fully_shard import fully_shard
 from fsdp_overlap.engine.context import FsdpContext
+from fsdp_overlap.features.rows.layout import PerTensor
 from fsdp_overlap.fsdp_module import (
     FSDPModule,
     UnshardHandle,
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from fsdp_overlap.layout import PerTensor
 from fsdp_overlap.schedule.finalization import GradientReductionHandle
 from fsdp_overlap.tensor.creation import with_range_shards
 from fsdp_overlap.tensor.spmd_mesh import DataParallelMeshDims, spmd_mesh

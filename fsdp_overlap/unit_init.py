@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from fsdp_overlap.engine import hooks
 from fsdp_overlap.engine.context import FsdpContext
 from fsdp_overlap.engine.mesh import MeshInfo, rollback_on_error
-from fsdp_overlap.engine.options import QuantizedCommPolicy, compute_dtype, reduce_dtype
+from fsdp_overlap.engine.options import CommPolicy, compute_dtype, reduce_dtype
 from fsdp_overlap.engine.param import (
     Owner,
     ParamInfo,
@@ -31,8 +31,10 @@ from fsdp_overlap.engine.param import (
     record_replacement,
 )
 from fsdp_overlap.engine.param_group import ParamGroup
+from fsdp_overlap.engine.storage import DEVICE, Storage
 from fsdp_overlap.engine.unit import Tie, Unit
-from fsdp_overlap.layout import PerTensor, Plan, RowsPlan
+from fsdp_overlap.layout import ParamGroupPlan, Plan
+from fsdp_overlap.layout.layouts import RowLayout
 from fsdp_overlap.tensor.comm_dtypes import REDUCE_DTYPES
 
 if TYPE_CHECKING:
@@ -50,7 +52,7 @@ def make_unit(
     shard_placement_fn: Callable[[nn.Parameter], Any] | None,
     mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy,
-    comm_policy: QuantizedCommPolicy | None,
+    comm_policy: CommPolicy | None,
     ignored: frozenset[nn.Parameter],
     spmd: SPMDMesh | None = None,
     conditional: bool = False,
@@ -84,12 +86,14 @@ def make_unit(
 
         sync_module_states_from_first(modules, by_mesh, mesh)
     originals = [item.parameter for item in owned]
-    offload = _offload_on(ctx.device, offload_policy)
+    storage = _storage_on(ctx.device, offload_policy)
+    param_groups = _allocate(by_mesh, planned, mp_policy, storage, comm_policy)
+    _choose_gatherers(param_groups, reshard_after_forward)
     unit = Unit(
         modules,
         ctx,
         mesh,
-        _allocate(by_mesh, planned, mp_policy, offload, comm_policy),
+        param_groups,
         mp_policy,
         offload_policy,
         comm_policy,
@@ -115,7 +119,7 @@ def _are_plain(
     ctx: FsdpContext,
     spmd: SPMDMesh | None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None,
-    comm_policy: QuantizedCommPolicy | None,
+    comm_policy: CommPolicy | None,
     mp_policy: MixedPrecisionPolicy,
     reshard_after_forward: bool | int | None,
 ) -> bool:
@@ -127,7 +131,7 @@ def _are_plain(
         and comm_policy is None
         and getattr(mp_policy, "param_dtype_override_fn", None) is None  # of torch 2.15
         and not callable(ctx.layout)
-        and not isinstance(ctx.layout, PerTensor)
+        and not isinstance(ctx.layout, RowLayout)
         and (reshard_after_forward is None or isinstance(reshard_after_forward, bool))
         and all(_is_plain(item.parameter, ctx.device, mp_policy) for item in owned)
     )
@@ -153,7 +157,7 @@ def _plan(
     modules: Sequence[nn.Module],
     by_mesh: dict[MeshInfo, list[ParamInfo]],
     ctx: FsdpContext,
-    comm_policy: QuantizedCommPolicy | None,
+    comm_policy: CommPolicy | None,
 ) -> dict[MeshInfo, list[Plan]]:
     """Decide how the parameters that are sharded over each mesh are laid out. If it raises, nothing
     was planned."""
@@ -183,18 +187,22 @@ def _plan(
 # ---- allocate ----
 
 
-def _offload_on(device: torch.device, policy: OffloadPolicy) -> CPUOffloadPolicy | None:
-    """Return ``policy`` if it asks for offloading and there is a device to offload from."""
-    is_asked = isinstance(policy, CPUOffloadPolicy) and device.type != "cpu"
-    return policy if is_asked else None  # type: ignore[return-value]
+def _storage_on(device: torch.device, policy: OffloadPolicy) -> Storage:
+    """Return where shards rest: on the host if ``policy`` asks for it, and there is a device to
+    offload from."""
+    if device.type == "cpu" or not isinstance(policy, CPUOffloadPolicy):
+        return DEVICE
+    from fsdp_overlap.features.offload import HostStorage
+
+    return HostStorage(policy.pin_memory)
 
 
 def _allocate(
     by_mesh: dict[MeshInfo, list[ParamInfo]],
     planned: dict[MeshInfo, list[Plan]],
     mp_policy: MixedPrecisionPolicy,
-    offload: CPUOffloadPolicy | None,
-    comm_policy: QuantizedCommPolicy | None,
+    storage: Storage,
+    comm_policy: CommPolicy | None,
 ) -> list[ParamGroup]:
     """Make the param groups, with their full buffers, shards and sharded parameters."""
     param_groups: list[ParamGroup] = []
@@ -205,15 +213,39 @@ def _allocate(
         for plan in planned[mesh_info]:
             dtype = compute_dtype(plan.specs[0], mp_policy)
             own = [by_fqn[spec.fqn] for spec in plan.specs]
-            where = own, mesh_info, device, dtype, offload
-            if plan.specs[0].is_extension:
-                from fsdp_overlap.engine.extensions import ExtensionParamGroup
-
-                assert isinstance(plan, RowsPlan)
-                param_groups.append(ExtensionParamGroup(plan, *where, mp_policy))
-            else:
-                param_groups.append(ParamGroup(plan, *where, comm_policy))
+            make: Any = partial(ParamGroup, comm_policy=comm_policy)
+            if not isinstance(plan, ParamGroupPlan):
+                make = _rows_param_group(plan, mp_policy, comm_policy)
+            param_groups.append(make(plan, own, mesh_info, device, dtype, storage))
     return param_groups
+
+
+def _rows_param_group(
+    plan: Plan, mp_policy: MixedPrecisionPolicy, comm_policy: CommPolicy | None
+) -> Callable[..., ParamGroup]:
+    """Return what makes a param group of rows."""
+    if plan.specs[0].is_extension:
+        from fsdp_overlap.features.extensions.param_group import ExtensionParamGroup
+
+        return partial(ExtensionParamGroup, mp_policy=mp_policy)
+    from fsdp_overlap.features.rows.param_group import RowsParamGroup
+
+    return partial(RowsParamGroup, comm_policy=comm_policy)
+
+
+def _choose_gatherers(
+    param_groups: Sequence[ParamGroup], reshard_after_forward: bool | int | None
+) -> None:
+    """Give param groups what makes their gatherers, if these are no plain ones."""
+    for param_group in param_groups:
+        if param_group.mesh_info.shards_replicas:
+            from fsdp_overlap.features import outer_shard
+
+            param_group.make_gatherer = outer_shard.make_gatherer
+        elif type(reshard_after_forward) is int:
+            from fsdp_overlap.features import kept_parts
+
+            param_group.make_gatherer = kept_parts.make_gatherer
 
 
 # ---- install ----

@@ -9,12 +9,12 @@ from weakref import finalize, ref
 
 import torch
 
+from fsdp_overlap.comm.host_copies import D2HCopy, copy_to_host
 from fsdp_overlap.comm.streams import has_streams, streams_of
 from fsdp_overlap.comm.threads import make_thread, on_device
-from fsdp_overlap.engine.param_group import D2HCopy, copy_to_host
 from fsdp_overlap.tensor.boxes import boxes_of
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
-from fsdp_overlap.tensor.row_tensor import Sharded
+from fsdp_overlap.tensor.sharded_param import ShardedParam
 
 Offsets = tuple[int, ...]
 
@@ -83,7 +83,7 @@ class StagedShard:
     the writer has not taken, by their offsets in the full tensor, and ``given`` those that it has.
     """
 
-    def __init__(self, name: str, tensor: Sharded) -> None:
+    def __init__(self, name: str, tensor: ShardedParam) -> None:
         self.name = name
         self.device = tensor._local_tensor.device
         self._local: torch.Tensor | None = tensor._local_tensor

@@ -20,10 +20,11 @@ from fsdp_overlap.comm.graphs import (
     before_capture_or_replay,
     refuse_in_capture,
 )
-from fsdp_overlap.tensor.extension import is_subclass
+from fsdp_overlap.features.rows.row_tensor import RowTensor
 from fsdp_overlap.tensor.pending_steps import before_steps, finish_pending_steps
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
-from fsdp_overlap.tensor.row_tensor import RowTensor, Sharded
+from fsdp_overlap.tensor.sharded_param import ShardedParam
+from fsdp_overlap.tensor.subclasses import is_subclass
 from fsdp_overlap.torch_internals import tree_map_only
 
 
@@ -148,7 +149,7 @@ def _staged(
             for key, item in items
         }
         return staged_items if isinstance(value, Mapping) else [*staged_items.values()]
-    if isinstance(value, Sharded) and _is_readable(value):
+    if isinstance(value, ShardedParam) and _is_readable(value):
         local = torch.empty_like(value._local_tensor, device="meta")
         kind: Any = _StagedRaggedDTensor if isinstance(value, RaggedDTensor) else _StagedRowTensor
         staged = kind.wrap(local, value._spec)
@@ -159,7 +160,7 @@ def _staged(
     return _CopiedIndex(len(others) - 1)
 
 
-def _is_readable(tensor: Sharded) -> bool:
+def _is_readable(tensor: ShardedParam) -> bool:
     """Return whether this rank's shard is plain memory whose edits are counted."""
     local = tensor._local_tensor
     is_here = tensor.device_mesh.get_coordinate() is not None

@@ -1,17 +1,16 @@
 """Collectives that gather and reduce a param group, chosen once per param group for its backend.
 
-These are for param groups of which each rank has one range. Collectives of rows
-(:mod:`~fsdp_overlap.comm.row_collectives`), custom and quantized ones are built on them.
-``docs/performance.md`` holds the measurements behind the choices.
+These are for param groups of which each rank has one range. Those of rows, custom and quantized
+ones wrap them. ``docs/performance.md`` holds the measurements behind the choices.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -126,6 +125,40 @@ class RangeCollectives(Collectives):
         return type(self)(plan)
 
 
+class CoalescedGathers(Collectives):
+    """On NCCL, which can run the all-gathers of several param groups as one."""
+
+    @abstractmethod
+    def gather_tensors(
+        self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup
+    ) -> GatherTensors:
+        """Copy this rank's shard to where it is sent from, and return what is to be gathered. The
+        arguments are those of :meth:`all_gather`."""
+        ...
+
+
+class Transport:
+    """Other collectives of a unit than those of its backend, which a user asked for."""
+
+    name: ClassVar[str]
+    """What the unit uses, in words."""
+    is_capturable: ClassVar[bool] = True
+    """Whether CUDA graphs may capture it."""
+
+    def wrap(self, collectives: RangeCollectives, param_group: Any) -> RangeCollectives:
+        """Return what gathers and reduces ``param_group`` in place of ``collectives``."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class CollectivePair:
+    """Gathers and reduces a param group, each of the two in its own way. See
+    :class:`Collectives`."""
+
+    all_gather: Callable[..., PendingCollective]
+    reduce_scatter: Callable[..., PendingCollective]
+
+
 def end(work: dist.Work | None) -> None:
     """End a synchronous collective, for which some backends return a work all the same."""
     if work is not None:
@@ -194,14 +227,12 @@ class TensorCollectives(RangeCollectives):
     _reduce = staticmethod(reduce_into)
 
 
-class NcclCollectives(TensorCollectives):
-    """For equal shards on NCCL, which can run the all-gathers of several param groups as one."""
+class NcclCollectives(TensorCollectives, CoalescedGathers):
+    """For equal shards on NCCL."""
 
     def gather_tensors(
         self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup
     ) -> GatherTensors:
-        """Copy this rank's shard to where it is sent from, and return what is to be gathered. The
-        arguments are those of :meth:`all_gather`."""
         return [as_comm_dtype(full)], [as_comm_dtype(self._sent(full, shard, group))]
 
 
@@ -480,55 +511,3 @@ def own_range(full: torch.Tensor, plan: ParamGroupPlan, group: dist.ProcessGroup
     """Return the part of ``full`` that this rank's shard fills."""
     rank = group.rank()
     return full.narrow(0, plan.shard_starts[rank], plan.shard_numels[rank])
-
-
-# ---- In memory of somebody else ----
-
-
-class StagedCollectives(RangeCollectives):
-    """For equal shards: collectives in memory that is allocated for them alone. Parameters and
-    gradients are views of other memory, so what travels is copied there and back."""
-
-    has_means = True
-    """Whether :meth:`_reduce` can take a mean."""
-
-    @abstractmethod
-    def _gather_output(self, full: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        """Return memory for what fills ``full``."""
-
-    @abstractmethod
-    def _gather(self, full: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """Do as :func:`gather_into`."""
-
-    @abstractmethod
-    def _reduce_buffers(
-        self, gradients: torch.Tensor, group: dist.ProcessGroup
-    ) -> Iterable[torch.Tensor]:
-        """Return memory for ``gradients``, and for this rank's range of the result."""
-
-    @abstractmethod
-    def _reduce(
-        self, own: torch.Tensor, gradients: torch.Tensor, group: dist.ProcessGroup, op: Op
-    ) -> None:
-        """Do as :func:`reduce_into`."""
-
-    def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup
-    ) -> PendingCollective:
-        output = self._gather_output(full, group)
-        own = own_range(output, self.plan, group).copy_(shard, non_blocking=True)
-        self._gather(output, own, group)
-        full.copy_(output)
-        return PendingCollective((), lambda: full)
-
-    def reduce_scatter(
-        self, gradients: torch.Tensor, group: dist.ProcessGroup, divisor: float | None = None
-    ) -> PendingCollective:
-        if divisor is None and not self.has_means:
-            divisor = group.size()
-        left = divide_early(gradients, divisor)
-        source, own = self._reduce_buffers(gradients, group)
-        source.copy_(gradients)
-        self._reduce(own, source, group, AVG if divisor is None else SUM)
-        mean = divided(own.clone(), left)
-        return PendingCollective((), lambda: mean)

@@ -264,13 +264,8 @@ def own_group(
     is_common = set(ranks) <= set(dist.get_process_group_ranks(like))
     # A group along one dimension of a mesh has another name on other ranks.
     key = f"{like.group_name if is_common else f'{backend} {timeout}'} {ranks}"
-    if isinstance(options, Mapping):
-        key += f" fields {sorted(options.items())}"
-    elif options is not None:
-        given = registry.options.setdefault(f"{purpose} {key}", [])
-        if all(options is not other for other in given):
-            given.append(options)
-        key += f" options {next(i for i, other in enumerate(given) if other is options)}"
+    if options is not None:
+        key += _name_of_options(options, registry.options, f"{purpose} {key}")
     # A digest, because the numbers of a thousand ranks would fill kilobytes.
     name = f"fsdp_overlap_{purpose}_{sha256(key.encode()).hexdigest()[:16]}"
     shared = registry.shared.get(name)
@@ -306,6 +301,17 @@ def own_group(
     return own
 
 
+def _name_of_options(options: object, known: dict[str, list[object]], use: str) -> str:
+    """Return what tells ``options`` apart from others for the same use. ``known``: those that were
+    given, by use."""
+    if isinstance(options, Mapping):
+        return f" fields {sorted(options.items())}"
+    given = known.setdefault(use, [])
+    if all(options is not other for other in given):
+        given.append(options)
+    return f" options {next(i for i, other in enumerate(given) if other is options)}"
+
+
 def with_fields(options: Any, fields: Mapping[str, object]) -> Any:
     """Return a copy of a backend's ``options`` with high priority and ``fields``, by name: those of
     the options themselves or, of NCCL, those of their ``config``. What cannot be copied is returned
@@ -330,12 +336,17 @@ def with_fields(options: Any, fields: Mapping[str, object]) -> Any:
         return options
     if hasattr(made, "is_high_priority_stream"):
         made.is_high_priority_stream = True
-    for name, value in fields.items():
-        owner = made if hasattr(made, name) else getattr(made, "config", None)
-        if not hasattr(owner, name):
-            raise ValueError(f"a {type(made).__qualname__} has no {name!r}")
-        setattr(owner, name, value)
+    if fields:
+        _set_fields(made, fields)
     return made
+
+
+def _set_fields(options: Any, fields: Mapping[str, object]) -> None:
+    for name, value in fields.items():
+        owner = options if hasattr(options, name) else getattr(options, "config", None)
+        if not hasattr(owner, name):
+            raise ValueError(f"a {type(options).__qualname__} has no {name!r}")
+        setattr(owner, name, value)
 
 
 def _copied(options: Any, timeout: timedelta) -> Any:
@@ -513,6 +524,16 @@ class CommGroups:
         return [group for group in groups if group is not None and communicates(group)]
 
 
+def _check_kinds(options: Mapping[str, object]) -> None:
+    """Raise ValueError if ``options`` names something that is no comm stream."""
+    for comm_stream in options:
+        if comm_stream not in PG_OPTION_KINDS:
+            raise ValueError(
+                f"pg_options: there is no comm stream {comm_stream!r}; use "
+                f"{', '.join(PG_OPTION_KINDS)}"
+            )
+
+
 class GroupCache:
     """The process groups of one context. Ranks must ask for them in the same order.
 
@@ -541,12 +562,8 @@ class GroupCache:
     ) -> None:
         self.separate = separate
         self.options = dict(options or {})
-        for comm_stream in self.options:
-            if comm_stream not in PG_OPTION_KINDS:
-                raise ValueError(
-                    f"pg_options: there is no comm stream {comm_stream!r}; use "
-                    f"{', '.join(PG_OPTION_KINDS)}"
-                )
+        if self.options:
+            _check_kinds(self.options)
         self.watchdog: Callable[[], Watchdog | None] = lambda: None
         """Returns the watchdog that is polled when a collective lasts or fails. Does not keep it
         alive."""

@@ -37,7 +37,7 @@ def gathers_of(unit: Unit, again: bool = False) -> list[tuple[str, list[ParamGro
     waiting = [group for group in unit.param_groups if again or not group.is_unsharded]
     together: dict[dist.ProcessGroup | ParamGroup, list[ParamGroup]] = {}
     for param_group in waiting:
-        key = param_group.groups.gather if param_group.post_forward_shard is None else param_group
+        key = param_group if param_group.gatherer.goes_alone else param_group.groups.gather
         together.setdefault(key, []).append(param_group)
     return [
         (param_groups[0].label if len(param_groups) == 1 else unit.name, param_groups)
@@ -56,7 +56,7 @@ def gather(param_groups: Sequence[ParamGroup], comm_stream: CommStream, label: s
         for param_group in param_groups:
             param_group.begin_gather(comm_stream)
         if len(param_groups) == 1:
-            issue, accept, nbytes = param_groups[0].collective_op()
+            issue, accept, nbytes = param_groups[0].gatherer.collective_op(param_groups[0])
         else:
             issue, accept = partial(_issue, param_groups), None
             nbytes = sum(param_group.comm_nbytes for param_group in param_groups)
@@ -83,7 +83,7 @@ def _issue(param_groups: Sequence[ParamGroup]) -> PendingCollective:
     # ctx.reset() frees.
     rest = [param_group for param_group, tensors in of_groups if tensors is None]
     rest.sort(key=lambda param_group: not param_group.is_extension)
-    others = [param_group.collective_op()[0]() for param_group in rest]
+    others = [each.gatherer.collective_op(each)[0]() for each in rest]
 
     def finish() -> torch.Tensor:
         for other in others:
@@ -175,24 +175,24 @@ class CommContext:
                 stats.all_gather_bytes += param_group.gathered_nbytes
                 if not param_group.full.allocated:
                     stats.count_full_buffer()
-                if param_group.outer_shard is not None:
-                    param_group.outer_shard.gather(self.all_reduce_stream)
+                if param_group.gatherer.prepares:
+                    param_group.gatherer.prepare(self.all_reduce_stream)
             stats.all_gathers += 1
             gather(param_groups, self.all_gather_stream, label + SHADOW if shadow else label)
 
     def gather_outer_shards(self, unit: interface.ScheduledUnit) -> None:
         assert isinstance(unit, Unit)
         for param_group in unit.param_groups:
-            if param_group.outer_shard is not None:
+            if param_group.gatherer.prepares:
                 param_group.finish_step()
-                param_group.outer_shard.gather(self.all_reduce_stream)
+                param_group.gatherer.prepare(self.all_reduce_stream)
 
     def wait_for_outer_shards(self, raised: bool) -> None:
         for unit in self._units():
             for param_group in unit.param_groups:
-                if param_group.outer_shard is not None:
+                if param_group.gatherer.prepares:
                     with suppress(RuntimeError) if raised else nullcontext():
-                        param_group.outer_shard.wait()
+                        param_group.gatherer.wait_for_prepared()
 
     def free(self, unit: interface.ScheduledUnit, after: ComputeEvent, waits: bool = True) -> None:
         assert isinstance(unit, Unit)

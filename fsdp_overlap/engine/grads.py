@@ -13,19 +13,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.comm.comm_streams import Accept, CommStream, WorkHandle
+from fsdp_overlap.comm.host_copies import D2HCopy
 from fsdp_overlap.engine.hsdp import ReplicaReduction
 from fsdp_overlap.engine.options import ReduceOptions, sent_sizes
 from fsdp_overlap.engine.param import is_placed_like, placed_like, tp_local_tensor
-from fsdp_overlap.engine.param_group import D2HCopy, ParamGroup, places_in_shard
-from fsdp_overlap.tensor.extension import is_subclass
+from fsdp_overlap.engine.param_group import ParamGroup
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
-from fsdp_overlap.tensor.ragged_dtensor import give_grads
-from fsdp_overlap.tensor.row_tensor import (
-    RowTensor,
-    call_gradient_hooks,
-    call_hooks,
-    give_row_grads,
-)
+from fsdp_overlap.tensor.sharded_param import call_gradient_hooks, call_hooks
+from fsdp_overlap.tensor.subclasses import is_subclass
 
 # Gradients of at least this size may move to the reduce input as soon as they arrive. Smaller ones
 # are cheaper to copy together.
@@ -54,9 +49,9 @@ class ParamGroupGradients:
             param_group.plan, reduce_dtype, param_group.full.flat.device
         )
         self.reduce_scatter_input.memory = param_group.full.memory
-        policy = param_group.comm_policy
-        codes = policy.reduce_dtype if policy is not None else None
-        sent = sent_sizes(param_group.gather_plan, reduce_dtype, policy, codes)
+        sent = sent_sizes(
+            param_group.gather_plan, reduce_dtype, param_group.comm_policy, reduced=True
+        )
         self.reduced_nbytes = sum(sent)
         """What a reduce-scatter divides among the ranks."""
         self._communicates = self.reduced_nbytes - sent[param_group.mesh_info.shard_rank]
@@ -92,7 +87,7 @@ class ParamGroupGradients:
         pieces = []
         end = 0
         plan, rank = self.param_group.plan, self.param_group.mesh_info.plan_rank
-        for start, size in places_in_shard(plan, rank):
+        for start, size in plan.places(rank):
             if not size:
                 pieces.append(-1)
                 continue
@@ -110,7 +105,7 @@ class ParamGroupGradients:
         gaps."""
         plan, rank = self.param_group.plan, self.param_group.mesh_info.plan_rank
         runs: list[tuple[int, int]] = []
-        for start, numel in places_in_shard(plan, rank):
+        for start, numel in plan.places(rank):
             if numel and runs and sum(runs[-1]) == start:
                 runs[-1] = (runs[-1][0], runs[-1][1] + numel)
             elif numel:
@@ -263,8 +258,8 @@ class ParamGroupGradients:
         is_plain = unused is None and not edits.has_hooks and not self.offloads
         if is_plain and edits.stepper is not None and edits.stepper.enqueue_step(self, mean):
             return
-        if param_group.offload is not None:
-            self.offloads.append((param_group.to_host(mean), unused))
+        if param_group.storage.is_on_host:
+            self.offloads.append((param_group.storage.to_host(mean), unused))
             return
         self.give(mean, unused)
 
@@ -336,9 +331,6 @@ def _give_gradients(parameters: Sequence[Any], locals_: list[torch.Tensor]) -> N
     edits = parameters[0].edits
     if edits.has_hooks:
         call_gradient_hooks(parameters, locals_)
-    if isinstance(parameters[0], RowTensor):
-        give_row_grads(parameters, locals_)
-    else:
-        give_grads(parameters, locals_)
+    parameters[0].give_grads(parameters, locals_)
     if edits.has_hooks:
         call_hooks(parameters)

@@ -23,8 +23,8 @@ from fsdp_overlap.engine.param import is_opaque
 from fsdp_overlap.engine.unit import Unit
 from fsdp_overlap.schedule.order import ForwardRecord
 from fsdp_overlap.schedule.scheduler import Schedule
-from fsdp_overlap.tensor.extension import inner_tensors
 from fsdp_overlap.tensor.pytree import tensors_in
+from fsdp_overlap.tensor.subclasses import inner_tensors
 from fsdp_overlap.torch_internals import are_functorch_transforms_active, profiler_enabled
 
 # ---- Forwards and backwards ----

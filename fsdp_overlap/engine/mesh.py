@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_overlap.comm.comm_streams import CommStream, WorkHandle
-from fsdp_overlap.comm.group_memory import GroupMemory
 from fsdp_overlap.comm.process_groups import (
     CommGroups,
     GroupCache,
@@ -27,7 +26,6 @@ from fsdp_overlap.comm.process_groups import (
     end_threads_before_python,
 )
 from fsdp_overlap.comm.streams import has_streams
-from fsdp_overlap.comm.symmetric_memory import SymmetricMemory
 from fsdp_overlap.desync.error_monitor import ErrorMonitor
 from fsdp_overlap.desync.order_check import OrderCheck, Subject
 from fsdp_overlap.engine.param import (
@@ -272,7 +270,8 @@ class MeshInfo:
         shards_replicas: bool = False,
     ) -> None:
         check_mesh(mesh, shards_replicas)
-        groups.check_options(mesh)
+        if groups.options:
+            groups.check_options(mesh)
         end_threads_before_python()
         self.mesh = mesh
         self.device = device
@@ -291,7 +290,8 @@ class MeshInfo:
         self._stats = stats
         self._members: list[weakref.ref[Subject]] = []
         self._with_other: dict[DeviceMesh, DeviceMesh] = {}  # by the parameter's own mesh
-        self._memories: dict[tuple[str, str], GroupMemory] = {}
+        self.memories: dict[Any, Any] = {}
+        """Memory that is registered with groups of the mesh, until these are renewed."""
         self._flags = 0
         self._has_gradient = bytearray()
 
@@ -435,18 +435,6 @@ class MeshInfo:
             groups = self.groups
         return groups if separate else self.group_cache.get(self.mesh, separate=False)
 
-    def memory_for(self, groups: CommGroups) -> GroupMemory:
-        """Return memory that the backend allocates for what travels on ``groups``."""
-        names = groups.gather.group_name, groups.reduce.group_name
-        if names not in self._memories:
-            self._memories[names] = GroupMemory((groups.gather, groups.reduce), self.device)
-        return self._memories[names]
-
-    @cached_property
-    def symmetric_memory(self) -> SymmetricMemory:
-        """What param groups share that are gathered and reduced in symmetric memory."""
-        return SymmetricMemory(self.device)
-
     @property
     def labels(self) -> list[str]:
         """The names of all param groups in order, also of those that are gone."""
@@ -503,7 +491,7 @@ class MeshInfo:
         """Forget what was issued, and the groups. Call it on every rank."""
         self.order_check.drop()
         vars(self).pop("groups", None)
-        self._memories.clear()
+        self.memories.clear()
         self.forget_gradients()
         self.has_reduced = False
         self.reading = None

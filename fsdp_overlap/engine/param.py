@@ -27,8 +27,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_overlap.layout import ParamSpec
-from fsdp_overlap.tensor.extension import inner_tensors, missing_methods
-from fsdp_overlap.tensor.row_tensor import Sharded
+from fsdp_overlap.tensor.sharded_param import ShardedParam
+from fsdp_overlap.tensor.subclasses import inner_tensors, missing_methods
 from fsdp_overlap.torch_internals import (
     AsyncCollectiveTensor,
     DisableTorchFunctionSubclass,
@@ -199,7 +199,7 @@ class ParamInfo:
         else:
             self.parameter.data = view
 
-    def complete(self, sharded: Sharded) -> None:
+    def complete(self, sharded: ShardedParam) -> None:
         """Give the sharded parameter what its class has beside elements, if it has anything."""
 
     @cached_property
@@ -397,7 +397,7 @@ def plain_class(cls: type) -> Any:
 
 # ---- Where modules have registered parameters ----
 
-Registration = tuple[dict[str, Any], str, torch.Tensor, Sharded]
+Registration = tuple[dict[str, Any], str, torch.Tensor, ShardedParam]
 """A module's ``_parameters``, the name in it, the unsharded parameter and the sharded one."""
 
 
@@ -408,7 +408,7 @@ class ParamModuleInfo:
         self,
         owned: Sequence[ParamInfo],
         parameters: Sequence[torch.Tensor],
-        sharded: Sequence[Sharded],
+        sharded: Sequence[ShardedParam],
     ) -> None:
         self._indices = {id(parameter): index for index, parameter in enumerate(sharded)}
         self._all: list[Registration] = [
@@ -495,7 +495,7 @@ def difference(given: Any, sharded: Any) -> str:
     return "one on the meta device" if given._local_tensor.is_meta else ""
 
 
-def refuse_replaced(name: str, label: str, given: Any, sharded: Sharded) -> NoReturn:
+def refuse_replaced(name: str, label: str, given: Any, sharded: ShardedParam) -> NoReturn:
     what = difference(given, sharded) or "another, and either its unit has run or weights are tied"
     raise RuntimeError(
         f"parameter {name!r} of unit {label!r} was replaced after fully_shard() by {what}, which "

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from functools import partial
-from math import prod
-from typing import NamedTuple
+from typing import NoReturn
 from weakref import ref
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_overlap.comm.collectives import (
+    CoalescedGathers,
     Collectives,
     GatherTensors,
-    NcclCollectives,
     PendingCollective,
     RangeCollectives,
+    Transport,
+    all_reduce,
     choose,
 )
 from fsdp_overlap.comm.comm_streams import (
@@ -32,18 +31,10 @@ from fsdp_overlap.comm.comm_streams import (
     DeviceWorkHandle,
     WorkHandle,
 )
-from fsdp_overlap.comm.custom_collectives import CustomCollectives, CustomComms
-from fsdp_overlap.comm.extension_gather import ExtensionGather
 from fsdp_overlap.comm.process_groups import CommGroups, communicates
-from fsdp_overlap.comm.quantized import QuantizedFormat
-from fsdp_overlap.comm.quantized_choice import gather_for, reduction_for
-from fsdp_overlap.comm.row_collectives import InPlaceRows, PackedRows, choose_for_rows
-from fsdp_overlap.comm.streams import mark_enqueued
-from fsdp_overlap.comm.symmetric_memory import SymmetricCollectives
-from fsdp_overlap.engine.autograd import VersionCounters, graph_task, is_in_backward
-from fsdp_overlap.engine.hsdp import OuterShard, PostForwardShard
+from fsdp_overlap.engine.autograd import VersionCounters, graph_task
 from fsdp_overlap.engine.mesh import MeshInfo, ParamGroupEdits
-from fsdp_overlap.engine.options import QuantizedCommPolicy, UnitSettings, sent_sizes
+from fsdp_overlap.engine.options import CommPolicy, UnitSettings, sent_sizes
 from fsdp_overlap.engine.param import (
     ParamHashes,
     ParamInfo,
@@ -52,12 +43,12 @@ from fsdp_overlap.engine.param import (
     tp_local_tensor,
     unwrap,
 )
-from fsdp_overlap.layout import ParamGroupPlan, Plan, RowsPlan
-from fsdp_overlap.tensor.extension import GatheredTensors, is_subclass, missing_methods
-from fsdp_overlap.tensor.flat_buffer import FlatBuffer
+from fsdp_overlap.engine.storage import DEVICE, Storage
+from fsdp_overlap.layout import ParamGroupPlan, ParamSpec, Plan
+from fsdp_overlap.tensor.flat_buffer import Buffer, FlatBuffer
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor, attributes_of, users_attributes
-from fsdp_overlap.tensor.row_tensor import RowTensor, Sharded, read_full_scalars
-from fsdp_overlap.torch_internals import StridedShard
+from fsdp_overlap.tensor.sharded_param import ShardedParam
+from fsdp_overlap.tensor.subclasses import is_subclass, missing_methods
 
 # ---- States ----
 
@@ -81,74 +72,56 @@ class ParamGroupState(StrEnum):
     UNSHARDED = "unsharded"
 
 
-# ---- Where a plan puts parameters: ranges, or rows ----
+# ---- How full buffers are filled ----
 
 
-def _range(plan: ParamGroupPlan, fqn: str, rank: int) -> tuple[int, int]:
-    held = ((start, stop) for owner, start, stop in plan.ranges(fqn) if owner == rank)
-    return next(held, (0, 0))
+class Gatherer:
+    """Fills full buffers: by one all-gather among the ranks that hold shards. Others derive from
+    it, and are of one param group."""
+
+    goes_alone = False
+    """Whether it may gather among other ranks than other param groups of the unit."""
+    prepares = False
+    """Whether :meth:`prepare` and :meth:`wait_for_prepared` do anything."""
+
+    def collective_op(self, param_group: ParamGroup) -> CollectiveOp:
+        """Return how the full buffer is filled. Collective over the mesh."""
+        return param_group.all_gather, None, param_group.comm_nbytes
+
+    def source(self, param_group: ParamGroup) -> torch.Tensor:
+        """Return what this rank sends in an all-gather. Call it in the comm stream's order."""
+        return param_group.shard
+
+    def prepare(self, comm_stream: CommStream) -> None:
+        """Enqueue on ``comm_stream`` what comes before all-gathers. Collective over replicas."""
+
+    def wait_for_prepared(self) -> None:
+        """Make the current comm stream wait for what :meth:`prepare` enqueued."""
+
+    def replica_reduction(
+        self, total: torch.Tensor, group: dist.ProcessGroup, divisor: float | None
+    ) -> tuple[str, int, Callable[[], PendingCollective]]:
+        """Return how a gradient that was reduced among shards is reduced over replicas: the
+        collective's name, how often its bytes travel, and a function that issues it."""
+        return "all_reduce", 2, partial(all_reduce, total, group, divisor)
+
+    def drop_parts(self) -> None:
+        """Free what is kept of the full buffer between forward and backward."""
+
+    def mark_stale(self) -> None:
+        """Note that nothing that is kept has the values of the shards."""
 
 
-def row_shard(item: ParamInfo, dim: int) -> Placement:
-    """Return the placement of chunks of a parameter. Where tensor parallelism has cut the same
-    dimension, the chunks of all ranks do not follow each other in the order of the mesh."""
-    factor, parameter = 1, item.parameter
-    if item.spmd is not None:
-        factor = item.spmd.cuts_after(dim)
-    elif isinstance(parameter, DTensor):
-        for other, placement in enumerate(parameter.placements):
-            if isinstance(placement, Shard) and placement.dim == dim:
-                factor *= parameter.device_mesh.size(other)
-    return Shard(dim) if factor == 1 else StridedShard(dim, split_factor=factor)
+DIRECT = Gatherer()
+
+MakeGatherer = Callable[["ParamGroup", int | None], Gatherer]
+"""Returns the gatherer of a param group of which so many neighbors keep a part each between forward
+and backward. ``None``: nobody keeps one."""
 
 
-def places_in_shard(plan: Plan, rank: int) -> list[tuple[int, int]]:
-    """Return where in a shard of ``rank`` each parameter begins, and how many elements it has
-    there."""
-    if isinstance(plan, RowsPlan):
-        sizes = [prod(plan.chunk_shape(spec, rank)) for spec in plan.specs]
-        return list(zip(plan.starts, sizes, strict=True))
-    places = []
-    for spec, offset in zip(plan.specs, plan.offsets, strict=True):
-        start, stop = _range(plan, spec.fqn, rank)
-        first = offset + start - plan.shard_starts[rank] if stop > start else 0
-        places.append((first, stop - start))
-    return places
-
-
-# ---- Gradients on their way to the host ----
-
-
-class D2HCopy(NamedTuple):
-    """A gradient on its way to the host, to be read after :meth:`wait`."""
-
-    host: torch.Tensor
-    copied: torch.Event | None
-
-    def is_done(self) -> bool:
-        """Return whether :meth:`wait` would return at once."""
-        return self.copied is None or self.copied.query()
-
-    def wait(self) -> torch.Tensor:
-        """Block the host until the gradient is there, and return it."""
-        if self.copied is not None:
-            self.copied.synchronize()
-        return self.host
-
-
-def copy_to_host(source: torch.Tensor, host: torch.Tensor) -> D2HCopy:
-    """Enqueue the copy of ``source`` to ``host``, after the work that makes it."""
-    host.copy_(source, non_blocking=True)
-    return D2HCopy(host, mark_enqueued(source.device))
-
-
-@dataclass(frozen=True)
-class CollectivePair:
-    """Gathers and reduces a param group, each of the two in its own way. See
-    :class:`~fsdp_overlap.comm.collectives.Collectives`."""
-
-    all_gather: Callable[..., PendingCollective]
-    reduce_scatter: Callable[..., PendingCollective]
+def direct_gatherer(param_group: ParamGroup, post_forward_size: int | None) -> Gatherer:
+    """Return the gatherer of a param group whose full buffer is freed or kept as a whole."""
+    return DIRECT
 
 
 # ---- Param groups ----
@@ -175,8 +148,8 @@ class ParamGroup:
         mesh_info: MeshInfo,
         device: torch.device,
         compute_dtype: torch.dtype,
-        offload: CPUOffloadPolicy | None = None,
-        comm_policy: QuantizedCommPolicy | None = None,
+        storage: Storage = DEVICE,
+        comm_policy: CommPolicy | None = None,
     ) -> None:
         self.plan = plan
         self.owned = list(owned)
@@ -190,27 +163,29 @@ class ParamGroup:
         self.mesh_info = mesh_info
         self.groups: CommGroups
         self.collectives: Collectives
-        self.extensions: ExtensionGather | None = None
+        self.carriers: RangeCollectives
+        """Collectives of ranges, on which :attr:`collectives` are built."""
+        self.transport: Transport | None = None
+        self.reduce_dtype: torch.dtype
+        """What gradients travel in."""
         self.compute_dtype = compute_dtype
         self.comm_policy = comm_policy
-        self.offload = offload
-        """Set if the shard and its gradient rest on the host, and another device computes."""
+        self.storage = storage
         self.parameters = [item.parameter for item in owned]
         self.is_tensor_parallel = any(item.is_tensor_parallel for item in owned)
         """Whether some gradients are DTensors, or parts of a sum over tensor parallelism."""
         values = [unwrap(tp_local_tensor(parameter)) for parameter in self.parameters]
-        self.sharded_parameters: list[Sharded] = []
+        self.sharded_parameters: list[ShardedParam] = []
         self.allocate(device, self.parameters)
         self.init_shard(values)
         self.give_memory()
         self.init_hashes = ParamHashes(values, self.version) if mesh_info.communicates else None
         """Hashes of what this rank sharded, until ranks have compared them."""
-        self.post_forward_shard: PostForwardShard | None = None
-        """The part of the full buffer that is kept until backward, if the unit asks for one."""
+        self.gatherer = DIRECT
+        self.make_gatherer: MakeGatherer = direct_gatherer
+        """Chooses the gatherer when the param group is connected."""
         self.counters: VersionCounters
         """Those of the unsharded parameters, which autograd must not read unless they are there."""
-        self.outer_shard: OuterShard | None = None
-        """The shard, if the ranks that hold copies of it divide it."""
         self._work: WorkHandle | None = None
         self.unread: DeviceWorkHandle | None = None
         """An all-gather whose full buffer was freed before compute waited for it. It may still read
@@ -229,9 +204,7 @@ class ParamGroup:
         # The plan among the ranks that gather. The ranks that hold parts of one shard put it
         # together before.
         self.gather_plan = plan.merged(mesh_info.shard_size) if mesh_info.shards_replicas else plan
-        policy = self.comm_policy
-        codes = policy.gather_dtype if policy is not None else None
-        sent = sent_sizes(self.gather_plan, self.compute_dtype, policy, codes)
+        sent = sent_sizes(self.gather_plan, self.compute_dtype, self.comm_policy)
         self.gathered_nbytes = sum(sent)
         """What an all-gather brings together, on all ranks."""
         self.comm_nbytes = self.gathered_nbytes - sent[mesh_info.shard_rank]
@@ -244,32 +217,37 @@ class ParamGroup:
         self.edits.trainability = 0
         self.register(made)
 
-    def _make_buffers(self, device: torch.device) -> Sequence[Sharded]:
+    def _make_buffers(self, device: torch.device) -> Sequence[ShardedParam]:
         """Make the full buffer and the shard, and return what the shard has of each parameter."""
-        plan, mesh_info, edits = self.plan, self.mesh_info, self.edits
-        rank, dtype = mesh_info.plan_rank, plan.specs[0].dtype
-        self.full: FlatBuffer | GatheredTensors = FlatBuffer(plan, self.compute_dtype, device)
-        self.shard = self._at_rest(device, plan.shard_numels[rank], dtype).zero_()
-        tensors: list[Sharded] = []
-        places = places_in_shard(plan, rank)
-        for item, spec, (first, size) in zip(self.owned, plan.specs, places, strict=True):
-            local = self.shard[first : first + size]
-            if isinstance(plan, RowsPlan):
-                local = local.view(plan.chunk_shape(spec, rank))
-                layout = mesh_info.spec(item, row_shard(item, spec.cut_dim), dtype)
-                tensors.append(RowTensor.wrap(local, layout, edits))
-                read_full_scalars(layout.mesh)
-            else:
-                layout = mesh_info.spec(item, mesh_info.range_shard(plan, spec.fqn), dtype)
-                tensors.append(RaggedDTensor.wrap(local, layout, edits))
-        return tensors
+        plan, rank, dtype = self.plan, self.mesh_info.plan_rank, self.plan.specs[0].dtype
+        self.full: Buffer = FlatBuffer(plan, self.compute_dtype, device)
+        self.shard = self.storage.empty(plan.shard_numels[rank], dtype, device).zero_()
+        return [
+            self._make_sharded(item, spec, self.shard[first : first + size])
+            for item, spec, (first, size) in zip(
+                self.owned, plan.specs, plan.places(rank), strict=True
+            )
+        ]
+
+    def _make_sharded(self, item: ParamInfo, spec: ParamSpec, local: torch.Tensor) -> ShardedParam:
+        """Return the sharded form of a parameter, of which this rank has ``local``, flat."""
+        assert isinstance(self.plan, ParamGroupPlan)
+        placement = self.mesh_info.range_shard(self.plan, spec.fqn)
+        layout = self.mesh_info.spec(item, placement, self.plan.specs[0].dtype)
+        return RaggedDTensor.wrap(local, layout, self.edits)
+
+    def _own_part(self, value: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
+        """Return this rank's part of an unsharded parameter."""
+        assert isinstance(self.plan, ParamGroupPlan)
+        first, last = self.plan.range_of(spec.fqn, self.mesh_info.plan_rank)
+        return value.reshape(-1)[first:last]
 
     def _make_parameters(
-        self, forms: Sequence[Sharded], like: Sequence[torch.Tensor]
-    ) -> list[Sharded]:
+        self, forms: Sequence[ShardedParam], like: Sequence[torch.Tensor]
+    ) -> list[ShardedParam]:
         """Return the sharded parameters, of which ``forms`` are the tensors. They take their
         attributes from ``like``."""
-        made: list[Sharded] = []
+        made: list[ShardedParam] = []
         for form, model, spec, item in zip(forms, like, self.plan.specs, self.owned, strict=True):
             sharded = form.as_parameter(model.requires_grad)
             vars(sharded).update(users_attributes(model, form._local_tensor))
@@ -284,7 +262,7 @@ class ParamGroup:
         for item, view in zip(self.owned, self.full.views, strict=True):
             item.give_memory(view)
 
-    def register(self, sharded: list[Sharded]) -> None:
+    def register(self, sharded: list[ShardedParam]) -> None:
         """Make ``sharded`` the sharded parameters, and register them in the modules."""
         self.sharded_parameters = sharded
         self.find_registrations()
@@ -296,22 +274,9 @@ class ParamGroup:
 
     def init_shard(self, values: Sequence[torch.Tensor]) -> None:
         """Copy this rank's part of the unsharded ``values`` of the parameters into the shard."""
-        plan, rank = self.plan, self.mesh_info.plan_rank
-        for sharded, value, spec in zip(self.sharded_parameters, values, plan.specs, strict=True):
-            if isinstance(plan, RowsPlan):
-                first, last = plan.held(spec, rank)
-                part = value.narrow(spec.cut_dim, first, last - first)
-            else:
-                first, last = _range(plan, spec.fqn, rank)
-                part = value.reshape(-1)[first:last]
-            sharded._local_tensor.copy_(part)
-
-    def _at_rest(self, device: torch.device, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory for a shard or its gradient in a param group whose full buffer is on
-        ``device``."""
-        if self.offload is None or device.type == "meta":
-            return torch.empty(numel, dtype=dtype, device=device)
-        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self.offload.pin_memory)
+        specs = self.plan.specs
+        for sharded, value, spec in zip(self.sharded_parameters, values, specs, strict=True):
+            sharded._local_tensor.copy_(self._own_part(value, spec))
 
     @property
     def is_opaque(self) -> bool:
@@ -330,13 +295,7 @@ class ParamGroup:
     @property
     def rest_device(self) -> torch.device:
         """Where the shard is, or will be once it is no longer on the meta device."""
-        return self.mesh_info.device if self.offload is None else torch.device("cpu")
-
-    def to_host(self, reduced: torch.Tensor) -> D2HCopy:
-        """Enqueue the copy of a gradient to the host, where an offloaded shard rests. The copy
-        runs after the work that makes ``reduced``."""
-        # Fresh memory each time, so that earlier gradients that a user holds stay as they are.
-        return copy_to_host(reduced, self._at_rest(reduced.device, reduced.numel(), reduced.dtype))
+        return self.storage.rest_device(self.mesh_info.device)
 
     def materialize(self, device: torch.device) -> None:
         """Give memory on ``device`` to a param group of the meta device: its shard is zeros, and
@@ -377,19 +336,12 @@ class ParamGroup:
         """
         mesh_info = self.mesh_info
         self.edits.has_run = True
-        self.groups = groups = mesh_info.groups_for(settings.separates_reductions)
-        self.full.memory = mesh_info.memory_for(groups) if settings.uses_group_memory else None
-        self.post_forward_shard = None
+        self.groups = mesh_info.groups_for(settings.separates_reductions)
+        self.full.memory = None if settings.memory_of is None else settings.memory_of(self)
         self._validate_methods()
-        if post_forward_size is not None:
-            group = mesh_info.group_cache.get_neighbors(mesh_info.mesh, post_forward_size)
-            assert isinstance(self.full, FlatBuffer)
-            self.post_forward_shard = PostForwardShard(
-                self.full, post_forward_size, group, mesh_info.device_type
-            )
-        self.collectives = self._choose_collectives(settings, reduce_dtype)
-        if mesh_info.shards_replicas:
-            self.outer_shard = OuterShard(self, mesh_info)
+        self.gatherer = self.make_gatherer(self, post_forward_size)
+        self.transport, self.reduce_dtype = settings.transport, reduce_dtype
+        self.collectives = self._choose_collectives()
 
     def _validate_methods(self) -> None:
         """Raise TypeError if plain parameters were given the methods of a tensor extension, which
@@ -397,58 +349,28 @@ class ParamGroup:
         for parameter in self.sharded_parameters:
             local = parameter._local_tensor
             if not is_subclass(local) and len(missing_methods(local)) < 2:
-                raise TypeError(
-                    f"a parameter of unit {self.label!r}, of shape {tuple(parameter.shape)}, was "
-                    "given the methods of a tensor extension after fully_shard(), and is a plain "
-                    "tensor: make it one of a class that has them, before fully_shard()"
-                )
+                self._refuse_methods(parameter)
 
-    def _choose_collectives(self, settings: UnitSettings, reduce_dtype: torch.dtype) -> Collectives:
+    def _refuse_methods(self, parameter: ShardedParam) -> NoReturn:
+        raise TypeError(
+            f"a parameter of unit {self.label!r}, of shape {tuple(parameter.shape)}, was given the "
+            "methods of a tensor extension after fully_shard(), and is a plain tensor: make it one "
+            "of a class that has them, before fully_shard()"
+        )
+
+    def _choose_collectives(self) -> Collectives:
         """Return what gathers the param group in its dtype of compute and reduces it in
-        ``reduce_dtype``, unless it is quantized, or its parameters say themselves how they are
-        gathered."""
-        mesh_info, plan, group = self.mesh_info, self.gather_plan, self.groups.gather
-        policy = self.comm_policy
-        flat = plan.packed if isinstance(plan, RowsPlan) else plan
-        ranges: RangeCollectives = choose(group, mesh_info.device_type, flat)
-        is_alone = not communicates(group)
-        is_custom = settings.comms != CustomComms()
-        if policy is not None and not policy.applies_to(plan):
-            policy = None
-        if policy is not None and policy.reduce_dtype is not None and settings.comms.reduce_scatter:
-            raise ValueError(
-                "set_custom_reduce_scatter() and QuantizedCommPolicy(reduce_dtype=...): gradients "
-                "in few bits are sent by an all-to-all and summed after; leave one of the two out"
-            )
-        if is_custom and not is_alone:
-            ranges = CustomCollectives(settings.comms, ranges)
-        elif settings.uses_symmetric_memory and not is_alone:
-            mesh_info.symmetric_memory.reserve(plan, self.compute_dtype, reduce_dtype)
-            ranges = SymmetricCollectives(flat, mesh_info.symmetric_memory)
-        chosen: Collectives = ranges
-        if isinstance(plan, RowsPlan) and not is_alone:
-            is_free = not is_custom and not settings.uses_symmetric_memory
-            fastest = choose_for_rows(group, mesh_info.device_type, plan)
-            chosen = fastest if is_free else PackedRows(plan, ranges)
-        if self.extensions is not None:
-            self.extensions.others = ranges
-            return CollectivePair(self.extensions.all_gather, chosen.reduce_scatter)
-        if policy is None:
-            return chosen
-        gather, reduce = chosen.all_gather, chosen.reduce_scatter
+        :attr:`reduce_dtype`."""
+        group, policy = self.groups.gather, self.comm_policy
+        self.carriers = choose(group, self.mesh_info.device_type, self.gather_plan.packed)
+        if self.transport is not None and communicates(group):
+            self.carriers = self.transport.wrap(self.carriers, self)
+        collectives = self._wrap_carriers()
+        return collectives if policy is None else policy.wrap(collectives, self)
 
-        def wire(dtype: torch.dtype, codes: torch.dtype) -> QuantizedFormat:
-            travels = policy.wire(plan, dtype, codes)
-            own = travels.segment(0 if isinstance(plan, RowsPlan) else group.rank())
-            return QuantizedFormat(travels, own, codes, policy.scale_dtype(dtype, codes))
-
-        if policy.gather_dtype is not None:
-            sent = wire(self.compute_dtype, policy.gather_dtype)
-            gather = gather_for(sent, plan, ranges, self.device).all_gather
-        if policy.reduce_dtype is not None and not is_alone:
-            sent = wire(reduce_dtype, policy.reduce_dtype)
-            reduce = reduction_for(sent, plan, self.device).reduce_scatter
-        return CollectivePair(gather, reduce)
+    def _wrap_carriers(self) -> Collectives:
+        """Return what gathers and reduces by :attr:`carriers`."""
+        return self.carriers
 
     def make_unsharded(self) -> bool:
         """Make the unsharded parameters, if these are what a gather makes, unless it was done
@@ -513,10 +435,7 @@ class ParamGroup:
             RuntimeError: the param group is on the meta device.
         """
         if self.is_meta:
-            raise RuntimeError(
-                f"unit {self.label!r} is on the meta device: call to_empty(device=...) on the "
-                "model, then initialize it or load a checkpoint; or load_state_dict(assign=True)"
-            )
+            self._refuse_meta()
         if self.state is ParamGroupState.GATHERING:
             self.wait()
         self._before = self.state
@@ -526,6 +445,12 @@ class ParamGroup:
             self.counters.forbid_reads()
         if not self.full.allocated:
             comm_stream.allocate(self.label, self.full)
+
+    def _refuse_meta(self) -> NoReturn:
+        raise RuntimeError(
+            f"unit {self.label!r} is on the meta device: call to_empty(device=...) on the model, "
+            "then initialize it or load a checkpoint; or load_state_dict(assign=True)"
+        )
 
     def cancel_gather(self) -> None:
         """Take :meth:`begin_gather` back, if it was called: nothing will be gathered."""
@@ -539,44 +464,20 @@ class ParamGroup:
         self._work = work
         self._before = None
         self.gathered_version = self.version
-        if self.offload is not None:
+        if self.storage.is_on_host:
             self.mesh_info.reading = work
-
-    def collective_op(self) -> CollectiveOp:
-        """Return how the full buffer is filled: by an all-gather, or from the neighbors' parts if
-        they were kept. Collective over the mesh."""
-        part = self.post_forward_shard
-        if part is None:
-            return self._all_gather, None, self.comm_nbytes
-        version = self.version
-        is_kept = part.holds(version)
-        # Backward uses the part up, and without gradients no backward will need it.
-        keeps = torch.is_grad_enabled() and not is_in_backward()
-        return (
-            partial(part.all_gather, self.full.flat) if is_kept else self._all_gather,
-            part.keeper(version) if keeps else part.drop,
-            part.nbytes_of_others(self.full.flat) if is_kept else self.comm_nbytes,
-        )
 
     def gather_tensors(self) -> GatherTensors | None:
         """Return what its all-gather fills and sends, if NCCL can run it as one with others of the
         same group. Else ``None``. Call it in the comm stream's order."""
         own = self.collectives
-        if self.post_forward_shard is not None or not isinstance(
-            own, NcclCollectives | InPlaceRows
-        ):
+        if self.gatherer.goes_alone or not isinstance(own, CoalescedGathers):
             return None
-        return own.gather_tensors(self.full.flat, self._gathered_shard(), self.groups.gather)
+        return own.gather_tensors(self.full.flat, self.gatherer.source(self), self.groups.gather)
 
-    def _all_gather(self) -> PendingCollective:
-        shard = self.shard if self.outer_shard is None else self._gathered_shard()
-        return self.collectives.all_gather(self.full.flat, shard, self.groups.gather)
-
-    def _gathered_shard(self) -> torch.Tensor:
-        if self.outer_shard is None:
-            return self.shard
-        self.outer_shard.wait()
-        return self.outer_shard.full_shard.flat
+    def all_gather(self) -> PendingCollective:
+        """Fill the full buffer from the shards of all ranks."""
+        return self.collectives.all_gather(self.full.flat, self.shard, self.groups.gather)
 
     def wait(self) -> None:
         """Make compute wait for the all-gather, if one is under way."""
@@ -592,10 +493,7 @@ class ParamGroup:
         """Free the full buffer, as the comm stream does. Raise RuntimeError if it is sharded, which
         is a mistake of the schedule."""
         if self.state is ParamGroupState.SHARDED:
-            raise RuntimeError(
-                f"param group of unit {self.label!r} is freed and not gathered; after an error "
-                "call ctx.reset() on every rank"
-            )
+            self._refuse_free()
         if isinstance(self._work, DeviceWorkHandle):
             # What it writes to is used next on the comm stream, which allocated it.
             self.unread, self._work = self._work, None
@@ -608,23 +506,23 @@ class ParamGroup:
             self.counters.forbid_reads()
         comm_stream.free(self.label, self.full, after, waits)
 
+    def _refuse_free(self) -> NoReturn:
+        raise RuntimeError(
+            f"param group of unit {self.label!r} is freed and not gathered; after an error call "
+            "ctx.reset() on every rank"
+        )
+
     def reset(self, comm_stream: CommStream) -> None:
         """Bring the param group to rest from any state, even if its all-gather failed."""
         if self.is_gathered:
             self.free(comm_stream, comm_stream.record_compute_event())
         elif self.full.allocated:  # by a gather that raised
             comm_stream.free(self.label, self.full, comm_stream.record_compute_event())
-        self.free_post_forward_shard()
-        if self.outer_shard is not None:
-            self.outer_shard.reset()
+        self.gatherer.drop_parts()
+        self.gatherer.mark_stale()
         if self.edits.stepper is not None:
             self.edits.stepper.reset()
         self.module_info.to_sharded()
-
-    def free_post_forward_shard(self) -> None:
-        """Free the kept part. Backward then gathers from all ranks."""
-        if self.post_forward_shard is not None:
-            self.post_forward_shard.drop()
 
 
 # ---- grad_dtype that users set on sharded parameters ----
@@ -640,11 +538,7 @@ def sync_grad_dtypes(param_groups: Sequence[ParamGroup]) -> None:
     for param_group in param_groups:
         dtypes = {parameter._grad_dtype for parameter in param_group.sharded_parameters}
         if len(dtypes) > 1:
-            raise RuntimeError(
-                f"unit {param_group.label!r} has parameters whose grad_dtype is "
-                f"{' and '.join(sorted(map(str, dtypes)))}, and their gradients travel together: "
-                "set the same for all of them, or set it before fully_shard()"
-            )
+            _refuse_dtypes(param_group, dtypes)
     for param_group in param_groups:
         # Also the parameters' own dtype if somebody set it: compute may have another, in which
         # autograd would sum.
@@ -653,4 +547,12 @@ def sync_grad_dtypes(param_groups: Sequence[ParamGroup]) -> None:
         if dtype is not None and dtype != param_group.plan.specs[0].grad_dtype:
             param_group.grad_dtype = dtype
             specs = tuple(replace(spec, grad_dtype=dtype) for spec in param_group.plan.specs)
-            param_group.plan = replace(param_group.plan, specs=specs)
+            param_group.plan = param_group.plan.with_specs(specs)
+
+
+def _refuse_dtypes(param_group: ParamGroup, dtypes: Iterable[torch.dtype]) -> NoReturn:
+    raise RuntimeError(
+        f"unit {param_group.label!r} has parameters whose grad_dtype is "
+        f"{' and '.join(sorted(map(str, dtypes)))}, and their gradients travel together: set the "
+        "same for all of them, or set it before fully_shard()"
+    )

@@ -20,7 +20,7 @@ from fsdp_overlap.engine.casts import cast_of_inputs, cast_of_output
 from fsdp_overlap.engine.edits import FREED, Uncompared, UnshardedEdits
 from fsdp_overlap.engine.grads import ParamGroupGradients
 from fsdp_overlap.engine.mesh import ParamGroupEdits
-from fsdp_overlap.engine.options import QuantizedCommPolicy, UnitSettings, reduce_dtype
+from fsdp_overlap.engine.options import CommPolicy, UnitSettings, reduce_dtype
 from fsdp_overlap.engine.param import (
     ParamInfo,
     UnownedParameters,
@@ -32,7 +32,7 @@ from fsdp_overlap.engine.param_group import ParamGroup, ParamGroupState
 from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.tensor.pytree import UnderWay
 from fsdp_overlap.tensor.ragged_dtensor import ShardEdits
-from fsdp_overlap.tensor.row_tensor import Sharded
+from fsdp_overlap.tensor.sharded_param import ShardedParam
 
 # ---- Units ----
 
@@ -97,7 +97,7 @@ class Unit:
         param_groups: list[ParamGroup],
         mp_policy: MixedPrecisionPolicy,
         offload_policy: OffloadPolicy,
-        comm_policy: QuantizedCommPolicy | None,
+        comm_policy: CommPolicy | None,
         reshard_after_forward: bool | int | None,
         unowned: UnownedParameters,
         adopt: Callable[[Unit], None],
@@ -124,7 +124,7 @@ class Unit:
         """The units that the user wants gathered when this one runs, instead of those predicted."""
         self.unowned = unowned
         self._adopt = adopt
-        self.is_offloaded = any(param_group.offload is not None for param_group in param_groups)
+        self.is_offloaded = any(param_group.storage.is_on_host for param_group in param_groups)
         # Tensor parallelism may take a collective before a reduction, at a point of its own.
         self.is_in_pieces = any(group.plan.specs[0].piece for group in param_groups) and not any(
             group.is_tensor_parallel for group in param_groups
@@ -193,7 +193,7 @@ class Unit:
         return [module for module in (ref() for ref in self._modules) if module is not None]
 
     @property
-    def sharded_parameters(self) -> list[Sharded]:
+    def sharded_parameters(self) -> list[ShardedParam]:
         return [p for param_group in self.param_groups for p in param_group.sharded_parameters]
 
     @property
@@ -309,8 +309,7 @@ class Unit:
         """Note that no full buffer holds what the shards hold. Its next use gathers it again."""
         for param_group in self.param_groups:
             param_group.mark_stale()
-            if param_group.outer_shard is not None:
-                param_group.outer_shard.reset()
+            param_group.gatherer.mark_stale()
 
     def wait(self) -> None:
         for param_group in self.param_groups:
@@ -318,7 +317,7 @@ class Unit:
 
     def free_post_forward_shards(self) -> None:
         for param_group in self.param_groups:
-            param_group.free_post_forward_shard()
+            param_group.gatherer.drop_parts()
 
     def reset(self, comm_stream: CommStream) -> None:
         """Bring the unit to rest from any state."""

@@ -17,7 +17,7 @@ from fsdp_overlap.engine.param import (
     owner_of,
     record_replacement,
 )
-from fsdp_overlap.engine.param_group import ParamGroup, places_in_shard
+from fsdp_overlap.engine.param_group import ParamGroup
 from fsdp_overlap.engine.unit import Unit, unit_of, unit_of_edits
 from fsdp_overlap.features.meta_init import (
     cast_to_assigned,
@@ -25,7 +25,7 @@ from fsdp_overlap.features.meta_init import (
     register_unsharded_once,
     update_shared_params,
 )
-from fsdp_overlap.tensor.row_tensor import Sharded
+from fsdp_overlap.tensor.sharded_param import ShardedParam
 from fsdp_overlap.torch_internals import DisableTorchFunctionSubclass
 
 
@@ -113,7 +113,7 @@ def _tie_assigned(unit: Unit) -> None:
         param_group.find_registrations()
 
 
-def _owned(param_group: ParamGroup) -> Iterator[tuple[ParamInfo, Sharded]]:
+def _owned(param_group: ParamGroup) -> Iterator[tuple[ParamInfo, ShardedParam]]:
     return zip(param_group.owned, param_group.sharded_parameters, strict=True)
 
 
@@ -127,7 +127,7 @@ def _belongs_to_unit(parameter: Any) -> bool:
     return owner_of(parameter) is not None and getattr(parameter, "edits", None) is not None
 
 
-def _is_adoptable(given: Any, sharded: Sharded, param_group: ParamGroup) -> bool:
+def _is_adoptable(given: Any, sharded: ShardedParam, param_group: ParamGroup) -> bool:
     if given is sharded or difference(given, sharded):
         return False
     if not _belongs_to_unit(given):
@@ -143,7 +143,7 @@ def _share_shard(parameter: Any, param_group: ParamGroup) -> None:
     unit, count = unit_of_edits(parameter.edits), param_group.shard.numel()
     assert unit is not None
     owner = next(group for group in unit.param_groups if group.edits is parameter.edits)
-    places = places_in_shard(owner.plan, owner.mesh_info.plan_rank)
+    places = owner.plan.places(owner.mesh_info.plan_rank)
     index = owner.module_info.index_of(parameter)
     assert index is not None
     first, _ = places[index]
@@ -176,7 +176,7 @@ def _with_hash(cls: Any, hash_of: Any) -> Any:
 
 
 @torch.no_grad()
-def _adopt(parameter: Any, form: Sharded) -> None:
+def _adopt(parameter: Any, form: ShardedParam) -> None:
     """Make ``parameter``, a DTensor laid out as ``form`` is, the sharded parameter in its place."""
     form._local_tensor.copy_(parameter._local_tensor)
     gradient, parameter.grad = parameter.grad, None

@@ -61,7 +61,7 @@ def cast_param_group(unit: Unit, param_group: ParamGroup, values: torch.Tensor) 
     old = param_group.sharded_parameters
     version = param_group.version
     specs = tuple(replace(spec, dtype=values.dtype) for spec in param_group.plan.specs)
-    param_group.plan = replace(param_group.plan, specs=specs)
+    param_group.plan = param_group.plan.with_specs(specs)
     param_group.compute_dtype = compute_dtype(specs[0], unit.mp_policy)
     param_group.allocate(param_group.device, old)
     param_group.shard.copy_(values)

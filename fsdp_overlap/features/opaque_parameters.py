@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_overlap.engine.param import ParamInfo, parameters_outside_units
-from fsdp_overlap.tensor.row_tensor import Sharded
+from fsdp_overlap.tensor.sharded_param import ShardedParam
 
 
 @dataclass
@@ -25,7 +25,7 @@ class OpaqueParamInfo(ParamInfo):
             alias.data = view
         super().give_memory(view)
 
-    def complete(self, sharded: Sharded) -> None:
+    def complete(self, sharded: ShardedParam) -> None:
         share_attributes(sharded, self.parameter, self.aliases)
 
 

@@ -16,16 +16,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_overlap.engine.context import FsdpContext
 from fsdp_overlap.engine.mesh import MeshInfo
-from fsdp_overlap.engine.options import QuantizedCommPolicy, reduce_dtype
+from fsdp_overlap.engine.options import CommPolicy, reduce_dtype
 from fsdp_overlap.engine.param import ParamInfo, concatenate_meshes, tp_local_tensor
 from fsdp_overlap.features.opaque_parameters import with_aliases
-from fsdp_overlap.layout import PerTensor
-from fsdp_overlap.layout.layouts import layout_for
+from fsdp_overlap.layout.layouts import RowLayout, layout_for
 from fsdp_overlap.tensor.comm_dtypes import REDUCE_DTYPES
-from fsdp_overlap.tensor.extension import inner_tensors, is_subclass, missing_methods
 from fsdp_overlap.tensor.placement import tile_of
 from fsdp_overlap.tensor.sharded_param import refused_grad_dtype
 from fsdp_overlap.tensor.spmd_mesh import SPMDMesh, spmd_mesh_of, spmd_placement
+from fsdp_overlap.tensor.subclasses import inner_tensors, is_subclass, missing_methods
 from fsdp_overlap.torch_internals import DTensorSpec
 
 
@@ -36,7 +35,7 @@ def check_parameters(
     mesh: DeviceMesh,
     spmd: SPMDMesh | None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None,
-    comm_policy: QuantizedCommPolicy | None,
+    comm_policy: CommPolicy | None,
     mp_policy: MixedPrecisionPolicy,
     reshard_after_forward: bool | int | None,
 ) -> tuple[dict[MeshInfo, list[ParamInfo]], bool | int | None]:
@@ -164,7 +163,7 @@ def _check_extension(
     item: ParamInfo,
     ctx: FsdpContext,
     reshard_after_forward: bool | int | None,
-    comm_policy: QuantizedCommPolicy | None,
+    comm_policy: CommPolicy | None,
 ) -> None:
     """Raise ValueError if a parameter that says itself how it is gathered cannot be."""
     what = f"{item.where} is a {type(tp_local_tensor(item.parameter)).__name__}, "
@@ -205,7 +204,7 @@ def _check_rows(item: ParamInfo, mesh_info: MeshInfo) -> None:
 
 
 def _is_in_rows(item: ParamInfo, ctx: FsdpContext) -> bool:
-    return isinstance(layout_for(ctx.layout, item.spec), PerTensor)
+    return isinstance(layout_for(ctx.layout, item.spec), RowLayout)
 
 
 def _checked_reshard_after_forward(value: bool | int | None, sizes: set[int]) -> bool | int | None:

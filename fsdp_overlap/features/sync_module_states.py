@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_overlap.engine.mesh import MeshInfo
 from fsdp_overlap.engine.param import ParamInfo, modules_outside_units, tp_local_tensor
-from fsdp_overlap.tensor.extension import inner_tensors
+from fsdp_overlap.tensor.subclasses import inner_tensors
 
 
 def sync_module_states_from_first(

@@ -6,12 +6,10 @@ from fsdp_overlap.layout.layouts import (
     Flat,
     Layout,
     LayoutRule,
-    PerTensor,
     TensorAtomic,
 )
-from fsdp_overlap.layout.param_group_plan import ParamGroupPlan
-from fsdp_overlap.layout.planner import Plan, plan_units
-from fsdp_overlap.layout.rows_plan import RowsPlan
+from fsdp_overlap.layout.param_group_plan import ParamGroupPlan, Plan
+from fsdp_overlap.layout.planner import plan_units
 from fsdp_overlap.layout.spec import ParamSpec
 
 __all__ = [
@@ -21,9 +19,7 @@ __all__ = [
     "LayoutRule",
     "ParamGroupPlan",
     "ParamSpec",
-    "PerTensor",
     "Plan",
-    "RowsPlan",
     "TensorAtomic",
     "plan_units",
 ]

@@ -14,7 +14,7 @@ from functools import cached_property
 from math import lcm
 
 from fsdp_overlap.layout.balance import Item, Loads, assign_owners, assign_to_adjacent_ranks
-from fsdp_overlap.layout.layouts import LayoutRule, PerTensor, layout_for
+from fsdp_overlap.layout.layouts import LayoutRule, RowLayout, layout_for
 from fsdp_overlap.layout.pack import (
     DEFAULT_PADDING,
     ItemsByRank,
@@ -24,8 +24,7 @@ from fsdp_overlap.layout.pack import (
     pack_equal,
     plan_of,
 )
-from fsdp_overlap.layout.param_group_plan import ParamGroupPlan, equal_shards
-from fsdp_overlap.layout.rows_plan import RowsPlan
+from fsdp_overlap.layout.param_group_plan import ParamGroupPlan, Plan, equal_shards
 from fsdp_overlap.layout.spec import ParamSpec
 
 # A parameter of at most this fraction of a rank's fair share, of bytes and of work, is not worth
@@ -46,7 +45,7 @@ class BalancedPlanner:
         other._loads = copy.deepcopy(self._loads)
         return other
 
-    def plan(self, units: Sequence[Sequence[ParamSpec]]) -> list[list[ParamGroupPlan | RowsPlan]]:
+    def plan(self, units: Sequence[Sequence[ParamSpec]]) -> list[list[Plan]]:
         """Return the plans of each unit's param groups. Loads are most even if all units are
         planned together."""
         by_unit = [self._param_groups(specs) for specs in units]
@@ -64,20 +63,20 @@ class BalancedPlanner:
             for unit in by_unit
         ]
 
-    def _param_groups(self, specs: Sequence[ParamSpec]) -> list[_ParamGroup | RowsPlan]:
+    def _param_groups(self, specs: Sequence[ParamSpec]) -> list[_ParamGroup | Plan]:
         items_of: dict[tuple[object, ...], list[Item]] = {}
         for spec in specs:
             rule = layout_for(self.layout, spec)
             padding = getattr(rule, "max_padding", 0.0)
             item = Item(spec, lcm(rule.block_size(spec), spec.block), rule.work(spec), padding)
-            kind = isinstance(rule, PerTensor), *spec.kind
+            kind = rule if isinstance(rule, RowLayout) else None, *spec.kind
             items_of.setdefault(kind, []).append(item)
         world_size = self._loads.world_size
         return [
-            RowsPlan(tuple(item.spec for item in items), world_size)
-            if is_per_tensor
+            rows.plan([item.spec for item in items], world_size)
+            if isinstance(rows, RowLayout)
             else _ParamGroup(items)
-            for (is_per_tensor, *_), items in items_of.items()
+            for (rows, *_), items in items_of.items()
         ]
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
 from typing import Protocol
 
+from fsdp_overlap.layout.param_group_plan import Plan
 from fsdp_overlap.layout.spec import ParamSpec
 
 
@@ -57,19 +59,13 @@ class BlockAtomic(Layout):
         return max(1, self.rows * prod(spec.shape[1:]))
 
 
-@dataclass(frozen=True)
-class PerTensor(Layout):
-    """Each parameter is cut along its first dimension into as many chunks as there are ranks, as
-    FSDP2 cuts it. Sharded parameters are then DTensors placed as ``Shard(0)``, of which each rank
-    has some rows, and all that works on FSDP2's parameters works on them.
+class RowLayout(Layout):
+    """A layout under which each rank has rows of each parameter. It plans param groups itself, each
+    apart from all else."""
 
-    Chunks are those of ``torch.chunk``: all have the same number of rows, but the last ones may
-    have fewer, or none. ``shard_placement_fn`` of :func:`~fsdp_overlap.fully_shard` may choose
-    another dimension for a parameter.
-    """
-
-    def block_size(self, spec: ParamSpec) -> int:
-        return max(1, prod(spec.shape[1:]))
+    @abstractmethod
+    def plan(self, specs: Sequence[ParamSpec], world_size: int) -> Plan:
+        """Return the plan of a param group of these parameters."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import Protocol, Self
 
 from fsdp_overlap.layout.spec import ParamSpec
 
@@ -15,6 +16,62 @@ _PICTURE_COLUMNS = 64
 def align(numel: int, alignment: int) -> int:
     """Return the smallest multiple of ``alignment`` that is at least ``numel``."""
     return -(-numel // alignment) * alignment
+
+
+class Plan(Protocol):
+    """Where the parameters of a param group lie in its flat buffer, and what each rank holds. All
+    numbers are in elements. The same plan has the same ``repr()`` on every rank."""
+
+    @property
+    def specs(self) -> tuple[ParamSpec, ...]: ...
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each parameter begins in the flat buffer."""
+        ...
+
+    @property
+    def shard_numels(self) -> tuple[int, ...]:
+        """The size of each rank's shard."""
+        ...
+
+    @property
+    def numel(self) -> int:
+        """The size of the flat buffer, with padding."""
+        ...
+
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def is_equal(self) -> bool:
+        """Whether all shards have the same size."""
+        ...
+
+    @property
+    def padding(self) -> int:
+        """How many elements of the flat buffer belong to no parameter."""
+        ...
+
+    @property
+    def packed(self) -> ParamGroupPlan:
+        """The plan of a buffer of all shards, one after the other, as collectives see them."""
+        ...
+
+    def places(self, rank: int) -> list[tuple[int, int]]:
+        """Return where in the shard of ``rank`` each parameter begins, and how many elements it has
+        there."""
+        ...
+
+    def merged(self, world_size: int) -> ParamGroupPlan:
+        """Return the same flat buffer in ranges on fewer ranks.
+
+        Raises:
+            ValueError: ``world_size`` does not divide the number of ranks.
+        """
+        ...
+
+    def with_specs(self, specs: tuple[ParamSpec, ...]) -> Self:
+        """Return the same plan of parameters of the same sizes."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -75,6 +132,13 @@ class ParamGroupPlan:
         """Whether all shards have the same size."""
         return len(set(self.shard_numels)) == 1
 
+    @property
+    def packed(self) -> ParamGroupPlan:
+        return self
+
+    def with_specs(self, specs: tuple[ParamSpec, ...]) -> ParamGroupPlan:
+        return replace(self, specs=specs)
+
     def merged(self, world_size: int) -> ParamGroupPlan:
         """Return the same flat buffer on fewer ranks, each with the shards of several adjacent
         ranks.
@@ -104,6 +168,21 @@ class ParamGroupPlan:
             KeyError: the param group has no parameter of that name.
         """
         return list(self._ranges[fqn])
+
+    def range_of(self, fqn: str, rank: int) -> tuple[int, int]:
+        """Return ``(start, stop)`` of what ``rank`` holds of a flattened parameter."""
+        held = ((start, stop) for owner, start, stop in self._ranges[fqn] if owner == rank)
+        return next(held, (0, 0))
+
+    def places(self, rank: int) -> list[tuple[int, int]]:
+        """Return where in the shard of ``rank`` each parameter begins, and how many elements it has
+        there."""
+        places = []
+        for spec, offset in zip(self.specs, self.offsets, strict=True):
+            start, stop = self.range_of(spec.fqn, rank)
+            first = offset + start - self.shard_starts[rank] if stop > start else 0
+            places.append((first, stop - start))
+        return places
 
     def owner(self, fqn: str) -> int | None:
         """Return the rank that holds all of a parameter. ``None`` if several ranks hold parts of

@@ -8,15 +8,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fsdp_overlap.layout.layouts import Flat, LayoutRule
-from fsdp_overlap.layout.param_group_plan import ParamGroupPlan, equal_shards
-from fsdp_overlap.layout.rows_plan import RowsPlan
+from fsdp_overlap.layout.param_group_plan import Plan, equal_shards
 from fsdp_overlap.layout.spec import ParamSpec
 
 if TYPE_CHECKING:
     from fsdp_overlap.layout.balanced_planner import BalancedPlanner
-
-Plan = ParamGroupPlan | RowsPlan
-"""Where the parameters of a param group lie: in ranges, or in chunks of rows."""
 
 
 def plan_units(

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdp_overlap.comm.streams import has_streams
+from fsdp_overlap.features.rows.row_tensor import RowTensor
 from fsdp_overlap.optim.contiguous import (
     edits_of,
     find_runs,
@@ -25,10 +26,10 @@ from fsdp_overlap.optim.contiguous import (
 from fsdp_overlap.optim.overlapped_steps import Groups, OverlappedSteps, OverlapPolicy
 from fsdp_overlap.optim.post_optim_prefetch import PostOptimPrefetch
 from fsdp_overlap.optim.states import check_not_captured, keeping_dtypes, pack
-from fsdp_overlap.tensor.extension import is_subclass
 from fsdp_overlap.tensor.pending_steps import finish_pending_steps
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor, ShardEdits
-from fsdp_overlap.tensor.row_tensor import RowTensor, Sharded
+from fsdp_overlap.tensor.sharded_param import ShardedParam
+from fsdp_overlap.tensor.subclasses import is_subclass
 from fsdp_overlap.torch_internals import fused_adamw_
 
 State = Mapping[torch.Tensor, dict[str, Any]]
@@ -131,7 +132,7 @@ def _foreach_groups(
     # An op on a tensor subclass may run once for each of its inner tensors.
     kinds = [
         (
-            isinstance(parameter, Sharded) and parameter.edits in first,
+            isinstance(parameter, ShardedParam) and parameter.edits in first,
             _kind(local),
             type(local) if is_subclass(local) else None,
         )

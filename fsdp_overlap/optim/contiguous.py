@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from fsdp_overlap.features.rows.row_tensor import RowTensor
 from fsdp_overlap.tensor.placement import is_on_mesh
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor, ShardEdits
-from fsdp_overlap.tensor.row_tensor import RowTensor, Sharded
+from fsdp_overlap.tensor.sharded_param import ShardedParam
 
 # A step reads the same attributes of hundreds of parameters: map() does so without a Python frame
 # for each.
@@ -30,7 +31,7 @@ def compute_device(parameter: torch.Tensor) -> torch.device:
     """Return where what several ranks share of ``parameter`` is computed: on its mesh's device if
     it is offloaded, which multiplies faster than the host, and whose backend communicates."""
     local = local_of(parameter)
-    if isinstance(parameter, Sharded) and not is_on_mesh(local, parameter._spec):
+    if isinstance(parameter, ShardedParam) and not is_on_mesh(local, parameter._spec):
         return torch.device(parameter.device_mesh.device_type)
     return local.device
 
@@ -50,7 +51,7 @@ def gradients_of(parameters: Iterable[torch.Tensor]) -> list[Any]:
 def edits_of(parameters: Iterable[torch.Tensor]) -> list[ShardEdits]:
     """Return the edit counters of the param groups that sharded ``parameters`` belong to, each
     once."""
-    counters = dict.fromkeys(p.edits for p in parameters if isinstance(p, Sharded))
+    counters = dict.fromkeys(p.edits for p in parameters if isinstance(p, ShardedParam))
     return [counter for counter in counters if counter is not None]
 
 

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from fsdp_overlap.optim.contiguous import local_of
 from fsdp_overlap.optim.matrices import Split, part_rows
 from fsdp_overlap.optim.parameter_kinds import HIDDEN, parameter_kinds
-from fsdp_overlap.tensor.extension import is_subclass
-from fsdp_overlap.tensor.row_tensor import Sharded
+from fsdp_overlap.tensor.sharded_param import ShardedParam
+from fsdp_overlap.tensor.subclasses import is_subclass
 
 T = TypeVar("T")
 
@@ -77,7 +77,7 @@ def check_matrices(parameter: torch.Tensor, split: Split, what: str, instead: st
             f"a parameter of shape {shape} is a {type(local_of(parameter)).__name__}, and {what} "
             f"computes with plain tensors: {instead}"
         )
-    is_sharded = isinstance(parameter, Sharded)
+    is_sharded = isinstance(parameter, ShardedParam)
     if isinstance(parameter, DTensor) and not is_sharded:
         raise TypeError(
             f"a parameter of shape {shape} is a DTensor with placements {parameter.placements}, "

@@ -28,7 +28,7 @@ from fsdp_overlap.optim.states import keeping_dtypes, pack
 from fsdp_overlap.optim.updates import MuonSettings, Update
 from fsdp_overlap.tensor.operands import record_edits
 from fsdp_overlap.tensor.pending_steps import finish_pending_steps
-from fsdp_overlap.tensor.row_tensor import Sharded
+from fsdp_overlap.tensor.sharded_param import ShardedParam
 
 ALGORITHMS = ("muon", "adamw")
 
@@ -270,7 +270,7 @@ class Muon(torch.optim.Optimizer):
             momentum = self.state[parameter].get("momentum_buffer")
             if momentum is not None and (
                 self._owner_groups.shares(parameter)
-                or cast(Sharded, parameter)._grad_dtype != momentum.dtype
+                or cast(ShardedParam, parameter)._grad_dtype != momentum.dtype
             ):
                 return False
         return True

@@ -12,11 +12,13 @@ from typing import Any, NoReturn, Protocol
 import torch
 
 from fsdp_overlap.comm.graphs import refuse_in_capture
+from fsdp_overlap.comm.host_copies import D2HCopy, copy_to_host
 from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.engine.grads import ParamGroupGradients
 from fsdp_overlap.engine.mesh import ParamGroupEdits
-from fsdp_overlap.engine.param_group import D2HCopy, ParamGroup, copy_to_host
+from fsdp_overlap.engine.param_group import ParamGroup
 from fsdp_overlap.engine.unit import unit_of_edits
+from fsdp_overlap.features.offload import HostStorage
 from fsdp_overlap.optim.clipping import (
     clip_coefficient,
     flat_gradients,
@@ -137,7 +139,7 @@ class GradientBuffers:
     ) -> tuple[D2HCopy, Callable[[], None]]:
         """Return ``mean`` on its way to the host, and what gives its memory back. Block until there
         is memory. A gradient that is on the host is not copied."""
-        is_there = mean.device.type == "cpu" and param_group.offload is None
+        is_there = mean.device.type == "cpu" and not param_group.storage.is_on_host
         nbytes = mean.nbytes
         with self._thread.changed:
             limit = max(self._limit, 2 * nbytes)
@@ -161,8 +163,8 @@ class GradientBuffers:
         while self._free and self._allocated + nbytes > self._limit:
             self._allocated -= self._free.pop().numel()
         self._allocated += nbytes
-        assert param_group.offload is not None
-        pin = param_group.offload.pin_memory
+        assert isinstance(param_group.storage, HostStorage)
+        pin = param_group.storage.pin_memory
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin)
 
     def _give_back(self, nbytes: int, memory: torch.Tensor | None) -> None:

@@ -24,7 +24,7 @@ from fsdp_overlap.optim.matrices import (
 )
 from fsdp_overlap.tensor.placement import Tile, is_cut, range_dim, tile_at, tile_of
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
-from fsdp_overlap.tensor.row_tensor import Sharded
+from fsdp_overlap.tensor.sharded_param import ShardedParam
 
 
 class OwnerGroup:
@@ -34,7 +34,9 @@ class OwnerGroup:
     watchdog and ends with ``ctx.reset()``. Then a new owner group replaces this one.
     """
 
-    def __init__(self, ranks: Sequence[int], like: dist.ProcessGroup, example: Sharded) -> None:
+    def __init__(
+        self, ranks: Sequence[int], like: dist.ProcessGroup, example: ShardedParam
+    ) -> None:
         self.ranks = ranks
         self.rank = ranks.index(dist.get_rank())
         """This rank's place in ``ranks``."""
@@ -110,7 +112,7 @@ class OwnerGroups:
 
     def group_of_mesh(self, parameter: torch.Tensor) -> OwnerGroup | None:
         """Return the group of all ranks of the mesh of ``parameter``, or ``None`` for one rank."""
-        if not isinstance(parameter, Sharded) or parameter.device_mesh.size() == 1:
+        if not isinstance(parameter, ShardedParam) or parameter.device_mesh.size() == 1:
             return None
         return self._group_over(parameter, range(parameter.device_mesh.ndim))
 
@@ -140,12 +142,12 @@ class OwnerGroups:
         """Find the owner groups of ``parameters``, each given with its split. Collective at the
         first call for a parameter, unless the owner group is just the ranks that hold ranges of one
         tile."""
-        gathered_members: dict[OwnerGroup, list[tuple[Sharded, Split]]] = {}
+        gathered_members: dict[OwnerGroup, list[tuple[ShardedParam, Split]]] = {}
         for parameter, split in parameters:
             known = self._ownerships.get(parameter)
             if known is not None and known.split == split:
                 continue
-            if not isinstance(parameter, Sharded):
+            if not isinstance(parameter, ShardedParam):
                 tile = Tile((0,) * parameter.dim(), tuple(parameter.shape))
                 self._add(parameter, split, None, (ShardRange(tile, 0, parameter.numel()),))
                 continue
@@ -206,7 +208,7 @@ class OwnerGroups:
     def _cache_of(self, mesh_info: MeshInfo | None) -> GroupCache:
         return self._own_cache if mesh_info is None else mesh_info.group_cache
 
-    def _group_over(self, parameter: Sharded, dims: Sequence[int]) -> OwnerGroup | None:
+    def _group_over(self, parameter: ShardedParam, dims: Sequence[int]) -> OwnerGroup | None:
         if not dims:
             return None
         mesh = parameter.device_mesh
@@ -225,7 +227,7 @@ class OwnerGroups:
         return self._groups[key]
 
 
-def _dims_across_matrices(parameter: Sharded, split: Split) -> list[int]:
+def _dims_across_matrices(parameter: ShardedParam, split: Split) -> list[int]:
     """Return the dimensions of the parameter's mesh along which ranks hold parts of the same
     matrices, or replicas of them. They are the same on every rank."""
     spec = parameter._spec
@@ -249,14 +251,14 @@ def _dims_across_matrices(parameter: Sharded, split: Split) -> list[int]:
     ]
 
 
-def _shard_dim(parameter: Sharded) -> int:
+def _shard_dim(parameter: ShardedParam) -> int:
     """Return the dimension of the parameter's mesh along which it is sharded."""
     if isinstance(parameter, RaggedDTensor):
         return range_dim(parameter._spec)
     return next(dim for dim, placement in enumerate(parameter.placements) if is_cut(placement))
 
 
-def _shard_range(parameter: Sharded) -> ShardRange:
+def _shard_range(parameter: ShardedParam) -> ShardRange:
     """Return the range of its tile that this rank holds: all of it under ``PerTensor()``."""
     tile = tile_of(parameter._spec)
     if isinstance(parameter, RaggedDTensor):

@@ -11,7 +11,7 @@ from fsdp_overlap.comm.streams import is_capturing
 from fsdp_overlap.engine.context import context_of
 from fsdp_overlap.engine.unit import unit_of_edits
 from fsdp_overlap.optim.contiguous import edits_of
-from fsdp_overlap.tensor.row_tensor import Sharded
+from fsdp_overlap.tensor.sharded_param import ShardedParam
 
 
 class PostOptimPrefetch:
@@ -42,7 +42,7 @@ class PostOptimPrefetch:
 
     def needs(self, parameter: torch.Tensor) -> bool:
         """Return whether ``parameter`` belongs to the units."""
-        return isinstance(parameter, Sharded) and parameter.edits in self.edits
+        return isinstance(parameter, ShardedParam) and parameter.edits in self.edits
 
     def start(self, stepped: int) -> None:
         """All-gather the units if ``stepped`` is the number of their parameters with gradients, and

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from fsdp_overlap.comm.streams import is_capturing
+from fsdp_overlap.features.rows.row_tensor import RowTensor
 from fsdp_overlap.optim.contiguous import find_runs, local_of, locals_of, run_key
 from fsdp_overlap.tensor.operands import local_operand
-from fsdp_overlap.tensor.row_tensor import RowTensor, Sharded
+from fsdp_overlap.tensor.sharded_param import ShardedParam
 
 
 def pack(
@@ -45,7 +46,7 @@ def pack(
     for parameter in parameters:
         local = local_of(parameter)
         param_state = state[parameter]
-        if not isinstance(parameter, Sharded):
+        if not isinstance(parameter, ShardedParam):
             for name in names:
                 zeros = torch.zeros_like(parameter, dtype=dtype)
                 if name in param_state:
@@ -122,12 +123,12 @@ def _restore(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) ->
         for name, value in state_dict["state"].get(index, {}).items():
             state = optimizer.state[parameter].get(name)
             if name != "step" and isinstance(state, torch.Tensor) and state.dtype != dtype:
-                if isinstance(parameter, Sharded):
+                if isinstance(parameter, ShardedParam):
                     value = _own_part(value, parameter)
                 local_of(state).copy_(value)
 
 
-def _own_part(value: torch.Tensor, parameter: Sharded) -> torch.Tensor:
+def _own_part(value: torch.Tensor, parameter: ShardedParam) -> torch.Tensor:
     """Return this rank's part of a loaded ``value``, which may be a full tensor."""
     if isinstance(parameter, RowTensor):
         return parameter.local_part(value)

@@ -46,6 +46,23 @@ class Buffer:
         """The text of the error that reading the freed buffer raises. Empty: no error."""
         self._refuses = False
 
+    flat: torch.Tensor
+    """On the device of what the buffer holds."""
+
+    def digests(self) -> torch.Tensor:
+        """Return one number for each parameter, which tells edits of what it holds."""
+        raise NotImplementedError
+
+    def index_of(self, tensor: torch.Tensor) -> int | None:
+        """Return the number of the parameter that ``tensor``, which lies in this buffer, is a part
+        of."""
+        raise NotImplementedError
+
+    def give_back(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Give those of ``tensors`` that have other memory than the parameter of the same number
+        that memory back. Return their numbers."""
+        raise NotImplementedError
+
     def _add(self, tensor: torch.Tensor) -> None:
         """Add the storage of ``tensor``."""
         storage = tensor.untyped_storage()
@@ -147,7 +164,6 @@ class FlatBuffer(Buffer):
         return (self.plan.numel - self.plan.shard_numels[rank]) * self.flat.element_size()
 
     def digests(self) -> torch.Tensor:
-        """Return one number for each view, which tells edits of what it holds."""
         places = zip(self.plan.specs, self.plan.offsets, strict=True)
         padded = [(at, at + align(spec.numel, spec.alignment)) for spec, at in places]
         return torch.stack(
@@ -155,7 +171,6 @@ class FlatBuffer(Buffer):
         )
 
     def index_of(self, tensor: torch.Tensor) -> int | None:
-        """Return the number of the view that ``tensor``, which lies in this buffer, begins in."""
         start = int(tensor.storage_offset())
         for index, (spec, offset) in enumerate(
             zip(self.plan.specs, self.plan.offsets, strict=True)
@@ -165,8 +180,6 @@ class FlatBuffer(Buffer):
         return None
 
     def give_back(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """Give those of ``tensors`` that have other memory than the view of the same number that
-        memory back. Return their numbers."""
         moved = []
         for index, (tensor, view) in enumerate(zip(tensors, self.views, strict=True)):
             if tensor.data_ptr() != view.data_ptr():

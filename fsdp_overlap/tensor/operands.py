@@ -14,7 +14,7 @@ from fsdp_overlap.tensor.boxes import boxes
 from fsdp_overlap.tensor.gradient_errors import requires_grad
 from fsdp_overlap.tensor.placement import local_range, tile_of
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor, raise_unsupported
-from fsdp_overlap.tensor.row_tensor import Sharded
+from fsdp_overlap.tensor.sharded_param import ShardedParam
 from fsdp_overlap.torch_internals import DTensorSpec
 
 
@@ -148,8 +148,8 @@ def record_edits(tensors: Iterable[torch.Tensor]) -> None:
     """Count an edit of each sharded tensor, so that full buffers of parameters are found stale. The
     parameters of a param group share a counter, which counts once."""
     tensors = list(tensors)
-    if not all(issubclass(each, Sharded) for each in set(map(type, tensors))):
-        tensors = [tensor for tensor in tensors if isinstance(tensor, Sharded)]
+    if not all(issubclass(each, ShardedParam) for each in set(map(type, tensors))):
+        tensors = [tensor for tensor in tensors if isinstance(tensor, ShardedParam)]
     for edits in set(map(_edits, tensors)):
         if edits is not None:
             edits.record_values()

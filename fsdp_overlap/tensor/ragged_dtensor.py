@@ -33,7 +33,7 @@ from fsdp_overlap.tensor.placement import (
     range_dim,
     tile_of,
 )
-from fsdp_overlap.tensor.sharded_param import ShardedParamMixin
+from fsdp_overlap.tensor.sharded_param import ShardedParam
 from fsdp_overlap.torch_internals import (
     DisableTorchFunctionSubclass,
     DTensorSpec,
@@ -70,7 +70,7 @@ class ShardEdits:
         return ShardEdits()
 
 
-class RaggedDTensor(ShardedParamMixin, DTensor):
+class RaggedDTensor(ShardedParam):
     """A tensor of which each rank of a mesh holds one contiguous range, flattened.
 
     It is a :class:`~torch.distributed.tensor.DTensor` to ``isinstance``, ``device_mesh`` and
@@ -130,6 +130,28 @@ class RaggedDTensor(ShardedParamMixin, DTensor):
             and gradient.placement == self.placement
             and gradient._shape == self._shape
         )
+
+    @staticmethod
+    def give_grads(parameters: Iterable[Any], locals_: Iterable[torch.Tensor]) -> None:
+        for parameter, local in zip(parameters, locals_, strict=True):
+            gradient = parameter._gradient
+            if gradient is not None:
+                gradient._local_tensor.add_(local)
+                continue
+            gradient = parameter._given_gradient
+            if gradient is None:
+                gradient = parameter._given_gradient = RaggedDTensor.wrap(
+                    local, parameter._grad_spec
+                )
+            else:
+                gradient._local_tensor = local
+            parameter._gradient = gradient
+
+    def gradient_of(self, local: torch.Tensor) -> DTensor:
+        return RaggedDTensor.wrap(local, self._grad_spec)
+
+    def write_gradient(self, gradient: DTensor, value: torch.Tensor) -> None:
+        gradient.copy_(value)
 
     @property
     def placement(self) -> RaggedShard:
@@ -338,7 +360,7 @@ def raise_unsupported(op: str) -> NoReturn:
 
 # The names that a sharded tensor itself has in its __dict__. All others are the user's.
 _OWN_ATTRIBUTES = frozenset(
-    (*ShardedParamMixin.__annotations__, "_is_param", "is_watched", "unsharded_form")
+    (*ShardedParam.__annotations__, "_is_param", "is_watched", "unsharded_form")
 )
 
 
@@ -368,22 +390,6 @@ def rebuild_sharded_tensor(
     if is_parameter:
         return cast(RaggedDTensor, nn.Parameter(tensor, requires_grad))
     return tensor
-
-
-def give_grads(parameters: Iterable[RaggedDTensor], ranges: Iterable[torch.Tensor]) -> None:
-    """Give each parameter its gradient. ``ranges`` has this rank's range of each gradient. If a
-    parameter has a gradient already, the two are added."""
-    for parameter, local in zip(parameters, ranges, strict=True):
-        gradient = parameter._gradient
-        if gradient is not None:
-            gradient._local_tensor.add_(local)
-            continue
-        gradient = parameter._given_gradient
-        if gradient is None:
-            gradient = parameter._given_gradient = RaggedDTensor.wrap(local, parameter._grad_spec)
-        else:
-            gradient._local_tensor = local
-        parameter._gradient = gradient
 
 
 # torch.load() refuses what is not listed, unless weights_only=False.

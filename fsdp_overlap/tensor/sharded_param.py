@@ -1,18 +1,19 @@
-"""The mixin of all sharded parameters: ``.grad``, aliases of their memory, and ``.data =
-value``."""
+"""The base of all sharded parameters: ``.grad``, aliases of their memory, and ``.data = value``."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from sys import getrefcount
 from typing import Any, Self
 from weakref import WeakSet
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.tensor.comm_dtypes import REDUCE_DTYPES
 from fsdp_overlap.tensor.placement import contiguous_spec
-from fsdp_overlap.torch_internals import DTensorSpec, refuse_tracing
+from fsdp_overlap.torch_internals import DisableTorchFunctionSubclass, DTensorSpec, refuse_tracing
 
 
 def _count_references() -> int:
@@ -47,8 +48,8 @@ def refused_grad_dtype(dtype: torch.dtype, grad_dtype: torch.dtype | None) -> st
     return None
 
 
-class ShardedParamMixin:
-    """What :class:`RaggedDTensor` and :class:`RowTensor` have in common.
+class ShardedParam(DTensor):
+    """The sharded form of a parameter: a range of it, or rows.
 
     Reduced gradients are given to a parameter, and optimizers read and write its ``.grad`` in every
     step. torch's own attribute would go through ``__torch_function__`` for each.
@@ -68,6 +69,11 @@ class ShardedParamMixin:
     _gradient: Any = None
     _given_gradient: Any = None
     """The wrapper of the last gradient that a unit gave, without memory once that is dropped."""
+
+    @property
+    def own_hook(self) -> Callable[..., None] | None:
+        """The hook of accumulated gradients that the library registered itself, if it did."""
+        return None
 
     @classmethod
     def wrap(cls, local: torch.Tensor, spec: DTensorSpec, edits: Any = None) -> Self:
@@ -151,6 +157,20 @@ class ShardedParamMixin:
 
     # ---- gradients ----
 
+    @staticmethod
+    def give_grads(parameters: Iterable[Any], locals_: Iterable[torch.Tensor]) -> None:
+        """Give each of ``parameters`` of this class its gradient. ``locals_`` has what this rank
+        has of each gradient, flat. If a parameter has a gradient already, the two are added."""
+        raise NotImplementedError
+
+    def gradient_of(self, local: torch.Tensor) -> DTensor:
+        """Return the gradient of which this rank has ``local``, which is flat, as hooks see it."""
+        raise NotImplementedError
+
+    def write_gradient(self, gradient: DTensor, value: torch.Tensor) -> None:
+        """Write ``value`` into what :meth:`gradient_of` gave."""
+        raise NotImplementedError
+
     def _fits(self, gradient: torch.Tensor) -> bool:
         """Return whether ``gradient`` may be the gradient of this tensor."""
         raise NotImplementedError
@@ -229,3 +249,44 @@ class ShardedParamMixin:
 
     # attrgetter is a getter without a Python frame.
     grad = property(attrgetter("_gradient"), _set_grad, _delete_grad)
+
+
+# ---- hooks that users register ----
+
+
+@torch.no_grad()
+def call_gradient_hooks(
+    parameters: Iterable[ShardedParam], locals_: Iterable[torch.Tensor]
+) -> None:
+    """Call what users gave to ``register_hook()`` of sharded parameters, with the gradients of
+    which ``locals_`` are this rank's parts, flat. What a hook returns is written into them.
+
+    Raises:
+        RuntimeError: what a hook returned has another shape.
+    """
+    for parameter, local in zip(parameters, locals_, strict=True):
+        with DisableTorchFunctionSubclass():
+            hooks: Any = parameter._backward_hooks or {}
+        for hook in list(hooks.values()):
+            gradient: Any = parameter.gradient_of(local)
+            references = getrefcount(gradient)
+            replaced = hook(gradient)
+            if replaced is not None:
+                if replaced.shape != gradient.shape:
+                    raise RuntimeError(
+                        f"a hook of a parameter of shape {tuple(gradient.shape)} returned a "
+                        f"gradient of shape {tuple(replaced.shape)}"
+                    )
+                parameter.write_gradient(gradient, replaced)
+            if getrefcount(gradient) > references:  # kept, and .grad may be edited later
+                gradient._local_tensor = gradient._local_tensor.clone()
+
+
+def call_hooks(parameters: Iterable[ShardedParam]) -> None:
+    """Call what users gave to ``register_post_accumulate_grad_hook()`` of sharded parameters."""
+    for parameter in parameters:
+        with DisableTorchFunctionSubclass():
+            hooks: Any = parameter._post_accumulate_grad_hooks or {}
+        for hook in list(hooks.values()):
+            if hook is not parameter.own_hook:
+                hook(parameter)

@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, QuantizedCommPolicy
-from fsdp_overlap.comm import quantized
-from fsdp_overlap.comm.quantized import QuantizedFormat
+from fsdp_overlap.features.quantized import collectives as quantized
+from fsdp_overlap.features.quantized.collectives import QuantizedFormat
 from harness import link_training, options, output, runner, sharding, turns
 from harness.runner import Results
 

@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed import fsdp as fsdp2
 
 from fsdp_overlap import FsdpContext, TensorAtomic
-from fsdp_overlap.engine.param_group import D2HCopy
+from fsdp_overlap.comm.host_copies import D2HCopy
 from fsdp_overlap.optim import AdamW, Muon, OverlapPolicy, clip_grad_norm_
 from fsdp_overlap.optim.overlapped_steps import GradientBuffers
 from fsdp_overlap.tensor.pending_steps import finish_pending_steps

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from fsdp_overlap import BlockAtomic, QuantizedCommPolicy
-from fsdp_overlap.comm.quantized import QuantizedFormat
+from fsdp_overlap.features.quantized.collectives import QuantizedFormat
 from fsdp_overlap.layout import ParamGroupPlan, ParamSpec, plan_units
 from harness import options, runner
 from harness.measurement import Sweep

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from fsdp_overlap import PerTensor
 from fsdp_overlap.comm.comm_streams import CommStream, HostCommStream
-from fsdp_overlap.layout import PerTensor, TensorAtomic
+from fsdp_overlap.layout import TensorAtomic
 from fsdp_overlap.schedule.stats import Stats
 from fsdp_overlap.tools.emulator import EmulatedDevice, fake_ranks, running
 from support.emulated import Program

@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_overlap import FsdpContext, QuantizedCommPolicy, fully_shard
+from fsdp_overlap import FsdpContext, PerTensor, QuantizedCommPolicy, fully_shard
 from fsdp_overlap.comm import collectives
-from fsdp_overlap.layout import BlockAtomic, Flat, LayoutRule, PerTensor, TensorAtomic
+from fsdp_overlap.layout import BlockAtomic, Flat, LayoutRule, TensorAtomic
 from fsdp_overlap.optim import Muon, clip_grad_norm_, exchange
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 from fsdp_overlap.tools.emulator.nccl_like import (

@@ -22,14 +22,14 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_overlap import BlockAtomic, Flat, PerTensor, QuantizedCommPolicy, TensorAtomic
-from fsdp_overlap.comm import quantized
-from fsdp_overlap.comm.quantized import (
+from fsdp_overlap.features.quantized import collectives as quantized
+from fsdp_overlap.features.quantized.codes import encode
+from fsdp_overlap.features.quantized.collectives import (
     QuantizedGather,
     QuantizedReduction,
 )
+from fsdp_overlap.features.quantized.plan import Block
 from fsdp_overlap.layout import LayoutRule, Plan
-from fsdp_overlap.layout.quantized_plan import Block
-from fsdp_overlap.tensor.quantization import encode
 from fsdp_overlap.tools.emulator.dispatch import OpTraits
 from fsdp_overlap.tools.races import find_races
 from support.defects import Defect
@@ -124,7 +124,7 @@ def test_blocks_of_all_sizes(shape: tuple[int, int], block: Block, layout: Layou
 
 def encoded(values: torch.Tensor, codes: torch.dtype, scales: torch.dtype) -> list[Any]:
     """Return codes and scales of rows, by torch and by kernels."""
-    from fsdp_overlap.comm.quantized_triton import Run, RunTable
+    from fsdp_overlap.features.quantized.kernels import Run, RunTable
 
     rows, columns = values.shape
     results = []
@@ -168,7 +168,7 @@ def test_all_numbers_of_16_bits_are_encoded_as_torch_does(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_all_codes_are_decoded_as_torch_does(codes: torch.dtype, dtype: torch.dtype) -> None:
     """With all scales that are powers of two."""
-    from fsdp_overlap.comm.quantized_triton import Run, RunTable
+    from fsdp_overlap.features.quantized.kernels import Run, RunTable
 
     every = torch.arange(256).to(torch.uint8)
     coded = every.repeat(256).view(codes)
@@ -242,7 +242,7 @@ def launches_of(reduce: Any, gather: Any, plan: Plan) -> tuple[int, int]:
 
 @contextmanager
 def counting_kernels(names: Counter[str]) -> Iterator[None]:
-    from fsdp_overlap.comm import quantized_triton
+    from fsdp_overlap.features.quantized import kernels as quantized_triton
 
     def count(launch: Any, kernel: Any, *arguments: Any, **constants: Any) -> None:
         names[kernel.__name__] += 1
@@ -288,9 +288,9 @@ def test_kernels_are_built_for_gpus() -> None:
 
 def test_nothing_imports_triton_that_does_not_need_it() -> None:
     code = (
-        "import sys, fsdp_overlap.engine.param_group as p, fsdp_overlap.comm.quantized_choice; "
+        "import sys, fsdp_overlap.engine.param_group as p, fsdp_overlap.features.quantized.choice; "
         "print([n for n in sys.modules if n == 'triton' or n.startswith('triton.') or "
-        "n.endswith('quantized_triton')])"
+        "n.endswith('quantized.kernels')])"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "[]"
@@ -303,7 +303,7 @@ def train(layout: LayoutRule) -> None:
 
 @needs_triton
 def test_where_kernels_do_not_work_torch_computes() -> None:
-    from fsdp_overlap.comm import quantized_triton
+    from fsdp_overlap.features.quantized import kernels as quantized_triton
 
     def fail(*arguments: object, **constants: object) -> None:
         raise RuntimeError("no compiler")
@@ -351,7 +351,7 @@ DEFECTS = [
 @pytest.mark.parametrize("layout", [Flat(), TensorAtomic(), PerTensor()])
 def test_kernels_are_ordered(layout: LayoutRule) -> None:
     launched: Counter[str] = Counter()
-    from fsdp_overlap.comm import quantized_triton
+    from fsdp_overlap.features.quantized import kernels as quantized_triton
 
     call: Callable[..., None] = quantized_triton._Launch.__call__
 

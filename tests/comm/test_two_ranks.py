@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_overlap import QuantizedCommPolicy, fully_shard
-from fsdp_overlap.layout import BlockAtomic, Flat, LayoutRule, PerTensor, TensorAtomic
+from fsdp_overlap import PerTensor, QuantizedCommPolicy, fully_shard
+from fsdp_overlap.layout import BlockAtomic, Flat, LayoutRule, TensorAtomic
 from fsdp_overlap.optim import AdamW, LayerWise, Muon, clip_grad_norm_, exchange
 from support.captured import OPTIMIZERS, replay_steps
 from support.quantized import quantize_twin

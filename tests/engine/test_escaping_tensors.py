@@ -14,10 +14,10 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_overlap import FsdpContext, fully_shard
+from fsdp_overlap import FsdpContext, PerTensor, fully_shard
 from fsdp_overlap.engine import autograd
 from fsdp_overlap.engine.param_group import ParamGroup
-from fsdp_overlap.layout import Flat, LayoutRule, PerTensor
+from fsdp_overlap.layout import Flat, LayoutRule
 from support.fake_group import run_on_fake_group
 from support.ranks import RankError, run_ranks
 from support.twins import Twins, loss_of

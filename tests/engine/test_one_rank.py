@@ -22,11 +22,11 @@ from fsdp_overlap.checkpoint import SafeFileSystemReader, SafeFileSystemWriter, 
 from fsdp_overlap.checkpoint.staged_save import StagingBuffers
 from fsdp_overlap.comm import process_groups
 from fsdp_overlap.comm.collectives import RaggedTensorCollectives
+from fsdp_overlap.comm.host_copies import D2HCopy
 from fsdp_overlap.comm.process_groups import backend_of, collectives_issued
 from fsdp_overlap.comm.streams import streams_of
-from fsdp_overlap.comm.symmetric_memory import SymmetricCollectives
 from fsdp_overlap.engine import param_group
-from fsdp_overlap.engine.param_group import D2HCopy
+from fsdp_overlap.features.symmetric_memory import SymmetricCollectives
 from fsdp_overlap.optim import AdamW, Muon
 from fsdp_overlap.tools.emulator import EmulatedDevice, running
 from fsdp_overlap.tools.emulator.nccl_like import BACKEND
@@ -169,7 +169,7 @@ def register(device: str) -> str | None:
             except ValueError as error:
                 return str(error)
         twins.train(3)
-        assert any(mesh_info._memories for mesh_info in twins.ctx.mesh_infos)
+        assert any(mesh_info.memories for mesh_info in twins.ctx.mesh_infos)
         twins.ctx.mesh_infos[0].group_cache.abort(comm_streams(twins)[1].group_name)
         twins.ctx.reset()
         forget_gradients(twins)

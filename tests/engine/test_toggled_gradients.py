@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_overlap import FsdpContext, fully_shard
-from fsdp_overlap.layout import Flat, LayoutRule, PerTensor
+from fsdp_overlap import FsdpContext, PerTensor, fully_shard
+from fsdp_overlap.layout import Flat, LayoutRule
 from support.ranks import run_ranks
 from support.twins import Twins
 from support.zoo import VOCABULARY, WIDTH

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from fsdp_overlap import FsdpContext, fully_shard
+from fsdp_overlap import FsdpContext, PerTensor, fully_shard
 from fsdp_overlap.checkpoint import ShardStager
 from fsdp_overlap.comm import graphs
 from fsdp_overlap.comm.comm_streams import REPLAY, CapturedWorkHandle, DeviceCommStream
@@ -28,7 +28,7 @@ from fsdp_overlap.engine.comm_context import CommContext
 from fsdp_overlap.engine.mesh import MeshInfo
 from fsdp_overlap.features.cuda_graphs import watching
 from fsdp_overlap.features.cuda_graphs.captured_steps import CapturedSteps, ReplayedSteps
-from fsdp_overlap.layout import PerTensor, TensorAtomic
+from fsdp_overlap.layout import TensorAtomic
 from fsdp_overlap.optim import AdamW, Muon, OverlapPolicy, clip_grad_norm_
 from fsdp_overlap.optim.adamw import KernelCall
 from fsdp_overlap.tensor.pending_steps import finish_pending_steps

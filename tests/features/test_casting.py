@@ -20,8 +20,8 @@ from fsdp_overlap import (
     TensorAtomic,
     fully_shard,
 )
+from fsdp_overlap.features.rows.row_tensor import RowTensor
 from fsdp_overlap.layout import Flat
-from fsdp_overlap.tensor.row_tensor import RowTensor
 from support.ranks import run_ranks
 from support.rows import tokens
 from support.zoo import Model, shard_layers

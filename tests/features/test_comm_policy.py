@@ -28,9 +28,10 @@ from fsdp_overlap import (
     TensorAtomic,
     fully_shard,
 )
-from fsdp_overlap.comm.quantized import QuantizedFormat, QuantizedRangesGather
-from fsdp_overlap.layout import LayoutRule, ParamGroupPlan, ParamSpec, Plan, RowsPlan, plan_units
-from fsdp_overlap.layout.quantized_plan import Block
+from fsdp_overlap.features.quantized.collectives import QuantizedFormat, QuantizedRangesGather
+from fsdp_overlap.features.quantized.plan import Block
+from fsdp_overlap.features.rows.plan import RowsPlan
+from fsdp_overlap.layout import LayoutRule, ParamGroupPlan, ParamSpec, Plan, plan_units
 from support.fake_group import run_on_fake_group
 from support.one_process import OneProcessCollectives
 from support.quantized import LARGEST, as_gathered, quantize_twin

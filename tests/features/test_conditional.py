@@ -25,6 +25,7 @@ from fsdp_overlap import (
     CPUOffloadPolicy,
     FsdpContext,
     MixedPrecisionPolicy,
+    PerTensor,
     QuantizedCommPolicy,
     fully_shard,
 )
@@ -32,7 +33,7 @@ from fsdp_overlap.comm import hosts, process_groups
 from fsdp_overlap.comm.comm_streams import DeviceCommStream, DeviceWorkHandle
 from fsdp_overlap.comm.process_groups import NEGOTIATION
 from fsdp_overlap.engine.comm_context import SHADOW, CommContext
-from fsdp_overlap.layout import Flat, LayoutRule, PerTensor, TensorAtomic
+from fsdp_overlap.layout import Flat, LayoutRule, TensorAtomic
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
 from fsdp_overlap.schedule.prefetch import Prefetcher
 from fsdp_overlap.tools.emulator import EmulatedDevice, compare_issued, running

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fsdp_overlap import CPUOffloadPolicy, FsdpContext, RaggedDTensor, unit_init
+from fsdp_overlap.features.offload import HostStorage
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_, contiguous
 from fsdp_overlap.tensor import ragged_dtensor, sums_and_norms
 from support.ranks import run_ranks
@@ -25,9 +26,9 @@ from support.zoo import Model, shard_layers
 
 @contextmanager
 def pretending() -> Iterator[None]:
-    policy = CPUOffloadPolicy(pin_memory=False)
+    storage = HostStorage(pin_memory=False)
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(unit_init, "_offload_on", return_value=policy))
+        stack.enter_context(mock.patch.object(unit_init, "_storage_on", return_value=storage))
         for module in (ragged_dtensor, sums_and_norms, contiguous):
             stack.enter_context(mock.patch.object(module, "is_on_mesh", return_value=False))
         yield

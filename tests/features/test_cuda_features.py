@@ -18,9 +18,9 @@ import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from fsdp_overlap import FsdpContext, QuantizedCommPolicy, fully_shard
+from fsdp_overlap import FsdpContext, PerTensor, QuantizedCommPolicy, fully_shard
 from fsdp_overlap.comm import process_groups
-from fsdp_overlap.layout import BlockAtomic, PerTensor, TensorAtomic
+from fsdp_overlap.layout import BlockAtomic, TensorAtomic
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
 from fsdp_overlap.tools.emulator import EmulatedDevice, active, running
 from fsdp_overlap.tools.emulator.nccl_like import BACKEND

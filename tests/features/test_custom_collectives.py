@@ -115,7 +115,7 @@ def one_of_them(verb: str, comm: type[Keeps]) -> None:
     assert len(first.calls) == calls
     assert later.calls
     copied = copy.deepcopy(twins.model)
-    assert copied.layers[1]._fsdp_unit.settings.comms == layer._fsdp_unit.settings.comms
+    assert copied.layers[1]._fsdp_unit.settings.transport == layer._fsdp_unit.settings.transport
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 
+from fsdp_overlap import PerTensor
 from fsdp_overlap.comm.collectives import all_gather_coalesced, coalesces
 from fsdp_overlap.comm.process_groups import OwnGroup, backend_name, backend_of, options_of
-from fsdp_overlap.comm.row_collectives import InPlaceRows
-from fsdp_overlap.layout import ParamSpec, PerTensor, RowsPlan
+from fsdp_overlap.features.rows.collectives import InPlaceRows
+from fsdp_overlap.features.rows.plan import RowsPlan
+from fsdp_overlap.layout import ParamSpec
 from fsdp_overlap.torch_internals import unwrapped
 from support.ranks import run_ranks
 from support.twins import Twins

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_overlap import FsdpContext, PerTensor, fully_shard
-from fsdp_overlap.comm.extension_gather import ExtensionGather
+from fsdp_overlap.features.extensions.gather import ExtensionGather
 from fsdp_overlap.optim import AdamW, Muon
 from support.extension_twins import LOW, batches, both, check, train
 from support.extensions import TOLD, WIDTH, Net, Rounded, parts

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_overlap import FsdpContext, fully_shard
-from fsdp_overlap.comm.group_memory import GroupMemory
+from fsdp_overlap.features.group_memory import GroupMemory
 from fsdp_overlap.tools.emulator import EmulatedDevice, active, running
 from fsdp_overlap.tools.emulator.nccl_like import BACKEND, CollectiveCall, NcclLikeGroup
 from support.emulated_twins import Trained
@@ -106,7 +106,7 @@ def the_same_addresses() -> None:
         twins = Trained.of("layers")
         use_group_memory(twins)
         first, second, *others = steps_of(twins, STEPS)
-        [pool] = {memory._pool for d in twins.ctx.mesh_infos for memory in d._memories.values()}
+        [pool] = {memory._pool for d in twins.ctx.mesh_infos for memory in d.memories.values()}
         segments = list(pool.segments)
         assert all(step == second for step in others)
         assert len(first) >= len(second)
@@ -143,7 +143,7 @@ def refused() -> None:
     model = fully_shard(nn.Linear(4, 4), FsdpContext())
     with pytest.raises(ValueError, match=r"allocates no memory on cpu .*leave the call out"):
         model.set_allocate_memory_from_process_group_for_comm(True)
-    assert not model._fsdp_unit.settings.uses_group_memory
+    assert model._fsdp_unit.settings.memory_of is None
     model.set_allocate_memory_from_process_group_for_comm(False)
     group = dist.group.WORLD
     assert group is not None

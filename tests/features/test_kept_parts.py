@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_overlap import FsdpContext, fully_shard
+from fsdp_overlap.features.kept_parts import FromNeighbors
 from fsdp_overlap.layout import BlockAtomic, LayoutRule, TensorAtomic
 from support.fake_group import run_on_fake_group
 from support.ranks import run_ranks
@@ -29,9 +30,9 @@ def train(name: str, layout: LayoutRule, prefetch: int) -> None:
 def parts(ctx: FsdpContext) -> list[torch.Tensor]:
     param_groups = [param_group for unit in ctx.units for param_group in unit.param_groups]
     kept = [
-        param_group.post_forward_shard._values
+        param_group.gatherer._values
         for param_group in param_groups
-        if param_group.post_forward_shard is not None
+        if isinstance(param_group.gatherer, FromNeighbors)
     ]
     return [values for values in kept if values is not None]
 

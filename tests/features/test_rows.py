@@ -17,10 +17,11 @@ from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_overlap import FsdpContext, PerTensor, fully_shard
-from fsdp_overlap.comm import row_collectives
-from fsdp_overlap.comm.row_collectives import InPlaceRows
-from fsdp_overlap.engine import param_group
-from fsdp_overlap.layout import Flat, ParamSpec, RowsPlan, TensorAtomic, plan_units
+from fsdp_overlap.features.rows import collectives as row_collectives
+from fsdp_overlap.features.rows import param_group as rows
+from fsdp_overlap.features.rows.collectives import InPlaceRows
+from fsdp_overlap.features.rows.plan import RowsPlan
+from fsdp_overlap.layout import Flat, ParamSpec, TensorAtomic, plan_units
 from fsdp_overlap.optim import AdamW, Muon
 from support import tensor_parallel
 from support.fake_group import run_on_fake_group
@@ -181,7 +182,7 @@ def test_training_with_copies_and_kept_parts_and_beside_other_layouts() -> None:
 def train_in_place() -> None:
     """With the collectives that NCCL gets. Gloo has them too."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(param_group, "choose_for_rows", lambda *given: InPlaceRows(given[-1]))
+        patch.setattr(rows, "choose_for_rows", lambda *given: InPlaceRows(given[-1]))
         patch.setattr(row_collectives, "AVG", dist.ReduceOp.SUM)  # gloo has no means
         patch.setattr(row_collectives, "divided", lambda total, _: total / dist.get_world_size())
         Twins(deep, shard_layers, layout=PerTensor()).train(2)

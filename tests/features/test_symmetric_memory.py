@@ -136,7 +136,7 @@ def refused() -> None:
     model = fully_shard(nn.Linear(4, 4), FsdpContext())
     with pytest.raises(ValueError, match=r"no symmetric memory on cpu.*out"):
         model.set_symm_mem_for_comm()
-    assert not model._fsdp_unit.settings.uses_symmetric_memory
+    assert model._fsdp_unit.settings.transport is None
 
 
 @pytest.mark.parametrize("backend", ["gloo", BACKEND])
@@ -158,7 +158,7 @@ def refused_by_torch() -> None:
         ):
             model.set_symm_mem_for_comm()
         assert symmetric.get_backend(torch.device("emulated")) == "CUDA"
-        assert not model._fsdp_unit.settings.uses_symmetric_memory
+        assert model._fsdp_unit.settings.transport is None
 
 
 def test_a_torch_without_it_is_refused_and_left_as_it_was() -> None:

@@ -26,8 +26,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_overlap import FsdpContext, fully_shard, patch_fsdp2, register_fsdp_forward_method
-from fsdp_overlap.layout import PerTensor, TensorAtomic
+from fsdp_overlap import (
+    FsdpContext,
+    PerTensor,
+    fully_shard,
+    patch_fsdp2,
+    register_fsdp_forward_method,
+)
+from fsdp_overlap.layout import TensorAtomic
 from support.fake_group import run_on_fake_group
 from support.ranks import run_ranks
 from support.twins import Twins

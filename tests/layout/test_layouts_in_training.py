@@ -16,13 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_overlap import FsdpContext, RaggedDTensor, fully_shard
 from fsdp_overlap.comm.collectives import RaggedTensorCollectives, TensorCollectives, choose
-from fsdp_overlap.layout import (
-    BlockAtomic,
-    Flat,
-    ParamSpec,
-    TensorAtomic,
-    plan_units,
-)
+from fsdp_overlap.layout import BlockAtomic, Flat, ParamSpec, TensorAtomic, plan_units
 from fsdp_overlap.optim import AdamW
 from support.fake_group import run_on_fake_group
 from support.layouts import LAYOUTS, forced_shards, train

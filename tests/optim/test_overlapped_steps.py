@@ -21,9 +21,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from fsdp_overlap import PerTensor
 from fsdp_overlap.checkpoint import ShardStager
 from fsdp_overlap.engine.mesh import ParamGroupEdits
-from fsdp_overlap.layout import BlockAtomic, Flat, LayoutRule, PerTensor, TensorAtomic
+from fsdp_overlap.layout import BlockAtomic, Flat, LayoutRule, TensorAtomic
 from fsdp_overlap.optim import AdamW, Muon, OverlapPolicy, clip_grad_norm_
 from fsdp_overlap.optim.adamw import KernelCall
 from fsdp_overlap.optim.host_thread import Call, HostThread

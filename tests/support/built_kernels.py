@@ -10,7 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fsdp_overlap.tensor import quantization_kernels as kernels
+from fsdp_overlap.features.quantized import triton_kernels as kernels
 
 POINTERS = {
     "float32": "*fp32",

@@ -22,11 +22,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_overlap import FsdpContext, QuantizedCommPolicy, fully_shard
+from fsdp_overlap import FsdpContext, PerTensor, QuantizedCommPolicy, fully_shard
 from fsdp_overlap.checkpoint import ShardStager
 from fsdp_overlap.desync.monitor import DesyncMonitor
 from fsdp_overlap.engine import grads
-from fsdp_overlap.layout import BlockAtomic, Flat, LayoutRule, PerTensor, TensorAtomic, planner
+from fsdp_overlap.layout import BlockAtomic, Flat, LayoutRule, TensorAtomic, planner
 from fsdp_overlap.optim import AdamW, LayerWise, Muon, OverlapPolicy, clip_grad_norm_, exchange
 from fsdp_overlap.tools.emulator import Stream, current_stream, fake_ranks, stream
 from fsdp_overlap.weights import WeightResharder, export_weights, save, save_weights

@@ -11,9 +11,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
+from fsdp_overlap import PerTensor
 from fsdp_overlap.checkpoint import SafeFileSystemReader, SafeFileSystemWriter
 from fsdp_overlap.engine.unit import unit_of
-from fsdp_overlap.layout import LayoutRule, PerTensor
+from fsdp_overlap.layout import LayoutRule
 from fsdp_overlap.tensor.creation import with_range_shards
 from fsdp_overlap.tensor.placement import has_tiles
 from support.fuzz_run import Run

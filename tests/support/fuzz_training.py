@@ -15,8 +15,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp_overlap import RaggedDTensor
+from fsdp_overlap.features.rows.row_tensor import RowTensor
 from fsdp_overlap.optim import clip_grad_norm_
-from fsdp_overlap.tensor.row_tensor import RowTensor
 from support.fuzz_run import Run
 from support.twins import same
 

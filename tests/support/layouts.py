@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_overlap import PerTensor
 from fsdp_overlap.comm import collectives
 from fsdp_overlap.engine import param_group
 from fsdp_overlap.layout import (
@@ -20,7 +21,6 @@ from fsdp_overlap.layout import (
     LayoutRule,
     ParamGroupPlan,
     ParamSpec,
-    PerTensor,
     TensorAtomic,
     pack,
 )

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from fsdp_overlap.comm import collectives, row_collectives
+from fsdp_overlap.comm import collectives
+from fsdp_overlap.features.rows import collectives as row_collectives
 
 
 @contextmanager

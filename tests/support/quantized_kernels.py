@@ -16,14 +16,15 @@ import torch
 from torch.testing import assert_close
 
 from fsdp_overlap import QuantizedCommPolicy
-from fsdp_overlap.comm.quantized import (
+from fsdp_overlap.features.quantized.collectives import (
     QuantizedFormat,
     QuantizedRangesGather,
     QuantizedRangesReduction,
     QuantizedRowsGather,
     QuantizedRowsReduction,
 )
-from fsdp_overlap.layout import LayoutRule, ParamSpec, Plan, RowsPlan, plan_units
+from fsdp_overlap.features.rows.plan import RowsPlan
+from fsdp_overlap.layout import LayoutRule, ParamSpec, Plan, plan_units
 from support.one_process import OneProcessCollectives
 
 HAS_TRITON = find_spec("triton") is not None
@@ -51,14 +52,14 @@ def wire_of(
 
 
 def by_kernels(wire: QuantizedFormat) -> QuantizedFormat:
-    from fsdp_overlap.comm.quantized_triton import KernelFormat
+    from fsdp_overlap.features.quantized.kernels import KernelFormat
 
     return KernelFormat(**{field.name: getattr(wire, field.name) for field in fields(wire)})
 
 
 def reductions_of(plan: Plan, wire: QuantizedFormat) -> tuple[Any, Any]:
     """Return what reduces by torch's operations, and by kernels."""
-    from fsdp_overlap.comm.quantized_triton import KernelReduction
+    from fsdp_overlap.features.quantized.kernels import KernelReduction
 
     kind = QuantizedRowsReduction if isinstance(plan, RowsPlan) else QuantizedRangesReduction
     return kind(wire, plan), KernelReduction(by_kernels(wire), plan)
@@ -67,7 +68,7 @@ def reductions_of(plan: Plan, wire: QuantizedFormat) -> tuple[Any, Any]:
 def gathers_of(plan: Plan, wire: QuantizedFormat) -> tuple[Any, Any]:
     """Return what gathers by torch's operations, and by kernels. Each has collectives of its
     own."""
-    from fsdp_overlap.comm.quantized_triton import KernelGather
+    from fsdp_overlap.features.quantized.kernels import KernelGather
 
     others = OneProcessCollectives()
     if isinstance(plan, RowsPlan):

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.comm import symmetric_memory as library
+from fsdp_overlap.features import symmetric_memory as library
 from fsdp_overlap.tools.emulator import active
 from fsdp_overlap.tools.emulator.allocator import MemPool
 from fsdp_overlap.tools.emulator.nccl_like import CollectiveCall, NcclLikeGroup

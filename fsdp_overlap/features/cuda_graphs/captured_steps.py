@@ -164,7 +164,8 @@ def _why_unit_is_refused(unit: Unit) -> str | None:
         return "is conditional, so that the host exchanges messages in each step"
     if unit.is_offloaded:
         return "is offloaded, so that the host waits for copies: shard without CPUOffloadPolicy"
-    if settings.uses_group_memory or settings.uses_symmetric_memory:
+    transport = settings.transport
+    if settings.memory_of is not None or not (transport is None or transport.is_capturable):
         return (
             "takes memory from the process group, and a graph takes all from its own pool: switch "
             "that off"

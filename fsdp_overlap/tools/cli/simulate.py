@@ -17,7 +17,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from fsdp_overlap.layout import Flat, LayoutRule, PerTensor, TensorAtomic
+from fsdp_overlap.features.rows.layout import PerTensor
+from fsdp_overlap.layout import Flat, LayoutRule, TensorAtomic
 from fsdp_overlap.tools.cli.output import BadInput, check_writable, writing
 from fsdp_overlap.tools.cli.report import show_report, write_report
 from fsdp_overlap.tools.profiling import read_report

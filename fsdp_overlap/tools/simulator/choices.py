@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fsdp_overlap.layout import Flat, LayoutRule, PerTensor, TensorAtomic
+from fsdp_overlap.features.rows.layout import PerTensor
+from fsdp_overlap.layout import Flat, LayoutRule, TensorAtomic
 from fsdp_overlap.tools.simulator.training import CHECKPOINTING, Training
 
 PREFETCH = (0, 1, 2, 3)

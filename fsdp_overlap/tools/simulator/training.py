@@ -23,7 +23,8 @@ from torch.utils.checkpoint import (
 
 from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, QuantizedCommPolicy, fully_shard
 from fsdp_overlap.blocks import find_blocks
-from fsdp_overlap.layout import Flat, LayoutRule, PerTensor
+from fsdp_overlap.features.rows.layout import PerTensor
+from fsdp_overlap.layout import Flat, LayoutRule
 from fsdp_overlap.optim import AdamW, Muon
 from fsdp_overlap.tools.simulator.context_parallel import shared_attention
 from fsdp_overlap.tools.simulator.float8 import (

@@ -21,6 +21,7 @@ from torch.distributed import fsdp as fsdp2
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 import fsdp_overlap
+from fsdp_overlap import PerTensor
 from fsdp_overlap.comm.collectives import PendingCollective, choose
 from fsdp_overlap.layout import (
     BlockAtomic,
@@ -28,7 +29,6 @@ from fsdp_overlap.layout import (
     Layout,
     ParamGroupPlan,
     ParamSpec,
-    PerTensor,
     TensorAtomic,
     plan_units,
 )

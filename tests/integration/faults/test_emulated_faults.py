@@ -43,7 +43,7 @@ ALLOCATIONS = {
     ("comm_context.py", "allocate_input"): "reduce input",
     ("collectives.py", "reduce_scatter"): "result of a reduction",
     ("order_check.py", "_issue"): "order check",
-    ("hsdp.py", "keep"): "kept part",
+    ("kept_parts.py", "keep"): "kept part",
     ("param_group.py", "begin_gather"): "full buffer",
 }
 

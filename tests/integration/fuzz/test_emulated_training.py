@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from fsdp_overlap.layout import BlockAtomic, Flat, LayoutRule, PerTensor, TensorAtomic
+from fsdp_overlap import PerTensor
+from fsdp_overlap.layout import BlockAtomic, Flat, LayoutRule, TensorAtomic
 from fsdp_overlap.optim import AdamW, Muon, OverlapPolicy, clip_grad_norm_
 from fsdp_overlap.tools.emulator import EmulatedDevice, IssuedCollective, compare_issued, running
 from fsdp_overlap.tools.emulator.nccl_like import BACKEND

@@ -15,18 +15,20 @@ from fsdp_overlap.checkpoint import stager
 from fsdp_overlap.checkpoint.staged_save import StagedSave, StagingBuffers
 from fsdp_overlap.comm import collectives, threads
 from fsdp_overlap.comm.comm_streams import DeviceCommStream, DeviceWorkHandle
-from fsdp_overlap.comm.extension_gather import ExtensionGather
-from fsdp_overlap.comm.quantized import QuantizedGather, QuantizedReduction
-from fsdp_overlap.comm.row_collectives import PackedRows
+from fsdp_overlap.comm.host_copies import D2HCopy
 from fsdp_overlap.desync.order_check import OrderCheck
 from fsdp_overlap.engine import comm_context, hooks
 from fsdp_overlap.engine.autograd import SavedForward, VersionCounters
 from fsdp_overlap.engine.comm_context import CommContext
 from fsdp_overlap.engine.grads import ParamGroupGradients
-from fsdp_overlap.engine.hsdp import OuterShard, ReplicaReduction
+from fsdp_overlap.engine.hsdp import ReplicaReduction
 from fsdp_overlap.engine.mesh import MeshInfo
 from fsdp_overlap.engine.options import ReduceOptions
-from fsdp_overlap.engine.param_group import D2HCopy, ParamGroup
+from fsdp_overlap.engine.param_group import ParamGroup
+from fsdp_overlap.features.extensions.gather import ExtensionGather
+from fsdp_overlap.features.outer_shard import OuterShard
+from fsdp_overlap.features.quantized.collectives import QuantizedGather, QuantizedReduction
+from fsdp_overlap.features.rows.collectives import PackedRows
 from fsdp_overlap.fsdp_module import FSDPModule
 from fsdp_overlap.layout import TensorAtomic
 from fsdp_overlap.optim import Muon, clip_grad_norm_
@@ -234,7 +236,7 @@ DEFECTS = [
         "a backward that raised and a reset",
         new="self.free(comm_stream, None)",
     ),
-    Defect(ParamGroup, "_gathered_shard", "self.outer_shard.wait()", DIVIDED),
+    Defect(OuterShard, "source", "self.wait_for_prepared()", DIVIDED),
     Defect(ParamGroup, "record_gather", "self.mesh_info.reading = work", OFFLOADED),
     Defect(
         comm_context,
@@ -243,7 +245,7 @@ DEFECTS = [
         IN_ONE,
         new=aside("outputs[0]", TOGETHER),
     ),
-    Defect(OuterShard, "gather", "comm_stream.after_compute()", DIVIDED),
+    Defect(OuterShard, "prepare", "comm_stream.after_compute()", DIVIDED),
     Defect(ReplicaReduction, "start", "comm_stream.after_compute()", COPIES),
     Defect(
         ReplicaReduction,
@@ -368,7 +370,7 @@ DEFECTS = [
     Defect(
         CommContext,
         "wait_for_outer_shards",
-        "param_group.outer_shard.wait()",
+        "param_group.gatherer.wait_for_prepared()",
         "an edit after a forward that raised over divided copies",
     ),
     Defect(MeshInfo, "finish_reading", "self.reading.wait_on_host()", OFFLOADED),
@@ -487,7 +489,7 @@ def test_offloaded_a_step_waits_where_its_gradients_land_and_its_shards_are_read
     # And where the norm of gradients on the host, which the mesh computes, goes back there.
     assert places == {
         f"fsdp_overlap/{name}.py"
-        for name in ("engine/param_group", "comm/comm_streams", "tensor/sums_and_norms")
+        for name in ("comm/host_copies", "comm/comm_streams", "tensor/sums_and_norms")
     }
 
 

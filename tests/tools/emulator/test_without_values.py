@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_overlap.layout import PerTensor, TensorAtomic
+from fsdp_overlap import PerTensor
+from fsdp_overlap.layout import TensorAtomic
 from fsdp_overlap.optim import AdamW, Muon
 from fsdp_overlap.tools.emulator import EmulatedDevice, active, fake_ranks, running
 from fsdp_overlap.tools.torch_internals import disabled_torch_function

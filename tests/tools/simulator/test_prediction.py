@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.layout import Flat, PerTensor
+from fsdp_overlap import PerTensor
+from fsdp_overlap.layout import Flat
 from fsdp_overlap.tools.emulator import running
 from fsdp_overlap.tools.profiling import read_report
 from fsdp_overlap.tools.simulator import (

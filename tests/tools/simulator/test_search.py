@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fsdp_overlap.layout import PerTensor, TensorAtomic
+from fsdp_overlap import PerTensor
+from fsdp_overlap.layout import TensorAtomic
 from fsdp_overlap.tools.simulator import Costs, Device, Fabric, Step, Training, search, simulate
 from fsdp_overlap.tools.simulator.choices import (
     LEANEST_FIRST,

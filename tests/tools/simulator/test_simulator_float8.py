@@ -15,7 +15,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 
-from fsdp_overlap.layout import PerTensor
+from fsdp_overlap import PerTensor
 from fsdp_overlap.tools.simulator import (
     Costs,
     Device,

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_overlap.layout import PerTensor
+from fsdp_overlap import PerTensor
 from fsdp_overlap.tools.simulator import (
     Costs,
     Device,

@@ -19,21 +19,22 @@ import torch.distributed as dist
 from triton import next_power_of_2
 
 from fsdp_overlap.comm.collectives import RangeCollectives, own_range
-from fsdp_overlap.comm.quantized import (
+from fsdp_overlap.features.quantized.codes import LARGEST, encode
+from fsdp_overlap.features.quantized.collectives import (
     QuantizedFormat,
     QuantizedGather,
     QuantizedReduction,
     own_rows,
 )
-from fsdp_overlap.layout import ParamGroupPlan, RowsPlan
-from fsdp_overlap.layout.quantized_plan import QuantizedPlan, QuantizedRun, UnquantizedRange
-from fsdp_overlap.tensor.quantization import LARGEST, encode
-from fsdp_overlap.tensor.quantization_kernels import (
+from fsdp_overlap.features.quantized.plan import QuantizedPlan, QuantizedRun, UnquantizedRange
+from fsdp_overlap.features.quantized.triton_kernels import (
     FIELDS,
     decode_blocks,
     encode_blocks,
     measure_blocks,
 )
+from fsdp_overlap.features.rows.plan import RowsPlan
+from fsdp_overlap.layout import ParamGroupPlan
 
 _TILE = 4096
 """The elements that a program of a kernel works on."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
@@ -104,6 +104,13 @@ class RowsPlan:
     def packed(self) -> ParamGroupPlan:
         """The plan of a buffer of all shards, one after the other, as collectives see them."""
         return ParamGroupPlan((), (), self.shard_numels)
+
+    def places(self, rank: int) -> list[tuple[int, int]]:
+        sizes = [prod(self.chunk_shape(spec, rank)) for spec in self.specs]
+        return list(zip(self.starts, sizes, strict=True))
+
+    def with_specs(self, specs: tuple[ParamSpec, ...]) -> RowsPlan:
+        return replace(self, specs=specs)
 
     def merged(self, world_size: int) -> ParamGroupPlan:
         """Return the flat buffer in equal ranges on fewer ranks.

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import torch
 
 from fsdp_overlap.comm.collectives import RangeCollectives
-from fsdp_overlap.comm.quantized import (
+from fsdp_overlap.features.quantized.collectives import (
     QuantizedFormat,
     QuantizedGather,
     QuantizedRangesGather,
@@ -18,15 +18,19 @@ from fsdp_overlap.comm.quantized import (
     QuantizedRowsGather,
     QuantizedRowsReduction,
 )
-from fsdp_overlap.layout import Plan, RowsPlan
+from fsdp_overlap.features.rows.plan import RowsPlan
+from fsdp_overlap.layout import ParamGroupPlan
 
 
 def gather_for(
-    wire: QuantizedFormat, plan: Plan, others: RangeCollectives, device: torch.device
+    wire: QuantizedFormat,
+    plan: ParamGroupPlan | RowsPlan,
+    others: RangeCollectives,
+    device: torch.device,
 ) -> QuantizedGather:
     """Return what gathers a param group to ``device``."""
     if _has_kernels(device):
-        from fsdp_overlap.comm.quantized_triton import KernelGather
+        from fsdp_overlap.features.quantized.kernels import KernelGather
 
         return KernelGather(_by_kernels(wire), plan, others)
     if isinstance(plan, RowsPlan):
@@ -34,10 +38,12 @@ def gather_for(
     return QuantizedRangesGather(wire, others)
 
 
-def reduction_for(wire: QuantizedFormat, plan: Plan, device: torch.device) -> QuantizedReduction:
+def reduction_for(
+    wire: QuantizedFormat, plan: ParamGroupPlan | RowsPlan, device: torch.device
+) -> QuantizedReduction:
     """Return what reduces gradients on ``device``."""
     if _has_kernels(device):
-        from fsdp_overlap.comm.quantized_triton import KernelReduction
+        from fsdp_overlap.features.quantized.kernels import KernelReduction
 
         return KernelReduction(_by_kernels(wire), plan)
     if isinstance(plan, RowsPlan):
@@ -48,7 +54,7 @@ def reduction_for(wire: QuantizedFormat, plan: Plan, device: torch.device) -> Qu
 def _has_kernels(device: torch.device) -> bool:
     if device.type != "cuda" or not _has_triton():
         return False
-    from fsdp_overlap.comm.quantized_triton import works_on
+    from fsdp_overlap.features.quantized.kernels import works_on
 
     return works_on(device)
 
@@ -59,6 +65,6 @@ def _has_triton() -> bool:
 
 
 def _by_kernels(wire: QuantizedFormat) -> QuantizedFormat:
-    from fsdp_overlap.comm.quantized_triton import KernelFormat
+    from fsdp_overlap.features.quantized.kernels import KernelFormat
 
     return KernelFormat(**{field.name: getattr(wire, field.name) for field in fields(wire)})

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from fsdp_overlap.comm.collectives import PendingCollective, RangeCollectives, own_range
+from fsdp_overlap.features.extensions.extension import Extension
 from fsdp_overlap.layout import ParamGroupPlan
-from fsdp_overlap.tensor.extension import Extension, is_subclass
+from fsdp_overlap.tensor.subclasses import is_subclass
 
 # Where a tensor may begin among bytes, so that they can be seen in its dtype.
 ALIGN_BYTES = 16

@@ -19,33 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.tensor.flat_buffer import Buffer
+from fsdp_overlap.tensor.subclasses import POST, PRE, inner_tensors, missing_methods
 from fsdp_overlap.torch_internals import keep_version
-
-PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 # Says whether what was gathered can be freed when the unsharded parameter was made of it.
 RELEASES = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
-
-
-def is_subclass(tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor`` is of a class of its own."""
-    return type(tensor) not in (torch.Tensor, nn.Parameter)
-
-
-def missing_methods(tensor: torch.Tensor) -> list[str]:
-    """Return which of the two methods ``tensor`` does not have."""
-    return [name for name in (PRE, POST) if not hasattr(tensor, name)]
-
-
-def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the plain tensors that ``tensor`` consists of. None if its class does not tell."""
-    if not is_subclass(tensor):
-        return [tensor]
-    if isinstance(tensor, DTensor):  # its flattening names its mesh, too
-        return inner_tensors(tensor._local_tensor)
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    names = flatten()[0] if flatten is not None else ()
-    return [inner for name in names for inner in inner_tensors(getattr(tensor, name))]
 
 
 class GatheredTensors(Buffer):
@@ -70,12 +48,10 @@ class GatheredTensors(Buffer):
         self._of_each.append(held)
 
     def digests(self) -> torch.Tensor:
-        """Return one number for each parameter, which tells edits of what it holds."""
         zero = torch.zeros((), dtype=torch.int64, device=self.flat.device)
         return torch.stack([reduce(add, map(_digest, each), zero) for each in self._of_each])
 
     def index_of(self, tensor: torch.Tensor) -> int | None:
-        """Return the number of the parameter that ``tensor`` holds a part of."""
         mine = tensor.untyped_storage()._cdata
         for index, each in enumerate(self._of_each):
             if any(held.untyped_storage()._cdata == mine for held in each):

@@ -22,10 +22,11 @@ from fsdp_overlap.comm.collectives import (
     divided,
     own_range,
 )
-from fsdp_overlap.comm.row_collectives import chunks_of, regions_of
-from fsdp_overlap.layout import ParamGroupPlan, RowsPlan
-from fsdp_overlap.layout.quantized_plan import QuantizedPlan, QuantizedRun, Segment
-from fsdp_overlap.tensor.quantization import at_once, decode_into, encode, multiply
+from fsdp_overlap.features.quantized.codes import at_once, decode_into, encode, multiply
+from fsdp_overlap.features.quantized.plan import QuantizedPlan, QuantizedRun, Segment
+from fsdp_overlap.features.rows.collectives import chunks_of, regions_of
+from fsdp_overlap.features.rows.plan import RowsPlan
+from fsdp_overlap.layout import ParamGroupPlan
 
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 

@@ -11,25 +11,25 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from fsdp_overlap.comm.collectives import CollectivePair, Collectives
 from fsdp_overlap.comm.comm_streams import HostWorkHandle
-from fsdp_overlap.comm.extension_gather import ExtensionGather
 from fsdp_overlap.desync.order_check import START
 from fsdp_overlap.engine.mesh import MeshInfo, ParamGroupEdits
 from fsdp_overlap.engine.options import UnitSettings
 from fsdp_overlap.engine.param import ParamInfo, hash_of, parameter_like, tp_local_tensor
-from fsdp_overlap.engine.param_group import ParamGroup, row_shard
-from fsdp_overlap.layout import RowsPlan
-from fsdp_overlap.tensor.extension import (
-    Extension,
-    ExtensionContext,
-    GatheredTensors,
-    inner_tensors,
-)
+from fsdp_overlap.engine.param_group import ParamGroup
+from fsdp_overlap.engine.storage import Storage
+from fsdp_overlap.features.extensions.extension import Extension, ExtensionContext, GatheredTensors
+from fsdp_overlap.features.extensions.gather import ExtensionGather
+from fsdp_overlap.features.rows.param_group import RowsParamGroup, row_shard
+from fsdp_overlap.features.rows.plan import RowsPlan
+from fsdp_overlap.features.rows.row_tensor import RowTensor, read_full_scalars
 from fsdp_overlap.tensor.ragged_dtensor import users_attributes
-from fsdp_overlap.tensor.row_tensor import RowTensor, Sharded, read_full_scalars
+from fsdp_overlap.tensor.sharded_param import ShardedParam
+from fsdp_overlap.tensor.subclasses import inner_tensors
 
 
 class ExtensionEdits(ParamGroupEdits):
@@ -53,7 +53,7 @@ class ExtensionEdits(ParamGroupEdits):
         self._noted += 1
 
 
-class ExtensionParamGroup(ParamGroup):
+class ExtensionParamGroup(RowsParamGroup):
     """Parameters in rows whose class says how they are gathered.
 
     Only a gather can make the unsharded parameters. One is done for that alone, in the lazy
@@ -70,12 +70,13 @@ class ExtensionParamGroup(ParamGroup):
         mesh_info: MeshInfo,
         device: torch.device,
         compute_dtype: torch.dtype,
-        offload: CPUOffloadPolicy | None,
+        storage: Storage,
         mp_policy: MixedPrecisionPolicy,
     ) -> None:
         self._mp_policy = mp_policy
         self._is_made = False
-        super().__init__(plan, owned, mesh_info, device, compute_dtype, offload)
+        self._gather: ExtensionGather | None = None
+        super().__init__(plan, owned, mesh_info, device, compute_dtype, storage)
 
     # At rest
 
@@ -84,7 +85,7 @@ class ExtensionParamGroup(ParamGroup):
         locals_ = [parameter._local_tensor for parameter in self.sharded_parameters]
         self._edits.tensors = [part for local in locals_ for part in (local, *inner_tensors(local))]
 
-    def _make_buffers(self, device: torch.device) -> Sequence[Sharded]:
+    def _make_buffers(self, device: torch.device) -> Sequence[ShardedParam]:
         self.edits = self._edits = ExtensionEdits(self.mesh_info)
         self.full = GatheredTensors(device)
         dtype = self.plan.specs[0].dtype
@@ -98,7 +99,7 @@ class ExtensionParamGroup(ParamGroup):
         else:
             values = [tp_local_tensor(parameter).detach() for parameter in self.parameters]
             locals_ = [self._room_for(value, at_rest) for value in values]
-        rows: list[Sharded] = [
+        rows: list[ShardedParam] = [
             RowTensor.wrap(local, self.mesh_info.spec(item, row_shard(item, 0), dtype), self._edits)
             for local, item in zip(locals_, self.owned, strict=True)
         ]
@@ -167,9 +168,9 @@ class ExtensionParamGroup(ParamGroup):
     def connect(
         self, post_forward_size: int | None, settings: UnitSettings, reduce_dtype: torch.dtype
     ) -> None:
-        if self.extensions is None or not self._is_made:
+        if self._gather is None or not self._is_made:
             contexts = self._extension_contexts()
-            self.extensions = ExtensionGather(
+            self._gather = ExtensionGather(
                 [
                     Extension(f"parameter {spec.fqn!r} of unit {self.label!r}", each, context)
                     for spec, each, context in zip(
@@ -178,6 +179,12 @@ class ExtensionParamGroup(ParamGroup):
                 ]
             )
         super().connect(post_forward_size, settings, reduce_dtype)
+
+    def _choose_collectives(self) -> Collectives:
+        collectives, gather = super()._choose_collectives(), self._gather
+        assert gather is not None
+        gather.others = self.carriers
+        return CollectivePair(gather.all_gather, collectives.reduce_scatter)
 
     def _extension_contexts(self) -> list[ExtensionContext]:
         return [
@@ -203,7 +210,7 @@ class ExtensionParamGroup(ParamGroup):
         """
         if self._is_made or self.is_meta:
             return False
-        gather, full = self.extensions, self.full
+        gather, full = self._gather, self.full
         assert gather is not None
         for extension in gather.extensions:
             extension.check()

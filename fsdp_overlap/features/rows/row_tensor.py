@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from copy import deepcopy
-from sys import getrefcount
 from typing import Any, cast
 from weakref import WeakSet
 
@@ -14,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.overrides import enable_reentrant_dispatch
 
-from fsdp_overlap.tensor.extension import is_subclass
 from fsdp_overlap.tensor.pending_steps import PENDING, finish_pending_steps
 from fsdp_overlap.tensor.ragged_dtensor import (
     CANNOT_MOVE,
@@ -22,7 +20,8 @@ from fsdp_overlap.tensor.ragged_dtensor import (
     ShardEdits,
     attributes_of,
 )
-from fsdp_overlap.tensor.sharded_param import ShardedParamMixin
+from fsdp_overlap.tensor.sharded_param import ShardedParam
+from fsdp_overlap.tensor.subclasses import is_subclass
 from fsdp_overlap.torch_internals import (
     DisableTorchFunctionSubclass,
     DTensorSpec,
@@ -66,7 +65,7 @@ class _CopyEdits(ShardEdits):
         )
 
 
-class RowTensor(ShardedParamMixin, DTensor):
+class RowTensor(ShardedParam):
     """A sharded parameter of which each rank of a mesh has a chunk of rows.
 
     torch treats it as the DTensor that it is: all ops are DTensor's, and their results are plain
@@ -77,6 +76,10 @@ class RowTensor(ShardedParamMixin, DTensor):
     edits: ShardEdits | None = None
     is_watched = False
     """Whether gradients are taken over that autograd accumulates."""
+
+    @property
+    def own_hook(self) -> Callable[..., None]:
+        return _take_accumulated
 
     @classmethod
     def wrap(
@@ -138,6 +141,31 @@ class RowTensor(ShardedParamMixin, DTensor):
 
     def _fits(self, gradient: torch.Tensor) -> bool:
         return isinstance(gradient, DTensor) and gradient.shape == self._spec.shape
+
+    @staticmethod
+    def give_grads(parameters: Iterable[Any], locals_: Iterable[torch.Tensor]) -> None:
+        for parameter, local in zip(parameters, locals_, strict=True):
+            if parameter._local_tensor.dim() != 1:
+                local = local.view(parameter._local_tensor.shape)
+            gradient = parameter._gradient
+            if gradient is not None:
+                if gradient._spec.placements == parameter._spec.placements:
+                    gradient._local_tensor.add_(local)
+                else:  # what autograd left
+                    _add_gradient(parameter, parameter.wrap_like(local))
+                continue
+            gradient = parameter._given_gradient
+            if gradient is None:
+                gradient = parameter._given_gradient = _wrap(DTensor, local, parameter._grad_spec)
+            else:
+                gradient._local_tensor = local
+            parameter._gradient = gradient
+
+    def gradient_of(self, local: torch.Tensor) -> DTensor:
+        return _wrap(DTensor, local.view(self._local_tensor.shape), self._grad_spec)
+
+    def write_gradient(self, gradient: DTensor, value: torch.Tensor) -> None:
+        gradient._local_tensor.copy_(self.local_part(value))
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
         """Return this rank's rows. They share memory."""
@@ -206,10 +234,6 @@ def _wrap(cls: type[DTensor], local: torch.Tensor, spec: DTensorSpec) -> DTensor
     tensor = DTensor.__new__(cls, empty, spec, requires_grad=False)
     tensor._local_tensor = local
     return tensor
-
-
-Sharded = RaggedDTensor | RowTensor
-"""The sharded form of a parameter: a range, or rows."""
 
 
 def _kind_of(func: Callable[..., Any]) -> str:
@@ -293,70 +317,6 @@ def _add_gradient(parameter: RowTensor, gradient: DTensor) -> None:
         gradient = held + gradient.redistribute(placements=held.placements)
     parameter._gradient = gradient
     parameter._given_gradient = None
-
-
-def give_row_grads(parameters: Iterable[RowTensor], chunks: Iterable[torch.Tensor]) -> None:
-    """Give each parameter its gradient. ``chunks`` has this rank's rows of each gradient, flat. If
-    a parameter has a gradient already, the two are added."""
-    for parameter, local in zip(parameters, chunks, strict=True):
-        if parameter._local_tensor.dim() != 1:
-            local = local.view(parameter._local_tensor.shape)
-        gradient = parameter._gradient
-        if gradient is not None:
-            if gradient._spec.placements == parameter._spec.placements:
-                gradient._local_tensor.add_(local)
-            else:  # what autograd left
-                _add_gradient(parameter, parameter.wrap_like(local))
-            continue
-        gradient = parameter._given_gradient
-        if gradient is None:
-            gradient = parameter._given_gradient = _wrap(DTensor, local, parameter._grad_spec)
-        else:
-            gradient._local_tensor = local
-        parameter._gradient = gradient
-
-
-@torch.no_grad()
-def call_gradient_hooks(parameters: Iterable[Any], locals_: Iterable[torch.Tensor]) -> None:
-    """Call what users gave to ``register_hook()`` of sharded parameters, with the gradients of
-    which ``locals_`` are this rank's parts, flat. What a hook returns is written into them.
-
-    Raises:
-        RuntimeError: what a hook returned has another shape.
-    """
-    for parameter, local in zip(parameters, locals_, strict=True):
-        with DisableTorchFunctionSubclass():
-            hooks = parameter._backward_hooks or {}
-        spec = parameter._grad_spec
-        for hook in list(hooks.values()):
-            if isinstance(parameter, RaggedDTensor):
-                gradient: Any = RaggedDTensor.wrap(local, spec)
-            else:
-                gradient = _wrap(DTensor, local.view(parameter._local_tensor.shape), spec)
-            references = getrefcount(gradient)
-            replaced = hook(gradient)
-            if replaced is not None:
-                if replaced.shape != gradient.shape:
-                    raise RuntimeError(
-                        f"a hook of a parameter of shape {tuple(gradient.shape)} returned a "
-                        f"gradient of shape {tuple(replaced.shape)}"
-                    )
-                if isinstance(parameter, RowTensor):
-                    local.view(gradient._local_tensor.shape).copy_(parameter.local_part(replaced))
-                else:
-                    gradient.copy_(replaced)
-            if getrefcount(gradient) > references:  # kept, and .grad may be edited later
-                gradient._local_tensor = gradient._local_tensor.clone()
-
-
-def call_hooks(parameters: Iterable[torch.Tensor]) -> None:
-    """Call what users gave to ``register_post_accumulate_grad_hook()`` of sharded parameters."""
-    for parameter in parameters:
-        with DisableTorchFunctionSubclass():
-            hooks = parameter._post_accumulate_grad_hooks or {}
-        for hook in list(hooks.values()):
-            if hook is not _take_accumulated:
-                hook(parameter)
 
 
 _meshes: WeakSet[DeviceMesh] = WeakSet()

@@ -36,6 +36,18 @@ class GroupMemory:
         return within
 
 
+def memory_of(param_group: Any) -> GroupMemory:
+    """Return memory that the backend allocates for what travels on the groups of ``param_group``.
+    Param groups of the same groups share it."""
+    groups, mesh_info = param_group.groups, param_group.mesh_info
+    names = groups.gather.group_name, groups.reduce.group_name
+    if names not in mesh_info.memories:
+        memory = GroupMemory((groups.gather, groups.reduce), mesh_info.device)
+        mesh_info.memories[names] = memory
+    made: GroupMemory = mesh_info.memories[names]
+    return made
+
+
 def check_memory(group: dist.ProcessGroup, device: torch.device) -> None:
     """Check that the backend of ``group`` allocates memory on ``device``.
 

@@ -17,6 +17,7 @@ from fsdp_overlap.comm.collectives import (
     AVG,
     REDUCE_SCATTER,
     SUM,
+    CoalescedGathers,
     Collectives,
     GatherTensors,
     PendingCollective,
@@ -31,7 +32,8 @@ from fsdp_overlap.comm.collectives import (
     reduce_into,
 )
 from fsdp_overlap.comm.process_groups import backend_name
-from fsdp_overlap.layout import ParamGroupPlan, RowsPlan
+from fsdp_overlap.features.rows.plan import RowsPlan
+from fsdp_overlap.layout import ParamGroupPlan
 from fsdp_overlap.tensor.comm_dtypes import as_comm_dtype
 
 # Parameters of at least this size travel by themselves. The collectives of smaller ones take longer
@@ -39,7 +41,7 @@ from fsdp_overlap.tensor.comm_dtypes import as_comm_dtype
 MIN_UNPACKED_BYTES = 256 * 1024
 
 
-class InPlaceRows(Collectives):
+class InPlaceRows(CoalescedGathers):
     """For NCCL, which runs many collectives as one: a collective for each parameter, in place in
     the flat buffer."""
 
@@ -56,7 +58,6 @@ class InPlaceRows(Collectives):
     def gather_tensors(
         self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup
     ) -> GatherTensors:
-        """Do as :meth:`NcclCollectives.gather_tensors`."""
         regions = self._regions.of(full)
         own = [region[group.rank()] for region in regions]
         torch._foreach_copy_(own, chunks_of(shard, self._plan), non_blocking=True)

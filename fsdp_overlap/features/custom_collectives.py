@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -12,21 +13,27 @@ from fsdp_overlap.comm.collectives import (
     Op,
     PendingCollective,
     RangeCollectives,
-    StagedCollectives,
+    Transport,
     as_real,
     end,
 )
+from fsdp_overlap.features.staged_collectives import StagedCollectives
 from fsdp_overlap.layout import ParamGroupPlan
 from fsdp_overlap.tensor.comm_dtypes import as_comm_dtype
 from fsdp_overlap.torch_internals import AllGather, ReduceScatter
 
 
 @dataclass(frozen=True)
-class CustomComms:
+class CustomComms(Transport):
     """A user's collectives. ``None`` stands for the library's own."""
+
+    name: ClassVar[str] = "custom collectives"
 
     all_gather: AllGather | None = None
     reduce_scatter: ReduceScatter | None = None
+
+    def wrap(self, collectives: RangeCollectives, param_group: Any) -> RangeCollectives:
+        return CustomCollectives(self, collectives)
 
 
 class CustomCollectives(StagedCollectives):

@@ -9,8 +9,8 @@ from functools import cached_property
 from itertools import accumulate
 from math import prod
 
+from fsdp_overlap.features.rows.plan import RowsPlan
 from fsdp_overlap.layout.param_group_plan import ParamGroupPlan
-from fsdp_overlap.layout.rows_plan import RowsPlan
 from fsdp_overlap.layout.spec import ParamSpec
 
 ALIGN_BYTES = 16

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+from weakref import WeakKeyDictionary
+
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.comm.collectives import StagedCollectives, gather_into, reduce_into
+from fsdp_overlap.comm.collectives import (
+    RangeCollectives,
+    Transport,
+    gather_into,
+    reduce_into,
+)
 from fsdp_overlap.comm.process_groups import backend_name
 from fsdp_overlap.comm.streams import streams_of
+from fsdp_overlap.features.staged_collectives import StagedCollectives
 from fsdp_overlap.layout import ParamGroupPlan, Plan
 from fsdp_overlap.torch_internals import symmetric_memory
 
@@ -96,6 +105,24 @@ class SymmetricCollectives(StagedCollectives):
         return source, self._memory.reduced.get_buffer(group, plan.shard_numels[0], dtype)
 
     _reduce = staticmethod(reduce_into)
+
+
+class SymmetricTransport(Transport):
+    """Gathers and reduces in memory that the param groups of one mesh share."""
+
+    name = "symmetric memory"
+    is_capturable = False
+
+    def wrap(self, collectives: RangeCollectives, param_group: Any) -> RangeCollectives:
+        mesh_info = param_group.mesh_info
+        memory = _memories.setdefault(mesh_info, SymmetricMemory(mesh_info.device))
+        plan = param_group.gather_plan
+        memory.reserve(plan, param_group.compute_dtype, param_group.reduce_dtype)
+        return SymmetricCollectives(plan.packed, memory)
+
+
+_memories: WeakKeyDictionary[Any, SymmetricMemory] = WeakKeyDictionary()
+"""By mesh info."""
 
 
 def use_symmetric_memory(backend: str, group: dist.ProcessGroup, device: torch.device) -> None:

@@ -1,0 +1,1 @@
+"""Parameters with FSDP2's tensor extensions."""

@@ -1,0 +1,1 @@
+"""Parameters and gradients that travel in few bits."""
