@@ -12,7 +12,13 @@ import torch
 import torch.distributed as dist
 
 from fsdp_overlap.comm.collectives import PendingCollective, all_gather_coalesced
-from fsdp_overlap.comm.comm_streams import CommStream, ComputeEvent, WorkHandle, profiler_range
+from fsdp_overlap.comm.comm_streams import (
+    CommStream,
+    ComputeEvent,
+    DeviceWorkHandle,
+    WorkHandle,
+    profiler_range,
+)
 from fsdp_overlap.comm.hosts import HostExchange
 from fsdp_overlap.desync.order_check import N_KINDS
 from fsdp_overlap.engine.grads import ParamGroupGradients
@@ -122,8 +128,9 @@ class CommContext:
         self.hosts: HostExchange | None = None
         """On which the hosts of all ranks exchange messages, once they do."""
         self._use_comm_streams(make_comm_stream("all_gather"), make_comm_stream("reduce_scatter"))
-        self._unread: list[ParamGroup] = []
-        """Those with an all-gather that compute has to wait for before it edits shards."""
+        self._unread: dict[ParamGroup, DeviceWorkHandle] = {}
+        """All-gathers for other ranks that compute has to wait for before it edits shards, oldest
+        first."""
         self._all_reduces: deque[ReplicaReduction] = deque()
         """The param groups' reductions over replicas that are under way, oldest first."""
 
@@ -201,17 +208,19 @@ class CommContext:
                 if not param_group.full.keeps_storage:
                     self._stats.current_full_buffers -= 1
                 param_group.free(self.all_gather_stream, after, waits)
-                if param_group.unread is not None:
-                    self._unread.append(param_group)
+
+    def free_unread(self, unit: interface.ScheduledUnit) -> None:
+        assert isinstance(unit, Unit)
+        for param_group in unit.param_groups:
+            self._unread.pop(param_group, None)  # another comes later
+            if (work := param_group.leave_unread()) is not None:
+                self._unread[param_group] = work
+        self.free(unit, None)
 
     def wait_for_unread(self) -> None:
         if self._unread:
-            # What was gathered last, and so all that is before it on the comm stream. Buffers may
-            # be freed in another order.
-            works = [work for each in self._unread if (work := each.unread) is not None]
-            max(works, key=lambda work: work.number).wait()
-            for param_group in self._unread:
-                param_group.unread = None
+            last = [*self._unread.values()][-1]
+            last.wait()  # and for all that is before it on the comm stream
             self._unread.clear()
 
     def forbid_old_graphs(self, unit: interface.ScheduledUnit, modules: Collection[int]) -> None:
@@ -247,8 +256,8 @@ class CommContext:
         self._stats.reduce_scatters += 1
         self._stats.reduce_scatter_bytes += gradients.reduced_nbytes
         param_group, across = gradients.param_group, gradients.all_reduces
-        if param_group.unread is not None:  # hooks may edit the shard as soon as it is reduced
-            self.reduce_scatter_stream.after_work(param_group.unread)
+        if param_group in self._unread:  # hooks may edit the shard as soon as it is reduced
+            self.reduce_scatter_stream.after_work(self._unread[param_group])
         mesh_info = param_group.mesh_info
         mesh_info.has_reduced = True
         code = param_group.index * N_KINDS + 1 + across
@@ -351,9 +360,6 @@ class CommContext:
         """Bring every unit to rest, from any state. The schedule must have dropped everything."""
         for unit in self._units():
             unit.reset(self.all_gather_stream)
-            for param_group in unit.param_groups:
-                if param_group.unread is not None:
-                    self._unread.append(param_group)
         self.wait_for_unread()
         self._stats.current_full_buffers = sum(
             param_group.full.allocated

@@ -214,9 +214,6 @@ class ParamGroup:
         self.outer_shard: OuterShard | None = None
         """The shard, if the ranks that hold copies of it divide it."""
         self._work: WorkHandle | None = None
-        self.unread: DeviceWorkHandle | None = None
-        """An all-gather whose full buffer was freed before compute waited for it. It may still read
-        the shard, so it comes before edits of that."""
         # the state before a gather that is being issued
         self._before: ParamGroupState | None = None
         self.gathered_version = -1
@@ -593,6 +590,16 @@ class ParamGroup:
             if self.counters.are_forbidden:
                 self.counters.allow_reads()
 
+    def leave_unread(self) -> DeviceWorkHandle | None:
+        """Return an all-gather under way that compute need not wait for before the full buffer is
+        freed: what it writes to is used next on its own comm stream. It may still read the shard,
+        so it comes before edits of that."""
+        work = self._work
+        if not isinstance(work, DeviceWorkHandle):
+            return None
+        self._work = None
+        return work
+
     def free(self, comm_stream: CommStream, after: ComputeEvent, waits: bool = True) -> None:
         """Free the full buffer, as the comm stream does. Raise RuntimeError if it is sharded, which
         is a mistake of the schedule."""
@@ -601,10 +608,7 @@ class ParamGroup:
                 f"param group of unit {self.label!r} is freed and not gathered; after an error "
                 "call ctx.reset() on every rank"
             )
-        if isinstance(self._work, DeviceWorkHandle):
-            # What it writes to is used next on the comm stream, which allocated it.
-            self.unread, self._work = self._work, None
-        elif self._work is not None:
+        if self._work is not None:  # it may still read the shard, which compute may edit
             self._work.abandon()
             self._work = None
         self.state = ParamGroupState.SHARDED

@@ -33,7 +33,6 @@ from fsdp_overlap.optim import Muon, clip_grad_norm_
 from fsdp_overlap.optim.exchange import Exchange
 from fsdp_overlap.optim.overlapped_steps import OverlappedSteps
 from fsdp_overlap.optim.owner_groups import OwnerGroups
-from fsdp_overlap.schedule.finalization import BackwardFinalizer
 from fsdp_overlap.schedule.prefetch import Prefetcher
 from fsdp_overlap.schedule.reducer import GradReducer
 from fsdp_overlap.schedule.scheduler import Schedule
@@ -203,29 +202,14 @@ DEFECTS = [
         SIDE,
     ),
     Defect(ParamGroup, "wait", "self._work.wait()", PLAIN),
-    Defect(
-        ParamGroup,
-        "free",
-        "self.unread, self._work = self._work, None",
-        "the model of unused parameters",
-        new="self._work = None",
-    ),
-    Defect(
-        CommContext,
-        "wait_for_unread",
-        "max(works, key=lambda work: work.number).wait()",
-        "the model of unused parameters",
-    ),
-    Defect(
-        CommContext,
-        "wait_for_unread",
-        "max(works, key=lambda work: work.number)",
-        "finalized before a wait",
-        new="works[-1]",
-    ),
-    Defect(Schedule, "unshard", "self._comm.wait_for_unread()", "stepped while unsharded by hand"),
-    Defect(
-        BackwardFinalizer, "_issue_all", "self._comm.wait_for_unread()", "finalized before a wait"
+    Defect(DeviceWorkHandle, "abandon", "self.wait()", "the model of unused parameters"),
+    *(
+        Defect(ParamGroup, "free", "self._work.abandon()", mode)
+        for mode in (
+            "the model of unused parameters",
+            "stepped while unsharded by hand",
+            "finalized before a wait",
+        )
     ),
     Defect(
         ParamGroup,
