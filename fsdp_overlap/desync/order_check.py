@@ -32,6 +32,7 @@ DIGEST_BYTES = 4
 # The code of a collective is the index of its param group times the number of kinds, plus the kind.
 KINDS = ("all_gather", "reduce_scatter", "reduce_scatter and all_reduce across replicas")
 N_KINDS = len(KINDS)
+ALL_GATHER, REDUCE_SCATTER, REDUCE_OVER_REPLICAS = range(N_KINDS)
 
 # In place of a collective's code.
 FAILED_ELSEWHERE = -1

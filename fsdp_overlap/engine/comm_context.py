@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import cached_property, partial
 from itertools import chain
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,8 @@ from fsdp_overlap.comm.comm_streams import (
     profiler_range,
 )
 from fsdp_overlap.comm.hosts import HostExchange
-from fsdp_overlap.desync.order_check import N_KINDS
-from fsdp_overlap.engine.grads import ParamGroupGradients
-from fsdp_overlap.engine.hsdp import ReplicaReduction
+from fsdp_overlap.desync.order_check import ALL_GATHER, N_KINDS
+from fsdp_overlap.engine.grads import CommPart, ParamGroupGradients, Part
 from fsdp_overlap.engine.mesh import MeshInfo
 from fsdp_overlap.engine.param_group import ParamGroup, ParamGroupState
 from fsdp_overlap.engine.unit import Unit
@@ -101,11 +100,6 @@ def _issue(param_groups: Sequence[ParamGroup]) -> PendingCollective:
 
 # ---- What the schedule decides ----
 
-# If the host runs ahead: how many reductions over replicas may be under way, beside those of reduce
-# inputs that still travel. Such a host may see none of them end, and would keep what each of them
-# reads until the end of backward.
-MAX_ALL_REDUCES = 2
-
 
 class CommContext:
     """Owns the comm streams of one context and does on them what its schedule decides: the
@@ -131,8 +125,8 @@ class CommContext:
         self._unread: dict[ParamGroup, DeviceWorkHandle] = {}
         """All-gathers for other ranks that compute has to wait for before it edits shards, oldest
         first."""
-        self._all_reduces: deque[ReplicaReduction] = deque()
-        """The param groups' reductions over replicas that are under way, oldest first."""
+        self._parts: dict[type[CommPart], CommPart] = {}
+        """What features have under way."""
 
     @cached_property
     def all_reduce_stream(self) -> CommStream:
@@ -158,6 +152,12 @@ class CommContext:
         self.after_compute = gather.after_compute
         self.record_compute_event = gather.record_compute_event
 
+    def part(self, kind: type[Part]) -> Part:
+        """Return the part of the class ``kind``. It is made at the first call."""
+        if kind not in self._parts:
+            self._parts[kind] = kind()
+        return cast(Part, self._parts[kind])
+
     is_profiled = staticmethod(profiler_enabled)
     profiler_range = staticmethod(profiler_range)
 
@@ -176,9 +176,8 @@ class CommContext:
             for param_group in param_groups:
                 param_group.finish_step()
                 order_check = param_group.mesh_info.order_check
-                order_check.record(
-                    param_group.index * N_KINDS, param_group, param_group.compute_dtype
-                )
+                code = param_group.index * N_KINDS + ALL_GATHER
+                order_check.record(code, param_group, param_group.compute_dtype)
                 stats.all_gather_bytes += param_group.gathered_nbytes
                 if not param_group.full.allocated:
                     stats.count_full_buffer()
@@ -205,8 +204,7 @@ class CommContext:
         assert isinstance(unit, Unit)
         for param_group in unit.param_groups:
             if param_group.state is not ParamGroupState.SHARDED:
-                if not param_group.full.keeps_storage:
-                    self._stats.current_full_buffers -= 1
+                self._stats.current_full_buffers -= not param_group.full.keeps_storage
                 param_group.free(self.all_gather_stream, after, waits)
 
     def free_unread(self, unit: interface.ScheduledUnit) -> None:
@@ -251,57 +249,38 @@ class CommContext:
 
     def reduce(self, gradients: interface.Gradients) -> WorkHandle:
         assert isinstance(gradients, ParamGroupGradients)
-        while len(self._all_reduces) > MAX_ALL_REDUCES and self.reduce_scatter_stream.runs_ahead:
-            self._all_reduces.popleft().finish_before(self.reduce_scatter_stream)
         self._stats.reduce_scatters += 1
         self._stats.reduce_scatter_bytes += gradients.reduced_nbytes
-        param_group, across = gradients.param_group, gradients.all_reduces
+        param_group = gradients.param_group
         if param_group in self._unread:  # hooks may edit the shard as soon as it is reduced
             self.reduce_scatter_stream.after_work(self._unread[param_group])
-        mesh_info = param_group.mesh_info
+        mesh_info, dtype = param_group.mesh_info, gradients.reduce_scatter_input.flat.dtype
         mesh_info.has_reduced = True
-        code = param_group.index * N_KINDS + 1 + across
-        mesh_info.order_check.record(code, param_group, gradients.reduce_scatter_input.flat.dtype)
-        return gradients.reduce(
-            self.reduce_scatter_stream, self.all_reduce_stream if across else None
-        )
+        code = param_group.index * N_KINDS + gradients.kind
+        mesh_info.order_check.record(code, param_group, dtype)
+        return gradients.reduce(self)
 
     def finish(self, gradients: interface.Gradients, work: interface.ReductionWork) -> None:
         assert isinstance(gradients, ParamGroupGradients)
         work.wait()
-        if gradients.replica_reduction is not None:
-            self._all_reduces.append(gradients.replica_reduction)
-            while self._all_reduces and self._all_reduces[0].is_done():
-                self._all_reduces.popleft().finish()  # frees what was sent
         self._stats.current_reduce_inputs -= 1
         gradients.reduce_scatter_input.free()
 
     def finish_all_reduces(self) -> None:
-        for reduction in self._all_reduces:
-            reduction.finish()
-        self._all_reduces.clear()
+        for part in self._parts.values():
+            part.finish()
 
     def abandon(
         self, reductions: Iterable[tuple[interface.Gradients, interface.ReductionWork]]
     ) -> None:
-        for gradients, work in reductions:
-            assert isinstance(gradients, ParamGroupGradients)
+        for _, work in reductions:
             with suppress(RuntimeError):  # a collective failed
-                # What the comm stream reads is about to be freed.
-                if gradients.replica_reduction is None:
-                    work.abandon()
-                else:
-                    work.wait()
-            if gradients.replica_reduction is not None:
-                # The reduction over replicas is under way too, or began with the wait above, as it
-                # may have on another rank.
-                self._all_reduces.append(gradients.replica_reduction)
-        for reduction in self._all_reduces:
-            reduction.abandon()
-        self._all_reduces.clear()
+                work.abandon()  # what the comm stream reads is about to be freed
+        for part in self._parts.values():
+            part.abandon()
 
     def finish_backward(self) -> None:
-        agreed = {}
+        agreed: dict[MeshInfo, Sequence[int]] = {}
         failure: RuntimeError | None = None
         # Small meshes first: a failure there is an error on all ranks of the meshes that follow,
         # also on ranks that would otherwise wait for those that failed.
@@ -318,14 +297,19 @@ class CommContext:
             mesh_info.finish_reading()
         if failure is not None:
             raise failure
-        if not agreed:
-            return
+        if any(mesh_info.has_late_gradients for mesh_info in agreed):
+            self._complete_gradients(agreed)
+
+    def _complete_gradients(self, has_gradient: Mapping[MeshInfo, Sequence[int]]) -> None:
+        """Give parameters the gradients that waited for the end of backward. ``has_gradient`` has
+        the flags of each mesh."""
         for unit in self._units():
             for gradients in unit.gradients:
-                if gradients.offloads:
-                    gradients.offload()
-                if gradients.unused:
-                    gradients.accept_unused(agreed[gradients.param_group.mesh_info])
+                mesh_info = gradients.param_group.mesh_info
+                if mesh_info in has_gradient:
+                    gradients.complete(has_gradient[mesh_info])
+        for mesh_info in has_gradient:
+            mesh_info.has_late_gradients = False
 
     def finish_reading(self) -> None:
         """Block the host until offloaded shards may be edited."""

@@ -289,7 +289,11 @@ class MeshInfo:
         self._with_other: dict[DeviceMesh, DeviceMesh] = {}  # by the parameter's own mesh
         self._memories: dict[tuple[str, str], GroupMemory] = {}
         self._flags = 0
-        self._has_gradient = bytearray()
+        self.has_gradient = bytearray()
+        """For each parameter, whether this rank has reduced a gradient in the backward under
+        way."""
+        self.has_late_gradients = False
+        """Whether some gradients are given to parameters only at the end of backward."""
 
     @cached_property
     def shard_size(self) -> int:
@@ -459,8 +463,8 @@ class MeshInfo:
         whose flags begin at ``first_flag``."""
         flags = slice(first_flag, first_flag + len(filled))
         if not all(filled):
-            filled = list(map(or_, self._has_gradient[flags], filled))
-        self._has_gradient[flags] = bytes(filled)
+            filled = list(map(or_, self.has_gradient[flags], filled))
+        self.has_gradient[flags] = bytes(filled)
 
     def validate_and_sync(self, comm_stream: CommStream, failed: bool) -> bytes | bytearray:
         """Compare what the ranks issued, at the end of a backward that reduced. Return a flag for
@@ -472,7 +476,7 @@ class MeshInfo:
             RuntimeError: the ranks' collectives differ, in this backward or, where the host runs
                 ahead, in an earlier one.
         """
-        flags = self._has_gradient
+        flags = self.has_gradient
         self.forget_gradients()
         self.has_reduced = False
         groups = self.groups.per_dim
@@ -493,7 +497,7 @@ class MeshInfo:
             self.reading = None
 
     def forget_gradients(self) -> None:
-        self._has_gradient = bytearray(self._flags)
+        self.has_gradient = bytearray(self._flags)
 
     def reset(self) -> None:
         """Forget what was issued, and the groups. Call it on every rank."""
@@ -501,7 +505,7 @@ class MeshInfo:
         vars(self).pop("groups", None)
         self._memories.clear()
         self.forget_gradients()
-        self.has_reduced = False
+        self.has_reduced = self.has_late_gradients = False
         self.reading = None
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from math import prod
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 from weakref import ref
 
 import torch
@@ -169,6 +169,8 @@ class ParamGroup:
     """Whether its parameters say themselves how they are gathered."""
     shares_shard = False
     """Whether a parameter of it is one of another unit too."""
+    make_gradients: Callable[..., Any] | None = None
+    """What makes its gradients, if a feature treats them otherwise."""
 
     def __init__(
         self,

@@ -18,8 +18,11 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp_overlap.engine import hooks
 from fsdp_overlap.engine.checks import sync_module_states_from_first
 from fsdp_overlap.engine.context import FsdpContext
-from fsdp_overlap.engine.extensions import ExtensionParamGroup
+from fsdp_overlap.engine.extensions import ExtensionGradients, ExtensionParamGroup
+from fsdp_overlap.engine.grads import ParamGroupGradients
+from fsdp_overlap.engine.hsdp_gradients import ReplicatedGradients
 from fsdp_overlap.engine.mesh import MeshInfo, rollback_on_error
+from fsdp_overlap.engine.offloaded_gradients import OffloadedGradients
 from fsdp_overlap.engine.options import QuantizedCommPolicy, compute_dtype, reduce_dtype
 from fsdp_overlap.engine.param import (
     Owner,
@@ -36,6 +39,7 @@ from fsdp_overlap.engine.param import (
     tp_local_tensor,
 )
 from fsdp_overlap.engine.param_group import ParamGroup
+from fsdp_overlap.engine.tensor_parallel_gradients import TensorParallelGradients
 from fsdp_overlap.engine.tied_parameters import connect_ties, find_ties
 from fsdp_overlap.engine.unit import Unit
 from fsdp_overlap.layout import PerTensor, Plan, RowsPlan
@@ -387,7 +391,25 @@ def _make_param_groups(
             param_groups.append(
                 ParamGroup(plan, items, mesh_info, device, dtype, offload, comm_policy)
             )
+        param_groups[-1].make_gradients = _gradients_class(param_groups[-1])
     return param_groups
+
+
+def _gradients_class(param_group: ParamGroup) -> type[ParamGroupGradients]:
+    """Return the class of a param group's gradients. Of several features, one that does what each
+    of theirs does."""
+    classes: list[type[ParamGroupGradients]] = []
+    if param_group.is_tensor_parallel:
+        classes.append(TensorParallelGradients)
+    if param_group.is_extension:
+        classes.append(ExtensionGradients)
+    if param_group.mesh_info.num_replicas > 1:
+        classes.append(ReplicatedGradients)
+    if param_group.offload is not None:
+        classes.append(OffloadedGradients)
+    if len(classes) < 2:
+        return classes[0] if classes else ParamGroupGradients
+    return type("".join(each.__name__ for each in classes), tuple(classes), {})
 
 
 def _mark_owners(unit: Unit, originals: Mapping[str, nn.Parameter]) -> None:

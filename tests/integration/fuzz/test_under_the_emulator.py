@@ -24,6 +24,7 @@ from fsdp_overlap.engine.autograd import SavedForward, VersionCounters
 from fsdp_overlap.engine.comm_context import CommContext
 from fsdp_overlap.engine.grads import ParamGroupGradients
 from fsdp_overlap.engine.hsdp import OuterShard, ReplicaReduction
+from fsdp_overlap.engine.hsdp_gradients import ReplicaReductions
 from fsdp_overlap.engine.mesh import MeshInfo
 from fsdp_overlap.engine.options import ReduceOptions
 from fsdp_overlap.engine.param_group import D2HCopy, ParamGroup
@@ -238,11 +239,11 @@ DEFECTS = [
     ),
     Defect(ReplicaReduction, "finish", "work.wait()", COPIES),
     Defect(ReplicaReduction, "finish_before", "comm_stream.after_work(work)", COPIES),
-    Defect(ParamGroupGradients, "reduce", "comm_stream.after_compute()", PLAIN),
-    Defect(ParamGroupGradients, "reduce", "comm_stream.after_compute()", "in pieces"),
+    Defect(ParamGroupGradients, "_enqueue", "comm_stream.after_compute()", PLAIN),
+    Defect(ParamGroupGradients, "_enqueue", "comm_stream.after_compute()", "in pieces"),
     Defect(Prefetcher, "_gather", "self._comm.after_compute()", "stepped twice"),
     Defect(CommContext, "finish", "work.wait()", PLAIN),
-    Defect(CommContext, "finish_all_reduces", "reduction.finish()", COPIES),
+    Defect(ReplicaReductions, "finish", "reduction.finish()", COPIES),
     Defect(
         GradReducer,
         "_may_fill",
