@@ -6,7 +6,7 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -16,16 +16,10 @@ from fsdp_overlap.comm.collectives import PendingCollective
 from fsdp_overlap.comm.comm_streams import CommStream, WorkHandle
 from fsdp_overlap.comm.objects import greatest, wait_for
 from fsdp_overlap.comm.streams import has_streams
+from fsdp_overlap.desync.confirmation import ExpectedOrder
 
 # How many collectives since the last check are remembered. Older ones only count in the digest.
 MAX_REMEMBERED = 4096
-
-# At least so many of the last codes are remembered, at most twice as many. Enough for steps of some
-# thousand collectives.
-REMEMBERED = 1 << 15
-
-NOWHERE = 2 * REMEMBERED
-"""The place at which nothing is expected."""
 
 DIGEST_BYTES = 4
 
@@ -71,44 +65,6 @@ class Interval(NamedTuple):
         if index < len(self.codes):
             return self.codes[index]
         return NOTHING if self.is_over else None
-
-
-class ExpectedOrder:
-    """Predicts the next code from the codes observed so far, the history.
-
-    It expects the code at one place of the history. While that is right, the place moves along. If
-    it is wrong, the place moves to behind the previous occurrence of the last two codes. So, if
-    anything repeats, the place comes to be one period behind.
-
-    The prediction follows from the history alone. Two ranks with the same history predict the same.
-    See Note [confirmation].
-    """
-
-    def __init__(self) -> None:
-        self._history: list[int] = []
-        self._place = NOWHERE
-        self._last = 0
-        self._behind: dict[tuple[int, int], int] = {}
-
-    def observe(self, code: int) -> bool:
-        """Append ``code`` to the history. Return whether it was expected."""
-        history, place = self._history, self._place
-        is_expected = place < len(history) and history[place] == code
-        history.append(code)
-        pair = self._last, code
-        self._place = place + 1 if is_expected else self._behind.get(pair, NOWHERE)
-        self._behind[pair] = len(history)
-        self._last = code
-        if len(history) > 2 * REMEMBERED:
-            self._forget()
-        return is_expected
-
-    def _forget(self) -> None:
-        del self._history[:REMEMBERED]
-        self._behind = {
-            pair: place - REMEMBERED for pair, place in self._behind.items() if place >= REMEMBERED
-        }
-        self._place = self._place - REMEMBERED if self._place >= REMEMBERED else NOWHERE
 
 
 class OrderCheck:
@@ -290,73 +246,3 @@ class OrderCheck:
     def _fold(self) -> None:
         self._digest = zlib.crc32(self._issued.tobytes(), self._digest)
         self._issued = array("l")
-
-
-def first_difference(
-    histories: Mapping[int, Sequence[Interval]],
-) -> tuple[int, dict[int, int]] | None:
-    """Return where ``histories``, by rank, first differ: the position since a check, and the codes
-    there of the ranks that have come that far. ``None`` if they do not differ."""
-    for number in sorted({part.number for history in histories.values() for part in history}):
-        parts = {
-            rank: part
-            for rank, history in histories.items()
-            for part in history
-            if part.number == number
-        }
-        first = max(part.first for part in parts.values())
-        last = max(part.first + len(part.codes) for part in parts.values())
-        for position in range(first, last):
-            codes = {
-                rank: code
-                for rank, part in parts.items()
-                if (code := part.at(position)) is not None
-            }
-            if len(set(codes.values())) > 1:
-                return position, codes
-    return None
-
-
-def describe_difference(
-    position: int,
-    codes: Mapping[int, int],
-    units: Mapping[int, Sequence[str]],
-    exchanged: bool,
-) -> str:
-    """Return what ranks issued at ``position`` since the last check. ``codes`` are those of the
-    collectives and ``units`` the labels of all param groups, both by rank. ``exchanged`` is whether
-    the collectives have exchanged data."""
-    names = {rank: _describe(code, units[rank]) for rank, code in sorted(codes.items())}
-    if len(set(names.values())) == 1:
-        places = ", ".join(
-            f"{codes[rank] // N_KINDS + 1} of {len(units[rank])} on rank {rank}" for rank in names
-        )
-        return (
-            "ranks have different units, or made them in another order: at "
-            f"{names.popitem()[1]}, which is unit {places}. Every rank must build the same model "
-            "and shard it in the same order"
-        )
-    issued = "; ".join(f"rank {rank}: {what}" for rank, what in names.items())
-    harm = ""
-    if exchanged:
-        harm = (
-            ". Their data was exchanged between the wrong units, so gradients and parameters are "
-            "wrong"
-        )
-    return (
-        f"ranks ran different units: collective {position} since the last backward was "
-        f"{issued}{harm}: every rank must run the same units in the same order. Look for a forward "
-        "or backward that only some ranks run, such as an evaluation under `if rank == 0`, or a "
-        "branch on data. To allow it, use fully_shard(conditional=True) or ctx.uneven()"
-    )
-
-
-def _describe(code: int, units: Sequence[str]) -> str:
-    if code == FAILED_ELSEWHERE:
-        return "an error: on another mesh of this rank, ranks ran different units"
-    if code == NOTHING:
-        return "nothing, its backward ended"
-    if code == NEW_UNIT:
-        return "a new unit, given to fully_shard()"
-    index, kind = divmod(code, N_KINDS)
-    return f"{KINDS[kind]} of unit {units[index]!r}"
