@@ -92,7 +92,7 @@ class RankGroup(Protocol):
 
 
 # Of ranks that issue nothing in a checked order.
-_UNUSED_CHECK = OrderCheck(torch.device("cpu"), False, tuple, str, lambda: None)
+_UNUSED_CHECK = OrderCheck(torch.device("cpu"), str)
 
 
 @dataclass(frozen=True)

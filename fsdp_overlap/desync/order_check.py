@@ -14,9 +14,8 @@ import torch.distributed as dist
 
 from fsdp_overlap.comm.collectives import PendingCollective
 from fsdp_overlap.comm.comm_streams import CommStream, WorkHandle
-from fsdp_overlap.comm.objects import greatest, wait_for
+from fsdp_overlap.comm.objects import greatest
 from fsdp_overlap.comm.streams import has_streams
-from fsdp_overlap.desync.confirmation import ExpectedOrder
 
 # How many collectives since the last check are remembered. Older ones only count in the digest.
 MAX_REMEMBERED = 4096
@@ -76,30 +75,16 @@ class OrderCheck:
     once. A device with streams reads it at the end of a later backward, once it has arrived, so
     that the host never waits for it.
 
-    *Confirmation* is for a CPU alone. A rank predicts what it issues next from what it issued
-    before (:class:`ExpectedOrder`). Two ranks with the same history predict the same next
-    collective. So at the first collective on which ranks differ, at most some of them issue what
-    was predicted. Each of the others, before it issues its own, waits for all ranks to say that
-    they issue the same. A predicted collective costs nothing, and no data of one unit is taken for
-    another's.
-
-    ``confirmed`` is called for each confirmation. ``explain`` says what ranks did differently; it
-    is given the unit, or an empty string if that is not known.
+    ``explain`` says what ranks did differently; it is given the unit, or an empty string if that is
+    not known.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        confirms: bool,
-        groups: Callable[[], Sequence[dist.ProcessGroup]],
-        explain: Callable[[str], str],
-        confirmed: Callable[[], None],
-    ) -> None:
+    confirms = False
+    """Whether ranks ask each other before collectives too."""
+
+    def __init__(self, device: torch.device, explain: Callable[[str], str]) -> None:
         self.device = device
-        self.confirms = confirms
-        self._groups = groups
         self._explain = explain
-        self._confirmed = confirmed
         self._under_way: deque[tuple[WorkHandle, torch.Tensor]] = deque()
         self._forget()
 
@@ -110,44 +95,23 @@ class OrderCheck:
         self._first = 0
         self._checks = 0
         self._over: Interval | None = None
-        self._expectation = ExpectedOrder()
 
     def record(self, code: int, subject: Subject, dtype: torch.dtype) -> None:
         """Record that this rank is about to issue the collective ``code`` of ``subject``, which
-        sends ``dtype``. Wait for the other ranks if it was not predicted.
-
-        Raises:
-            RuntimeError: they issue other collectives; names what each issues. Or they planned
-                ``subject`` differently, or have other param groups on the mesh.
-        """
-        self._issued.append(code)
-        self._count += 1
-        if self.confirms and not self._expectation.observe(code):
-            self._confirm(code, subject, dtype)
-        if len(self._issued) > MAX_REMEMBERED:
+        sends ``dtype``."""
+        if len(self._issued) >= MAX_REMEMBERED:
             self._first += len(self._issued)
             self._fold()
+        self._issued.append(code)
+        self._count += 1
 
     def record_new_param_group(self) -> None:
-        """Record that a param group was added to the mesh. So the next check has another size.
-        Earlier confirmations do not tell whether all ranks added the param group, so everything is
-        confirmed again."""
-        if self.confirms and self._count:
-            self._issued.append(NEW_UNIT)
-            self._expectation = ExpectedOrder()
+        """Record that a param group was added to the mesh. So the next check has another size."""
 
     def record_failure(self) -> None:
         """Make the next check of this mesh fail, because this rank found a difference on another
         mesh."""
         self._issued.append(FAILED_ELSEWHERE)
-
-    def _confirm(self, code: int, subject: Subject, dtype: torch.dtype) -> None:
-        self._confirmed()
-        mine = [self._count, code, subject.signature(dtype)]
-        for group in self._groups():
-            others = self._gather(subject.label, mine, group)
-            if any(other != mine for other in others):
-                raise RuntimeError(self._explain(subject.label))
 
     def exchange(self, mine: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:
         """All-gather ``mine``, three numbers, among the ranks of ``group``. The first says what is
@@ -166,14 +130,13 @@ class OrderCheck:
         # taken for this one.
         sent = torch.tensor(mine, device=self.device)
         others = [torch.empty_like(sent) for _ in range(group.size())]
-        work = dist.all_gather(others, sent, group, async_op=True)
-        if self.confirms:
-            wait_for(work, group, "order_check", label)
-        else:
-            # Not by a work handle, which wakes up after a second: that would make NCCL give up.
-            work.wait()
+        self._wait(dist.all_gather(others, sent, group, async_op=True), group, label)
         received: list[list[int]] = torch.stack(others).tolist()
         return received
+
+    def _wait(self, work: dist.Work, group: dist.ProcessGroup, label: str) -> None:
+        # Not by a work handle, which wakes up after a second: that would make NCCL give up.
+        work.wait()
 
     def send(
         self, comm_stream: CommStream, groups: Sequence[dist.ProcessGroup], has_gradient: bytearray

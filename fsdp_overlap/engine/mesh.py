@@ -28,6 +28,7 @@ from fsdp_overlap.comm.process_groups import (
 )
 from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.comm.symmetric_memory import SymmetricMemory
+from fsdp_overlap.desync.confirmation import ConfirmingOrderCheck
 from fsdp_overlap.desync.error_monitor import ErrorMonitor
 from fsdp_overlap.desync.order_check import OrderCheck, Subject
 from fsdp_overlap.engine.param import (
@@ -346,15 +347,13 @@ class MeshInfo:
 
     @cached_property
     def order_check(self) -> OrderCheck:
+        explain = self.error_monitor.explain_difference
         shard = self.mesh.get_group(self.mesh.ndim - 1)
+        if not (self.communicates and can_close(shard, self.device.type)):
+            return OrderCheck(self.device, explain)
         me = weakref.proxy(self)
-        return OrderCheck(
-            self.device,
-            self.communicates and can_close(shard, self.device.type),
-            lambda: me.groups.to_confirm,
-            self.error_monitor.explain_difference,
-            self._stats.count_confirmation,
-        )
+        groups, confirmed = lambda: me.groups.to_confirm, self._stats.count_confirmation
+        return ConfirmingOrderCheck(self.device, explain, groups, confirmed)
 
     @cached_property
     def syncs_unused_params(self) -> bool:
