@@ -174,13 +174,15 @@ class CommContext:
         stats = self._stats
         for label, param_groups in unit.single_all_gather or gathers_of(unit, again):
             for param_group in param_groups:
-                param_group.finish_step()
+                if param_group.edits.stepper is not None:
+                    param_group.finish_step()
                 order_check = param_group.mesh_info.order_check
                 code = param_group.index * N_KINDS + ALL_GATHER
                 order_check.record(code, param_group, param_group.compute_dtype)
                 stats.all_gather_bytes += param_group.gathered_nbytes
                 if not param_group.full.allocated:
-                    stats.count_full_buffer()
+                    stats.current_full_buffers = held = stats.current_full_buffers + 1
+                    stats.peak_full_buffers = max(stats.peak_full_buffers, held)
                 if param_group.outer_shard is not None:
                     param_group.outer_shard.gather(self.all_reduce_stream)
             stats.all_gathers += 1
@@ -244,7 +246,9 @@ class CommContext:
 
     def allocate_input(self, gradients: interface.Gradients) -> None:
         assert isinstance(gradients, ParamGroupGradients)
-        self._stats.count_reduce_input()
+        stats = self._stats
+        stats.current_reduce_inputs = held = stats.current_reduce_inputs + 1
+        stats.peak_reduce_inputs = max(stats.peak_reduce_inputs, held)
         gradients.reduce_scatter_input.allocate()
 
     def reduce(self, gradients: interface.Gradients) -> WorkHandle:
@@ -256,7 +260,8 @@ class CommContext:
             self.reduce_scatter_stream.after_work(self._unread[param_group])
         mesh_info, dtype = param_group.mesh_info, gradients.reduce_scatter_input.flat.dtype
         mesh_info.has_reduced = True
-        code = param_group.index * N_KINDS + gradients.kind
+        kind = gradients.kinds[gradients.options.all_reduce_grads]
+        code = param_group.index * N_KINDS + kind
         mesh_info.order_check.record(code, param_group, dtype)
         return gradients.reduce(self)
 
@@ -294,7 +299,8 @@ class CommContext:
                     )
                 except RuntimeError as error:
                     failure = failure or error
-            mesh_info.finish_reading()
+            if mesh_info.reading is not None:
+                mesh_info.finish_reading()
         if failure is not None:
             raise failure
         if any(mesh_info.has_late_gradients for mesh_info in agreed):

@@ -63,15 +63,18 @@ class ParamGroupGradients:
     :class:`~fsdp_overlap.schedule.interface.Gradients` of the schedule.
 
     What a feature does otherwise is in a subclass, which is chosen when the gradients are made.
+    ``kinds``: what :meth:`reduce` issues without and with a reduction over replicas.
     ``filled`` says for which parameters the reduce input holds a gradient. It may come from a
     backward without synchronization.
     """
+
+    kinds = REDUCE_SCATTER, REDUCE_SCATTER
 
     def __init__(
         self, param_group: ParamGroup, reduce_dtype: torch.dtype, reduce_options: ReduceOptions
     ) -> None:
         self.param_group = param_group
-        self._options = reduce_options
+        self.options = reduce_options
         self.reduce_scatter_input = FlatBuffer(
             param_group.plan, reduce_dtype, param_group.full.flat.device
         )
@@ -194,44 +197,37 @@ class ParamGroupGradients:
 
     # The reduction
 
-    @property
-    def kind(self) -> int:
-        """What :meth:`reduce` issues, as :data:`~fsdp_overlap.desync.order_check.KINDS` lists
-        it."""
-        return REDUCE_SCATTER
-
-    def reduce(self, comm: ReduceStreams) -> WorkHandle:
+    def reduce(self, comm: ReduceStreams, accept: Accept | None = None) -> WorkHandle:
         """Enqueue the reduce-scatter of the reduce input. Its result becomes the sharded
         parameters' ``.grad``.
 
         For a parameter without a gradient on this rank, the result is unused. It is kept until
         :meth:`complete` if that will know whether another rank has a gradient, and otherwise given
-        to the parameter at once. Collective over the mesh."""
-        accept: Accept = self._accept
-        if all(self.filled):
-            param_group = self.param_group
-            first = param_group.first_flag
-            param_group.mesh_info.has_gradient[first : first + self.count] = self._all_filled
-        else:
+        to the parameter at once. ``accept`` takes the result instead, if it is given. Collective
+        over the mesh."""
+        param_group, comm_stream = self.param_group, comm.reduce_scatter_stream
+        if not all(self.filled):
             self._zero_unfilled()
-            accept = self._accept_filled(self.filled)
-        return self._enqueue(comm.reduce_scatter_stream, accept)
-
-    def _enqueue(self, comm_stream: CommStream, accept: Accept) -> WorkHandle:
+            accept = accept or self._accept_filled(self.filled)
+        elif accept is None:
+            first, accept = param_group.first_flag, self._accept
+            param_group.mesh_info.has_gradient[first : first + self.count] = self._all_filled
         self.filled = [False] * self.count
         if self.reduce_scatter_input.gaps:  # they travel too
             torch._foreach_zero_(self.reduce_scatter_input.gaps)
         comm_stream.after_compute()
-        label, nbytes = self.param_group.label, self._communicates
-        work = comm_stream.enqueue("reduce_scatter", label, self._issue, accept, nbytes)
-        is_in_order = self.param_group.edits.has_hooks and not comm_stream.runs_ahead
+        work = comm_stream.enqueue(
+            "reduce_scatter", param_group.label, self._issue, accept, self._communicates
+        )
+        is_in_order = param_group.edits.has_hooks and not comm_stream.runs_ahead
         return _InOrder(work) if is_in_order else work
 
     def _issue(self) -> PendingCollective:
         param_group, buffer = self.param_group, self.reduce_scatter_input
+        divisor = self.options.divisor
         # NCCL uses memory that is registered with its group for sums, and not for means.
-        sums = buffer.memory is not None
-        divisor = self._options.divisor_among_shards(param_group.mesh_info.shard_size, sums)
+        if divisor is None and (self.options.sums_only or buffer.memory is not None):
+            divisor = float(param_group.mesh_info.shard_size)
         reduce_scatter = param_group.collectives.reduce_scatter
         return reduce_scatter(buffer.flat, param_group.groups.reduce, divisor)
 
@@ -255,12 +251,12 @@ class ParamGroupGradients:
     # From the reduction into ``.grad``
 
     def _accept(self, mean: torch.Tensor, unused: Sequence[bool] | None = None) -> None:
-        if self._options.hook is not None:
-            self._options.call_hook(mean)
+        if self.options.hook is not None:
+            self.options.call_hook(mean)
         if mean.dtype != self.param_group.grad_dtype:
             mean = mean.to(self.param_group.grad_dtype)
         if self.param_group.edits.stepper is None or not self._is_stepped(mean, unused):
-            self._take(mean, unused)
+            self._keep(mean, unused)
 
     def _is_stepped(self, mean: torch.Tensor, unused: Sequence[bool] | None) -> bool:
         """Return whether the optimizer steps the shard now. Then it takes ``mean``."""
@@ -270,15 +266,12 @@ class ParamGroupGradients:
             return False
         return edits.stepper is not None and edits.stepper.enqueue_step(self, mean)
 
-    def _take(self, mean: torch.Tensor, unused: Sequence[bool] | None) -> None:
-        self.give(mean, unused)
-
     def give(self, mean: torch.Tensor, unused: Sequence[bool] | None = None) -> None:
         """Make ``mean``, this rank's shard of the gradient, the parameters' ``.grad``, or add it.
         Keep what is ``unused``."""
         sizes, own = self._pieces
         pieces = [*mean.split_with_sizes(sizes), self._empty]
-        locals_ = [pieces[piece] for piece in own]
+        locals_ = list(map(pieces.__getitem__, own))
         parameters = self.param_group.sharded_parameters
         if unused is not None:
             self._give_used(locals_, unused)
@@ -286,6 +279,9 @@ class ParamGroupGradients:
             self._give_hooked(parameters, locals_)
         else:
             self._give(parameters, locals_)
+
+    _keep = give
+    """Does with a reduced gradient what the place where the shard rests asks for."""
 
     def _give_used(self, locals_: Sequence[torch.Tensor], unused: Sequence[bool]) -> None:
         self.param_group.mesh_info.has_late_gradients = True
@@ -307,8 +303,8 @@ class ParamGroupGradients:
 
     def complete(self, has_gradient: Sequence[int]) -> None:
         """Give the parameters what they get only at the end of backward: unused gradients, if some
-        rank had one. Drop the others. ``has_gradient``: the flags of the mesh. See Note [no
-        gradient]."""
+        rank had one. Drop the others. ``has_gradient`` has the flags of the mesh.
+        See Note [no gradient]."""
         for index, local in self.unused:
             if has_gradient[self.param_group.first_flag + index]:
                 self._give_hooked([self.param_group.sharded_parameters[index]], [local])

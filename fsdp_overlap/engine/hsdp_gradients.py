@@ -9,7 +9,7 @@ from operator import or_
 
 import torch
 
-from fsdp_overlap.comm.comm_streams import CommStream, WorkHandle
+from fsdp_overlap.comm.comm_streams import Accept, CommStream, WorkHandle
 from fsdp_overlap.desync.order_check import REDUCE_OVER_REPLICAS, REDUCE_SCATTER
 from fsdp_overlap.engine.grads import ParamGroupGradients, ReduceStreams
 from fsdp_overlap.engine.hsdp import ReplicaReduction
@@ -56,6 +56,8 @@ class ReplicatedGradients(ParamGroupGradients):
     """Gradients of which other ranks hold the same shard. If the user asked that backward does not
     reduce over replicas, what was reduced among shards waits for a backward that does."""
 
+    kinds = REDUCE_SCATTER, REDUCE_OVER_REPLICAS
+
     def __init__(
         self, param_group: ParamGroup, reduce_dtype: torch.dtype, reduce_options: ReduceOptions
     ) -> None:
@@ -65,26 +67,20 @@ class ReplicatedGradients(ParamGroupGradients):
         """For which parameters :attr:`replica_reduction` holds a gradient, reduced among shards
         alone."""
 
-    @property
-    def kind(self) -> int:
-        return REDUCE_OVER_REPLICAS if self._options.all_reduce_grads else REDUCE_SCATTER
-
-    def reduce(self, comm: ReduceStreams) -> WorkHandle:
+    def reduce(self, comm: ReduceStreams, accept: Accept | None = None) -> WorkHandle:
         reductions = comm.part(ReplicaReductions)
         reductions.make_room(comm.reduce_scatter_stream)
         replicas, filled = self.replica_reduction, list(map(or_, self._filled_partly, self.filled))
-        if not all(self.filled):
-            self._zero_unfilled()
-        if self._options.all_reduce_grads:
+        if self.options.all_reduce_grads:
             self._filled_partly = [False] * self.count
             # One more collective comes before the result becomes ``.grad``.
-            divisor = self._options.divisor_among_replicas(self.param_group.mesh_info.num_replicas)
+            divisor = self.options.divisor_among_replicas(self.param_group.mesh_info.num_replicas)
             accept = partial(
                 replicas.start, comm.all_reduce_stream, divisor, self._accept_filled(filled)
             )
         else:
             self._filled_partly, accept = filled, replicas.keep
-        work = self._enqueue(comm.reduce_scatter_stream, accept)
+        work = super().reduce(comm, accept)
         return _ReducedAmongShards(work, reductions, replicas)
 
     def drop(self) -> None:

@@ -27,7 +27,7 @@ class OffloadedGradients(ParamGroupGradients):
             return False
         return super()._is_stepped(mean, unused)
 
-    def _take(self, mean: torch.Tensor, unused: Sequence[bool] | None) -> None:
+    def _keep(self, mean: torch.Tensor, unused: Sequence[bool] | None = None) -> None:
         self.offloads.append((self.param_group.to_host(mean), unused))
         self.param_group.mesh_info.has_late_gradients = True
 

@@ -57,16 +57,9 @@ class ReduceOptions:
     hook: Callable[[torch.Tensor], None] | None = None
     hook_stream: torch.Stream | None = None
 
-    def divisor_among_shards(self, shards: int, sums: bool = False) -> float | None:
-        """Return the divisor of the reduction among ``shards`` ranks. ``None`` stands for the
-        number of ranks, by a collective that takes a mean. ``sums``: whether it must be a sum."""
-        if self.divisor is not None:
-            return self.divisor
-        return float(shards) if sums or self.sums_only else None
-
     def divisor_among_replicas(self, replicas: int) -> float | None:
         """Return the divisor of the reduction across ``replicas``, which comes after that among
-        shards."""
+        shards. ``None`` stands for their number, by a collective that takes a mean."""
         if self.divisor is not None:
             return 1.0
         return float(replicas) if self.sums_only else None
