@@ -28,7 +28,6 @@ from fsdp_overlap.comm.process_groups import (
 )
 from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.comm.symmetric_memory import SymmetricMemory
-from fsdp_overlap.desync.confirmation import ConfirmingOrderCheck
 from fsdp_overlap.desync.error_monitor import ErrorMonitor
 from fsdp_overlap.desync.order_check import OrderCheck, Subject
 from fsdp_overlap.engine.param import (
@@ -353,6 +352,8 @@ class MeshInfo:
         shard = self.mesh.get_group(self.mesh.ndim - 1)
         if not (self.communicates and can_close(shard, self.device.type)):
             return OrderCheck(self.device, explain)
+        from fsdp_overlap.desync.confirmation import ConfirmingOrderCheck
+
         me = weakref.proxy(self)
         groups, confirmed = lambda: me.groups.to_confirm, self._stats.count_confirmation
         return ConfirmingOrderCheck(self.device, explain, groups, confirmed)

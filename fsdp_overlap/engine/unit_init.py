@@ -20,9 +20,7 @@ from fsdp_overlap.engine.checks import sync_module_states_from_first
 from fsdp_overlap.engine.context import FsdpContext
 from fsdp_overlap.engine.extensions import ExtensionGradients, ExtensionParamGroup
 from fsdp_overlap.engine.grads import ParamGroupGradients
-from fsdp_overlap.engine.hsdp_gradients import ReplicatedGradients
 from fsdp_overlap.engine.mesh import MeshInfo, rollback_on_error
-from fsdp_overlap.engine.offloaded_gradients import OffloadedGradients
 from fsdp_overlap.engine.options import QuantizedCommPolicy, compute_dtype, reduce_dtype
 from fsdp_overlap.engine.param import (
     Owner,
@@ -39,7 +37,6 @@ from fsdp_overlap.engine.param import (
     tp_local_tensor,
 )
 from fsdp_overlap.engine.param_group import ParamGroup
-from fsdp_overlap.engine.tensor_parallel_gradients import TensorParallelGradients
 from fsdp_overlap.engine.tied_parameters import connect_ties, find_ties
 from fsdp_overlap.engine.unit import Unit
 from fsdp_overlap.layout import PerTensor, Plan, RowsPlan
@@ -400,12 +397,18 @@ def _gradients_class(param_group: ParamGroup) -> type[ParamGroupGradients]:
     of theirs does."""
     classes: list[type[ParamGroupGradients]] = []
     if param_group.is_tensor_parallel:
+        from fsdp_overlap.engine.tensor_parallel_gradients import TensorParallelGradients
+
         classes.append(TensorParallelGradients)
     if param_group.is_extension:
         classes.append(ExtensionGradients)
     if param_group.mesh_info.num_replicas > 1:
+        from fsdp_overlap.engine.hsdp_gradients import ReplicatedGradients
+
         classes.append(ReplicatedGradients)
     if param_group.offload is not None:
+        from fsdp_overlap.engine.offloaded_gradients import OffloadedGradients
+
         classes.append(OffloadedGradients)
     if len(classes) < 2:
         return classes[0] if classes else ParamGroupGradients
