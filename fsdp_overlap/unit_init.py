@@ -17,6 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from fsdp_overlap.engine import hooks
 from fsdp_overlap.engine.context import FsdpContext
+from fsdp_overlap.engine.grads import ParamGroupGradients
 from fsdp_overlap.engine.mesh import MeshInfo, rollback_on_error
 from fsdp_overlap.engine.options import CommPolicy, compute_dtype, reduce_dtype
 from fsdp_overlap.engine.param import (
@@ -216,7 +217,9 @@ def _allocate(
             make: Any = partial(ParamGroup, comm_policy=comm_policy)
             if not isinstance(plan, ParamGroupPlan):
                 make = _rows_param_group(plan, mp_policy, comm_policy)
-            param_groups.append(make(plan, own, mesh_info, device, dtype, storage))
+            param_group = make(plan, own, mesh_info, device, dtype, storage)
+            param_group.make_gradients = _gradients_class(param_group)
+            param_groups.append(param_group)
     return param_groups
 
 
@@ -231,6 +234,31 @@ def _rows_param_group(
     from fsdp_overlap.features.rows.param_group import RowsParamGroup
 
     return partial(RowsParamGroup, comm_policy=comm_policy)
+
+
+def _gradients_class(param_group: ParamGroup) -> type[ParamGroupGradients]:
+    """Return the class of a param group's gradients. Of several features, one that does what each
+    of theirs does."""
+    classes: list[type[ParamGroupGradients]] = []
+    if param_group.is_tensor_parallel:
+        from fsdp_overlap.engine.tensor_parallel_gradients import TensorParallelGradients
+
+        classes.append(TensorParallelGradients)
+    if param_group.is_extension:
+        from fsdp_overlap.features.extensions.param_group import ExtensionGradients
+
+        classes.append(ExtensionGradients)
+    if param_group.mesh_info.num_replicas > 1:
+        from fsdp_overlap.engine.hsdp_gradients import ReplicatedGradients
+
+        classes.append(ReplicatedGradients)
+    if param_group.storage.is_on_host:
+        from fsdp_overlap.engine.offloaded_gradients import OffloadedGradients
+
+        classes.append(OffloadedGradients)
+    if len(classes) < 2:
+        return classes[0] if classes else ParamGroupGradients
+    return type("".join(each.__name__ for each in classes), tuple(classes), {})
 
 
 def _choose_gatherers(

@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from itertools import count
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -82,9 +81,9 @@ class WorkHandle(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Give up the result, instead of :meth:`wait`. Afterwards compute may edit what the work
-        reads, and what the work writes to may be freed in the comm stream's order. If the host runs
-        ahead, compute waits for the comm stream before."""
+        """Give up the result, instead of :meth:`wait`, also if the work fails. Afterwards compute
+        may edit what the work reads, and what the work writes to may be freed in the comm stream's
+        order."""
         ...
 
 
@@ -232,13 +231,9 @@ class HostCommStream(CommStream):
 class DeviceWorkHandle:
     """Work on a comm stream's stream, up to an event."""
 
-    _numbers = count()
-
     def __init__(self, event: torch.Event, streams: Any) -> None:
         self._event = event
         self._streams = streams
-        self.number = next(self._numbers)
-        """Grows in the order in which work is enqueued."""
 
     def wait(self) -> None:
         self._streams.current_stream().wait_event(self._event)
@@ -250,7 +245,7 @@ class DeviceWorkHandle:
         return self._event.query()
 
     def abandon(self) -> None:
-        pass
+        self.wait()
 
 
 class LaunchedCollective(NamedTuple):

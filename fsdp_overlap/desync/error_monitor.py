@@ -17,12 +17,8 @@ import torch.distributed as dist
 
 from fsdp_overlap.comm.process_groups import GroupCache, group_timeout
 from fsdp_overlap.comm.store_mailbox import StoreMailbox, has_peers
-from fsdp_overlap.desync.order_check import (
-    Interval,
-    OrderCheck,
-    describe_difference,
-    first_difference,
-)
+from fsdp_overlap.desync.order_check import Interval, OrderCheck
+from fsdp_overlap.desync.order_differences import describe_difference, first_difference
 
 # How long the others have to post what they issued, once it is known that ranks differ.
 GRACE_SECONDS = 2.0
@@ -96,7 +92,7 @@ class RankGroup(Protocol):
 
 
 # Of ranks that issue nothing in a checked order.
-_UNUSED_CHECK = OrderCheck(torch.device("cpu"), False, tuple, str, lambda: None)
+_UNUSED_CHECK = OrderCheck(torch.device("cpu"), str)
 
 
 @dataclass(frozen=True)

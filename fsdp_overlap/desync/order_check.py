@@ -6,7 +6,7 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -14,24 +14,18 @@ import torch.distributed as dist
 
 from fsdp_overlap.comm.collectives import PendingCollective
 from fsdp_overlap.comm.comm_streams import CommStream, WorkHandle
-from fsdp_overlap.comm.objects import greatest, wait_for
+from fsdp_overlap.comm.objects import greatest
 from fsdp_overlap.comm.streams import has_streams
 
 # How many collectives since the last check are remembered. Older ones only count in the digest.
 MAX_REMEMBERED = 4096
-
-# At least so many of the last codes are remembered, at most twice as many. Enough for steps of some
-# thousand collectives.
-REMEMBERED = 1 << 15
-
-NOWHERE = 2 * REMEMBERED
-"""The place at which nothing is expected."""
 
 DIGEST_BYTES = 4
 
 # The code of a collective is the index of its param group times the number of kinds, plus the kind.
 KINDS = ("all_gather", "reduce_scatter", "reduce_scatter and all_reduce across replicas")
 N_KINDS = len(KINDS)
+ALL_GATHER, REDUCE_SCATTER, REDUCE_OVER_REPLICAS = range(N_KINDS)
 
 # In place of a collective's code.
 FAILED_ELSEWHERE = -1
@@ -72,44 +66,6 @@ class Interval(NamedTuple):
         return NOTHING if self.is_over else None
 
 
-class ExpectedOrder:
-    """Predicts the next code from the codes observed so far, the history.
-
-    It expects the code at one place of the history. While that is right, the place moves along. If
-    it is wrong, the place moves to behind the previous occurrence of the last two codes. So, if
-    anything repeats, the place comes to be one period behind.
-
-    The prediction follows from the history alone. Two ranks with the same history predict the same.
-    See Note [confirmation].
-    """
-
-    def __init__(self) -> None:
-        self._history: list[int] = []
-        self._place = NOWHERE
-        self._last = 0
-        self._behind: dict[tuple[int, int], int] = {}
-
-    def observe(self, code: int) -> bool:
-        """Append ``code`` to the history. Return whether it was expected."""
-        history, place = self._history, self._place
-        is_expected = place < len(history) and history[place] == code
-        history.append(code)
-        pair = self._last, code
-        self._place = place + 1 if is_expected else self._behind.get(pair, NOWHERE)
-        self._behind[pair] = len(history)
-        self._last = code
-        if len(history) > 2 * REMEMBERED:
-            self._forget()
-        return is_expected
-
-    def _forget(self) -> None:
-        del self._history[:REMEMBERED]
-        self._behind = {
-            pair: place - REMEMBERED for pair, place in self._behind.items() if place >= REMEMBERED
-        }
-        self._place = self._place - REMEMBERED if self._place >= REMEMBERED else NOWHERE
-
-
 class OrderCheck:
     """What this rank issues, in order, and how that is compared with the other ranks.
 
@@ -119,30 +75,16 @@ class OrderCheck:
     once. A device with streams reads it at the end of a later backward, once it has arrived, so
     that the host never waits for it.
 
-    *Confirmation* is for a CPU alone. A rank predicts what it issues next from what it issued
-    before (:class:`ExpectedOrder`). Two ranks with the same history predict the same next
-    collective. So at the first collective on which ranks differ, at most some of them issue what
-    was predicted. Each of the others, before it issues its own, waits for all ranks to say that
-    they issue the same. A predicted collective costs nothing, and no data of one unit is taken for
-    another's.
-
-    ``confirmed`` is called for each confirmation. ``explain`` says what ranks did differently; it
-    is given the unit, or an empty string if that is not known.
+    ``explain`` says what ranks did differently; it is given the unit, or an empty string if that is
+    not known.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        confirms: bool,
-        groups: Callable[[], Sequence[dist.ProcessGroup]],
-        explain: Callable[[str], str],
-        confirmed: Callable[[], None],
-    ) -> None:
+    confirms = False
+    """Whether ranks ask each other before collectives too."""
+
+    def __init__(self, device: torch.device, explain: Callable[[str], str]) -> None:
         self.device = device
-        self.confirms = confirms
-        self._groups = groups
         self._explain = explain
-        self._confirmed = confirmed
         self._under_way: deque[tuple[WorkHandle, torch.Tensor]] = deque()
         self._forget()
 
@@ -153,44 +95,23 @@ class OrderCheck:
         self._first = 0
         self._checks = 0
         self._over: Interval | None = None
-        self._expectation = ExpectedOrder()
 
     def record(self, code: int, subject: Subject, dtype: torch.dtype) -> None:
         """Record that this rank is about to issue the collective ``code`` of ``subject``, which
-        sends ``dtype``. Wait for the other ranks if it was not predicted.
-
-        Raises:
-            RuntimeError: they issue other collectives; names what each issues. Or they planned
-                ``subject`` differently, or have other param groups on the mesh.
-        """
-        self._issued.append(code)
-        self._count += 1
-        if self.confirms and not self._expectation.observe(code):
-            self._confirm(code, subject, dtype)
-        if len(self._issued) > MAX_REMEMBERED:
+        sends ``dtype``."""
+        if len(self._issued) >= MAX_REMEMBERED:
             self._first += len(self._issued)
             self._fold()
+        self._issued.append(code)
+        self._count += 1
 
     def record_new_param_group(self) -> None:
-        """Record that a param group was added to the mesh. So the next check has another size.
-        Earlier confirmations do not tell whether all ranks added the param group, so everything is
-        confirmed again."""
-        if self.confirms and self._count:
-            self._issued.append(NEW_UNIT)
-            self._expectation = ExpectedOrder()
+        """Record that a param group was added to the mesh. So the next check has another size."""
 
     def record_failure(self) -> None:
         """Make the next check of this mesh fail, because this rank found a difference on another
         mesh."""
         self._issued.append(FAILED_ELSEWHERE)
-
-    def _confirm(self, code: int, subject: Subject, dtype: torch.dtype) -> None:
-        self._confirmed()
-        mine = [self._count, code, subject.signature(dtype)]
-        for group in self._groups():
-            others = self._gather(subject.label, mine, group)
-            if any(other != mine for other in others):
-                raise RuntimeError(self._explain(subject.label))
 
     def exchange(self, mine: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:
         """All-gather ``mine``, three numbers, among the ranks of ``group``. The first says what is
@@ -209,14 +130,13 @@ class OrderCheck:
         # taken for this one.
         sent = torch.tensor(mine, device=self.device)
         others = [torch.empty_like(sent) for _ in range(group.size())]
-        work = dist.all_gather(others, sent, group, async_op=True)
-        if self.confirms:
-            wait_for(work, group, "order_check", label)
-        else:
-            # Not by a work handle, which wakes up after a second: that would make NCCL give up.
-            work.wait()
+        self._wait(dist.all_gather(others, sent, group, async_op=True), group, label)
         received: list[list[int]] = torch.stack(others).tolist()
         return received
+
+    def _wait(self, work: dist.Work, group: dist.ProcessGroup, label: str) -> None:
+        # Not by a work handle, which wakes up after a second: that would make NCCL give up.
+        work.wait()
 
     def send(
         self, comm_stream: CommStream, groups: Sequence[dist.ProcessGroup], has_gradient: bytearray
@@ -289,73 +209,3 @@ class OrderCheck:
     def _fold(self) -> None:
         self._digest = zlib.crc32(self._issued.tobytes(), self._digest)
         self._issued = array("l")
-
-
-def first_difference(
-    histories: Mapping[int, Sequence[Interval]],
-) -> tuple[int, dict[int, int]] | None:
-    """Return where ``histories``, by rank, first differ: the position since a check, and the codes
-    there of the ranks that have come that far. ``None`` if they do not differ."""
-    for number in sorted({part.number for history in histories.values() for part in history}):
-        parts = {
-            rank: part
-            for rank, history in histories.items()
-            for part in history
-            if part.number == number
-        }
-        first = max(part.first for part in parts.values())
-        last = max(part.first + len(part.codes) for part in parts.values())
-        for position in range(first, last):
-            codes = {
-                rank: code
-                for rank, part in parts.items()
-                if (code := part.at(position)) is not None
-            }
-            if len(set(codes.values())) > 1:
-                return position, codes
-    return None
-
-
-def describe_difference(
-    position: int,
-    codes: Mapping[int, int],
-    units: Mapping[int, Sequence[str]],
-    exchanged: bool,
-) -> str:
-    """Return what ranks issued at ``position`` since the last check. ``codes`` are those of the
-    collectives and ``units`` the labels of all param groups, both by rank. ``exchanged`` is whether
-    the collectives have exchanged data."""
-    names = {rank: _describe(code, units[rank]) for rank, code in sorted(codes.items())}
-    if len(set(names.values())) == 1:
-        places = ", ".join(
-            f"{codes[rank] // N_KINDS + 1} of {len(units[rank])} on rank {rank}" for rank in names
-        )
-        return (
-            "ranks have different units, or made them in another order: at "
-            f"{names.popitem()[1]}, which is unit {places}. Every rank must build the same model "
-            "and shard it in the same order"
-        )
-    issued = "; ".join(f"rank {rank}: {what}" for rank, what in names.items())
-    harm = ""
-    if exchanged:
-        harm = (
-            ". Their data was exchanged between the wrong units, so gradients and parameters are "
-            "wrong"
-        )
-    return (
-        f"ranks ran different units: collective {position} since the last backward was "
-        f"{issued}{harm}: every rank must run the same units in the same order. Look for a forward "
-        "or backward that only some ranks run, such as an evaluation under `if rank == 0`, or a "
-        "branch on data. To allow it, use fully_shard(conditional=True) or ctx.uneven()"
-    )
-
-
-def _describe(code: int, units: Sequence[str]) -> str:
-    if code == FAILED_ELSEWHERE:
-        return "an error: on another mesh of this rank, ranks ran different units"
-    if code == NOTHING:
-        return "nothing, its backward ended"
-    if code == NEW_UNIT:
-        return "a new unit, given to fully_shard()"
-    index, kind = divmod(code, N_KINDS)
-    return f"{KINDS[kind]} of unit {units[index]!r}"

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import cached_property, partial
 from itertools import chain
+from typing import cast
 
 import torch
 import torch.distributed as dist
 
 from fsdp_overlap.comm.collectives import PendingCollective, all_gather_coalesced
-from fsdp_overlap.comm.comm_streams import CommStream, ComputeEvent, WorkHandle, profiler_range
+from fsdp_overlap.comm.comm_streams import (
+    CommStream,
+    ComputeEvent,
+    DeviceWorkHandle,
+    WorkHandle,
+    profiler_range,
+)
 from fsdp_overlap.comm.hosts import HostExchange
-from fsdp_overlap.desync.order_check import N_KINDS
-from fsdp_overlap.engine.grads import ParamGroupGradients
-from fsdp_overlap.engine.hsdp import ReplicaReduction
+from fsdp_overlap.desync.order_check import ALL_GATHER, N_KINDS
+from fsdp_overlap.engine.grads import CommPart, ParamGroupGradients, Part
 from fsdp_overlap.engine.mesh import MeshInfo
 from fsdp_overlap.engine.param_group import ParamGroup, ParamGroupState
 from fsdp_overlap.engine.unit import Unit
@@ -95,11 +100,6 @@ def _issue(param_groups: Sequence[ParamGroup]) -> PendingCollective:
 
 # ---- What the schedule decides ----
 
-# If the host runs ahead: how many reductions over replicas may be under way, beside those of reduce
-# inputs that still travel. Such a host may see none of them end, and would keep what each of them
-# reads until the end of backward.
-MAX_ALL_REDUCES = 2
-
 
 class CommContext:
     """Owns the comm streams of one context and does on them what its schedule decides: the
@@ -122,10 +122,11 @@ class CommContext:
         self.hosts: HostExchange | None = None
         """On which the hosts of all ranks exchange messages, once they do."""
         self._use_comm_streams(make_comm_stream("all_gather"), make_comm_stream("reduce_scatter"))
-        self._unread: list[ParamGroup] = []
-        """Those with an all-gather that compute has to wait for before it edits shards."""
-        self._all_reduces: deque[ReplicaReduction] = deque()
-        """The param groups' reductions over replicas that are under way, oldest first."""
+        self._unread: dict[ParamGroup, DeviceWorkHandle] = {}
+        """All-gathers for other ranks that compute has to wait for before it edits shards, oldest
+        first."""
+        self._parts: dict[type[CommPart], CommPart] = {}
+        """What features have under way."""
 
     @cached_property
     def all_reduce_stream(self) -> CommStream:
@@ -151,6 +152,12 @@ class CommContext:
         self.after_compute = gather.after_compute
         self.record_compute_event = gather.record_compute_event
 
+    def part(self, kind: type[Part]) -> Part:
+        """Return the part of the class ``kind``. It is made at the first call."""
+        if kind not in self._parts:
+            self._parts[kind] = kind()
+        return cast(Part, self._parts[kind])
+
     is_profiled = staticmethod(profiler_enabled)
     profiler_range = staticmethod(profiler_range)
 
@@ -167,14 +174,15 @@ class CommContext:
         stats = self._stats
         for label, param_groups in unit.single_all_gather or gathers_of(unit, again):
             for param_group in param_groups:
-                param_group.finish_step()
+                if param_group.edits.stepper is not None:
+                    param_group.finish_step()
                 order_check = param_group.mesh_info.order_check
-                order_check.record(
-                    param_group.index * N_KINDS, param_group, param_group.compute_dtype
-                )
+                code = param_group.index * N_KINDS + ALL_GATHER
+                order_check.record(code, param_group, param_group.compute_dtype)
                 stats.all_gather_bytes += param_group.gathered_nbytes
                 if not param_group.full.allocated:
-                    stats.count_full_buffer()
+                    stats.current_full_buffers = held = stats.current_full_buffers + 1
+                    stats.peak_full_buffers = max(stats.peak_full_buffers, held)
                 if param_group.gatherer.prepares:
                     param_group.gatherer.prepare(self.all_reduce_stream)
             stats.all_gathers += 1
@@ -198,20 +206,21 @@ class CommContext:
         assert isinstance(unit, Unit)
         for param_group in unit.param_groups:
             if param_group.state is not ParamGroupState.SHARDED:
-                if not param_group.full.keeps_storage:
-                    self._stats.current_full_buffers -= 1
+                self._stats.current_full_buffers -= not param_group.full.keeps_storage
                 param_group.free(self.all_gather_stream, after, waits)
-                if param_group.unread is not None:
-                    self._unread.append(param_group)
+
+    def free_unread(self, unit: interface.ScheduledUnit) -> None:
+        assert isinstance(unit, Unit)
+        for param_group in unit.param_groups:
+            self._unread.pop(param_group, None)  # another comes later
+            if (work := param_group.leave_unread()) is not None:
+                self._unread[param_group] = work
+        self.free(unit, None)
 
     def wait_for_unread(self) -> None:
         if self._unread:
-            # What was gathered last, and so all that is before it on the comm stream. Buffers may
-            # be freed in another order.
-            works = [work for each in self._unread if (work := each.unread) is not None]
-            max(works, key=lambda work: work.number).wait()
-            for param_group in self._unread:
-                param_group.unread = None
+            last = [*self._unread.values()][-1]
+            last.wait()  # and for all that is before it on the comm stream
             self._unread.clear()
 
     def forbid_old_graphs(self, unit: interface.ScheduledUnit, modules: Collection[int]) -> None:
@@ -237,62 +246,46 @@ class CommContext:
 
     def allocate_input(self, gradients: interface.Gradients) -> None:
         assert isinstance(gradients, ParamGroupGradients)
-        self._stats.count_reduce_input()
+        stats = self._stats
+        stats.current_reduce_inputs = held = stats.current_reduce_inputs + 1
+        stats.peak_reduce_inputs = max(stats.peak_reduce_inputs, held)
         gradients.reduce_scatter_input.allocate()
 
     def reduce(self, gradients: interface.Gradients) -> WorkHandle:
         assert isinstance(gradients, ParamGroupGradients)
-        while len(self._all_reduces) > MAX_ALL_REDUCES and self.reduce_scatter_stream.runs_ahead:
-            self._all_reduces.popleft().finish_before(self.reduce_scatter_stream)
         self._stats.reduce_scatters += 1
         self._stats.reduce_scatter_bytes += gradients.reduced_nbytes
-        param_group, across = gradients.param_group, gradients.all_reduces
-        if param_group.unread is not None:  # hooks may edit the shard as soon as it is reduced
-            self.reduce_scatter_stream.after_work(param_group.unread)
-        mesh_info = param_group.mesh_info
+        param_group = gradients.param_group
+        if param_group in self._unread:  # hooks may edit the shard as soon as it is reduced
+            self.reduce_scatter_stream.after_work(self._unread[param_group])
+        mesh_info, dtype = param_group.mesh_info, gradients.reduce_scatter_input.flat.dtype
         mesh_info.has_reduced = True
-        code = param_group.index * N_KINDS + 1 + across
-        mesh_info.order_check.record(code, param_group, gradients.reduce_scatter_input.flat.dtype)
-        return gradients.reduce(
-            self.reduce_scatter_stream, self.all_reduce_stream if across else None
-        )
+        kind = gradients.kinds[gradients.options.all_reduce_grads]
+        code = param_group.index * N_KINDS + kind
+        mesh_info.order_check.record(code, param_group, dtype)
+        return gradients.reduce(self)
 
     def finish(self, gradients: interface.Gradients, work: interface.ReductionWork) -> None:
         assert isinstance(gradients, ParamGroupGradients)
         work.wait()
-        if gradients.replica_reduction is not None:
-            self._all_reduces.append(gradients.replica_reduction)
-            while self._all_reduces and self._all_reduces[0].is_done():
-                self._all_reduces.popleft().finish()  # frees what was sent
         self._stats.current_reduce_inputs -= 1
         gradients.reduce_scatter_input.free()
 
     def finish_all_reduces(self) -> None:
-        for reduction in self._all_reduces:
-            reduction.finish()
-        self._all_reduces.clear()
+        for part in self._parts.values():
+            part.finish()
 
     def abandon(
         self, reductions: Iterable[tuple[interface.Gradients, interface.ReductionWork]]
     ) -> None:
-        for gradients, work in reductions:
-            assert isinstance(gradients, ParamGroupGradients)
+        for _, work in reductions:
             with suppress(RuntimeError):  # a collective failed
-                # What the comm stream reads is about to be freed.
-                if gradients.replica_reduction is None:
-                    work.abandon()
-                else:
-                    work.wait()
-            if gradients.replica_reduction is not None:
-                # The reduction over replicas is under way too, or began with the wait above, as it
-                # may have on another rank.
-                self._all_reduces.append(gradients.replica_reduction)
-        for reduction in self._all_reduces:
-            reduction.abandon()
-        self._all_reduces.clear()
+                work.abandon()  # what the comm stream reads is about to be freed
+        for part in self._parts.values():
+            part.abandon()
 
     def finish_backward(self) -> None:
-        agreed = {}
+        agreed: dict[MeshInfo, Sequence[int]] = {}
         failure: RuntimeError | None = None
         # Small meshes first: a failure there is an error on all ranks of the meshes that follow,
         # also on ranks that would otherwise wait for those that failed.
@@ -306,17 +299,23 @@ class CommContext:
                     )
                 except RuntimeError as error:
                     failure = failure or error
-            mesh_info.finish_reading()
+            if mesh_info.reading is not None:
+                mesh_info.finish_reading()
         if failure is not None:
             raise failure
-        if not agreed:
-            return
+        if any(mesh_info.has_late_gradients for mesh_info in agreed):
+            self._complete_gradients(agreed)
+
+    def _complete_gradients(self, has_gradient: Mapping[MeshInfo, Sequence[int]]) -> None:
+        """Give parameters the gradients that waited for the end of backward. ``has_gradient`` has
+        the flags of each mesh."""
         for unit in self._units():
             for gradients in unit.gradients:
-                if gradients.offloads:
-                    gradients.offload()
-                if gradients.unused:
-                    gradients.accept_unused(agreed[gradients.param_group.mesh_info])
+                mesh_info = gradients.param_group.mesh_info
+                if mesh_info in has_gradient:
+                    gradients.complete(has_gradient[mesh_info])
+        for mesh_info in has_gradient:
+            mesh_info.has_late_gradients = False
 
     def finish_reading(self) -> None:
         """Block the host until offloaded shards may be edited."""
@@ -351,9 +350,6 @@ class CommContext:
         """Bring every unit to rest, from any state. The schedule must have dropped everything."""
         for unit in self._units():
             unit.reset(self.all_gather_stream)
-            for param_group in unit.param_groups:
-                if param_group.unread is not None:
-                    self._unread.append(param_group)
         self.wait_for_unread()
         self._stats.current_full_buffers = sum(
             param_group.full.allocated

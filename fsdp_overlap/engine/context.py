@@ -27,7 +27,6 @@ from fsdp_overlap.engine.edits import Uncompared
 from fsdp_overlap.engine.mesh import (
     LayoutRegistry,
     MeshInfo,
-    check_mesh,
     default_mesh,
 )
 from fsdp_overlap.engine.naming import name_units
@@ -114,7 +113,9 @@ class FsdpContext:
     ) -> None:
         if hang_timeout is not None and not hang_timeout > 0:
             raise ValueError(f"hang_timeout={hang_timeout}: use seconds, or None for no monitor")
-        if mesh is not None:
+        if mesh is not None and mesh.ndim != 1:
+            from fsdp_overlap.engine.hsdp_mesh import check_mesh
+
             check_mesh(mesh, shard_optimizer_over_replicas)
         if prefetch < 0:
             raise ValueError(f"prefetch={prefetch} is not a number of all-gathers; use 0 or more")
@@ -244,16 +245,17 @@ class FsdpContext:
                     f"{mesh} is a mesh of {mesh.device_type}, the context's of {self.device.type}; "
                     "use one context for each"
                 )
-            mesh_info = self._mesh_infos[mesh] = MeshInfo(
-                mesh,
-                self.device,
-                self.layout,
-                self._groups,
-                self.error_monitor,
-                self._stats,
-                self.shard_optimizer_over_replicas,
-            )
+            mesh_info = self._mesh_infos[mesh] = self._make_mesh_info(mesh)
         return mesh_info
+
+    def _make_mesh_info(self, mesh: DeviceMesh) -> MeshInfo:
+        parts = self.device, self.layout, self._groups, self.error_monitor, self._stats
+        if mesh.ndim == 1:
+            return MeshInfo(mesh, *parts)
+        from fsdp_overlap.engine.hsdp_mesh import ReplicatedMeshInfo
+
+        shards_replicas = self.shard_optimizer_over_replicas
+        return ReplicatedMeshInfo(mesh, *parts, shards_replicas=shards_replicas)
 
     @cached_property
     def comm_context(self) -> CommContext:

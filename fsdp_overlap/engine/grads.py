@@ -3,20 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import repeat
-from operator import attrgetter, is_, or_
-from typing import Any
+from operator import attrgetter, is_
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from fsdp_overlap.comm.collectives import PendingCollective
 from fsdp_overlap.comm.comm_streams import Accept, CommStream, WorkHandle
-from fsdp_overlap.comm.host_copies import D2HCopy
-from fsdp_overlap.engine.hsdp import ReplicaReduction
+from fsdp_overlap.desync.order_check import REDUCE_SCATTER
 from fsdp_overlap.engine.options import ReduceOptions, sent_sizes
-from fsdp_overlap.engine.param import is_placed_like, placed_like, tp_local_tensor
 from fsdp_overlap.engine.param_group import ParamGroup
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 from fsdp_overlap.tensor.sharded_param import call_gradient_hooks, call_hooks
@@ -29,22 +28,51 @@ LARGE_BYTES = 1024 * 1024
 _grad = attrgetter("grad")
 
 
+class CommPart(Protocol):
+    """What a feature has under way on the comm streams of a context."""
+
+    def finish(self) -> None:
+        """Make compute wait for the reductions under way, at the end of a backward."""
+        ...
+
+    def abandon(self) -> None:
+        """Wait for the reductions under way, after an error. Nobody needs their results."""
+        ...
+
+
+Part = TypeVar("Part", bound=CommPart)
+
+
+class ReduceStreams(Protocol):
+    """The comm streams that reductions are enqueued on."""
+
+    reduce_scatter_stream: CommStream
+
+    @property
+    def all_reduce_stream(self) -> CommStream: ...
+
+    def part(self, kind: type[Part]) -> Part:
+        """Return the part of this class. It is made at the first call."""
+        ...
+
+
 class ParamGroupGradients:
     """Collects the gradients of one trainable param group and reduces them: the
     :class:`~fsdp_overlap.schedule.interface.Gradients` of the schedule.
 
+    What a feature does otherwise is in a subclass, which is chosen when the gradients are made.
+    ``kinds``: what :meth:`reduce` issues without and with a reduction over replicas.
     ``filled`` says for which parameters the reduce input holds a gradient. It may come from a
     backward without synchronization.
     """
+
+    kinds = REDUCE_SCATTER, REDUCE_SCATTER
 
     def __init__(
         self, param_group: ParamGroup, reduce_dtype: torch.dtype, reduce_options: ReduceOptions
     ) -> None:
         self.param_group = param_group
-        self._options = reduce_options
-        self.replica_reduction = (
-            ReplicaReduction(param_group) if param_group.mesh_info.num_replicas > 1 else None
-        )
+        self.options = reduce_options
         self.reduce_scatter_input = FlatBuffer(
             param_group.plan, reduce_dtype, param_group.full.flat.device
         )
@@ -61,19 +89,16 @@ class ParamGroupGradients:
                 parameter.grad_dtype = reduce_dtype
         self.count = len(param_group.parameters)
         self.filled = [False] * self.count
-        self._filled_partly = [False] * self.count
-        """For which parameters :attr:`replicas` holds a gradient, reduced among shards alone."""
+        self._all_filled = bytes([True]) * self.count
         self.is_large = [
             spec.numel * reduce_dtype.itemsize >= LARGE_BYTES for spec in param_group.plan.specs
         ]
-        self._on_full_mesh = [item.spmd for item in param_group.owned]
         # Reduced gradients of parameters that have none on this rank. They are kept until it is
         # known whether another rank has one.
         self.unused: list[tuple[int, torch.Tensor]] = []
-        # Reduced gradients of an offloaded param group, on their way to the host, and what of them
-        # is unused.
-        self.offloads: list[tuple[D2HCopy, Sequence[bool] | None]] = []
         self._pieces = self._plan_pieces()
+        self._give: Callable[[Any, Any], None]
+        self._give = param_group.sharded_parameters[0].give_grads
         # The gradient of a parameter of which this rank holds nothing. The first forward may run in
         # inference mode, and in-place ops refuse tensors made in it ever after.
         with torch.inference_mode(False):
@@ -116,42 +141,31 @@ class ParamGroupGradients:
     def has_input(self) -> bool:
         return self.reduce_scatter_input.allocated
 
+    # From autograd into the reduce input
+
     def may_copy_in_early(self, index: int) -> bool:
         """Return whether the gradient of parameter ``index``, which has just arrived, may be
-        copied in before its param group is complete.
-
-        It may not if copying it in takes a collective. All ranks of tensor parallelism must come to
-        that at the same point, but what is copied in early depends on which other collectives are
-        done on this rank.
-        """
-        if not self.is_large[index] or not self.param_group.is_tensor_parallel:
-            return self.is_large[index]
-        parameter, spmd = self.param_group.parameters[index], self._on_full_mesh[index]
-        gradient = parameter.grad
-        return gradient is None or is_placed_like(parameter, gradient, spmd)
+        copied in before its param group is complete."""
+        return self.is_large[index]
 
     def copy_in_all(self) -> None:
         parameters = self.param_group.parameters
         gradients = list(map(_grad, parameters))
         # With create_graph=True gradients may require grad.
         if torch.is_grad_enabled() or any(map(is_, gradients, repeat(None))) or any(self.filled):
-            self.copy_in(range(len(parameters)))
-        else:
-            if self.param_group.is_tensor_parallel:
-                gradients = [self._tile(i, gradient) for i, gradient in enumerate(gradients)]
-            if self.param_group.is_extension:
-                gradients = list(map(_plain, gradients))
-            try:
-                torch._foreach_copy_(self.reduce_scatter_input.views, gradients)
-            except RuntimeError:
-                # Layouts are checked only now, and not for every gradient of every step.
-                if all(gradient.layout is torch.strided for gradient in gradients):
-                    raise
-                self.copy_in(range(len(parameters)))
-                return
-            for parameter in parameters:
-                parameter.grad = None
-            self.filled = [True] * len(parameters)
+            self.copy_in(range(self.count))
+            return
+        try:
+            torch._foreach_copy_(self.reduce_scatter_input.views, gradients)
+        except RuntimeError:
+            # Layouts are checked only now, and not for every gradient of every step.
+            if all(gradient.layout is torch.strided for gradient in gradients):
+                raise
+            self.copy_in(range(self.count))
+            return
+        for parameter in parameters:
+            parameter.grad = None
+        self.filled = [True] * self.count
 
     def copy_in(self, indices: Sequence[int]) -> None:
         targets, sources = [], []
@@ -165,10 +179,7 @@ class ParamGroupGradients:
                 gradient = gradient.detach()
             if gradient.layout is not torch.strided:  # by nn.Embedding(sparse=True)
                 gradient = gradient.to_dense()
-            if self.param_group.is_tensor_parallel:
-                gradient = self._tile(index, gradient)
-            if type(gradient) is not torch.Tensor:
-                gradient = _plain(gradient)
+            gradient = self._local(index, gradient)
             if self.filled[index]:
                 self.reduce_scatter_input.views[index].add_(gradient)
             else:
@@ -178,119 +189,123 @@ class ParamGroupGradients:
         if targets:
             torch._foreach_copy_(targets, sources)
 
-    def _tile(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        """Return this rank's tile of a gradient, placed as its parameter is: all of a plain
-        gradient."""
-        parameter, spmd = self.param_group.parameters[index], self._on_full_mesh[index]
-        return tp_local_tensor(
-            placed_like(parameter, gradient, spmd, self.reduce_scatter_input.flat.dtype)
-        )
+    def _local(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        """Return what the reduce input takes of a gradient of parameter ``index``."""
+        return gradient if type(gradient) is torch.Tensor else as_plain(gradient)
 
-    @property
-    def all_reduces(self) -> bool:
-        """Whether there are replicas, and :meth:`reduce` reduces across them too."""
-        return self.replica_reduction is not None and self._options.all_reduce_grads
+    # The reduction
 
-    def reduce(self, comm_stream: CommStream, all_reduce_stream: CommStream | None) -> WorkHandle:
+    def reduce(self, comm: ReduceStreams, accept: Accept | None = None) -> WorkHandle:
         """Enqueue the reduce-scatter of the reduce input. Its result becomes the sharded
-        parameters' ``.grad``. If :attr:`all_reduces`, one more collective on ``all_reduce_stream``
-        comes before that. If not, and there are replicas, the result waits for a backward that
-        does.
+        parameters' ``.grad``.
 
         For a parameter without a gradient on this rank, the result is unused. It is kept until
-        :meth:`accept_unused` if that will know whether another rank has a gradient, and otherwise
-        given to the parameter at once. Collective over the mesh."""
-        filled, self.filled = self.filled, [False] * len(self.filled)
-        is_full = all(filled)
-        empty = self.reduce_scatter_input.gaps  # they travel too
-        if not is_full:
-            views = zip(self.reduce_scatter_input.views, filled, strict=True)
-            empty = [*empty, *(view for view, is_filled in views if not is_filled)]
-        if empty:
-            torch._foreach_zero_(empty)
-        param_group, replicas = self.param_group, self.replica_reduction
-        mesh_info = param_group.mesh_info
-        # NCCL uses memory that is registered with its group for sums, and not for means.
-        divisor, replicas_divisor = self._options.divisors(
-            mesh_info.shard_size,
-            mesh_info.num_replicas,
-            sums=self.reduce_scatter_input.memory is not None,
-        )
-        accept: Accept
-        if replicas is not None:
-            filled = self._filled_partly = list(map(or_, self._filled_partly, filled))
-            is_full = all(filled)
-        if replicas is not None and not self.all_reduces:
-            accept = replicas.keep
-        else:
-            self._filled_partly = [False] * self.count
-            mesh_info.record_gradients(param_group.first_flag, filled)
-            unused: list[bool] | None = None
-            if not is_full:
-                keep = mesh_info.syncs_unused_params
-                pairs = zip(filled, param_group.parameters, strict=True)
-                unused = [not given and (keep or not p.requires_grad) for given, p in pairs]
-            accept = partial(self._accept, unused=unused)
-            if replicas is not None:
-                assert all_reduce_stream is not None
-                accept = partial(replicas.start, all_reduce_stream, replicas_divisor, accept)
+        :meth:`complete` if that will know whether another rank has a gradient, and otherwise given
+        to the parameter at once. ``accept`` takes the result instead, if it is given. Collective
+        over the mesh."""
+        param_group, comm_stream = self.param_group, comm.reduce_scatter_stream
+        if not all(self.filled):
+            self._zero_unfilled()
+            accept = accept or self._accept_filled(self.filled)
+        elif accept is None:
+            first, accept = param_group.first_flag, self._accept
+            param_group.mesh_info.has_gradient[first : first + self.count] = self._all_filled
+        self.filled = [False] * self.count
+        if self.reduce_scatter_input.gaps:  # they travel too
+            torch._foreach_zero_(self.reduce_scatter_input.gaps)
         comm_stream.after_compute()
         work = comm_stream.enqueue(
-            "reduce_scatter",
-            param_group.label,
-            lambda: param_group.collectives.reduce_scatter(
-                self.reduce_scatter_input.flat, param_group.groups.reduce, divisor
-            ),
-            accept,
-            nbytes=self._communicates,
+            "reduce_scatter", param_group.label, self._issue, accept, self._communicates
         )
         is_in_order = param_group.edits.has_hooks and not comm_stream.runs_ahead
         return _InOrder(work) if is_in_order else work
 
-    def _accept(self, mean: torch.Tensor, unused: Sequence[bool] | None) -> None:
-        if self._options.hook is not None:
-            self._options.call_hook(mean)
+    def _issue(self) -> PendingCollective:
+        param_group, buffer = self.param_group, self.reduce_scatter_input
+        divisor = self.options.divisor
+        # NCCL uses memory that is registered with its group for sums, and not for means.
+        if divisor is None and (self.options.sums_only or buffer.memory is not None):
+            divisor = float(param_group.mesh_info.shard_size)
+        reduce_scatter = param_group.collectives.reduce_scatter
+        return reduce_scatter(buffer.flat, param_group.groups.reduce, divisor)
+
+    def _zero_unfilled(self) -> None:
+        views = zip(self.reduce_scatter_input.views, self.filled, strict=True)
+        torch._foreach_zero_([view for view, is_filled in views if not is_filled])
+
+    def _accept_filled(self, filled: Sequence[bool]) -> Accept:
+        """Note that this rank has gradients of the ``filled`` parameters. Return what takes the
+        reduced gradients."""
+        param_group = self.param_group
+        mesh_info = param_group.mesh_info
+        mesh_info.record_gradients(param_group.first_flag, filled)
+        if all(filled):
+            return self._accept
+        keep = mesh_info.syncs_unused_params
+        pairs = zip(filled, param_group.parameters, strict=True)
+        unused = [not given and (keep or not p.requires_grad) for given, p in pairs]
+        return partial(self._accept, unused=unused)
+
+    # From the reduction into ``.grad``
+
+    def _accept(self, mean: torch.Tensor, unused: Sequence[bool] | None = None) -> None:
+        if self.options.hook is not None:
+            self.options.call_hook(mean)
         if mean.dtype != self.param_group.grad_dtype:
             mean = mean.to(self.param_group.grad_dtype)
-        param_group = self.param_group
-        edits = param_group.edits
-        edits.check_not_ahead(param_group.label)
-        is_plain = unused is None and not edits.has_hooks and not self.offloads
-        if is_plain and edits.stepper is not None and edits.stepper.enqueue_step(self, mean):
-            return
-        if param_group.storage.is_on_host:
-            self.offloads.append((param_group.storage.to_host(mean), unused))
-            return
-        self.give(mean, unused)
+        if self.param_group.edits.stepper is None or not self._is_stepped(mean, unused):
+            self._keep(mean, unused)
 
-    def offload(self) -> None:
-        """Block the host until the gradients on their way to it are there, and give them to the
-        parameters."""
-        for copy, unused in self.offloads:
-            self.give(copy.wait(), unused)
-        self.offloads.clear()
+    def _is_stepped(self, mean: torch.Tensor, unused: Sequence[bool] | None) -> bool:
+        """Return whether the optimizer steps the shard now. Then it takes ``mean``."""
+        edits = self.param_group.edits
+        edits.check_not_ahead(self.param_group.label)
+        if unused is not None or edits.has_hooks:
+            return False
+        return edits.stepper is not None and edits.stepper.enqueue_step(self, mean)
 
     def give(self, mean: torch.Tensor, unused: Sequence[bool] | None = None) -> None:
         """Make ``mean``, this rank's shard of the gradient, the parameters' ``.grad``, or add it.
         Keep what is ``unused``."""
         sizes, own = self._pieces
         pieces = [*mean.split_with_sizes(sizes), self._empty]
+        locals_ = list(map(pieces.__getitem__, own))
         parameters = self.param_group.sharded_parameters
-        if unused is None:
-            _give_gradients(parameters, [pieces[piece] for piece in own])
-            return
-        for index, piece in enumerate(own):
-            if unused[index]:
-                self.unused.append((index, pieces[piece]))
-            else:
-                _give_gradients([parameters[index]], [pieces[piece]])
+        if unused is not None:
+            self._give_used(locals_, unused)
+        elif self.param_group.edits.has_hooks:
+            self._give_hooked(parameters, locals_)
+        else:
+            self._give(parameters, locals_)
 
-    def accept_unused(self, has_gradient: Sequence[int]) -> None:
-        """Give unused gradients to the parameters for which some rank had one, and drop the
-        others. ``has_gradient``: the flags of the mesh. See Note [no gradient]."""
+    _keep = give
+    """Does with a reduced gradient what the place where the shard rests asks for."""
+
+    def _give_used(self, locals_: Sequence[torch.Tensor], unused: Sequence[bool]) -> None:
+        self.param_group.mesh_info.has_late_gradients = True
+        for index, local in enumerate(locals_):
+            if unused[index]:
+                self.unused.append((index, local))
+            else:
+                self._give_hooked([self.param_group.sharded_parameters[index]], [local])
+
+    def _give_hooked(self, parameters: Sequence[Any], locals_: list[torch.Tensor]) -> None:
+        """Give parameters the gradients of what this rank has of them, which are flat. Call the
+        hooks that users registered for that before and after it."""
+        has_hooks = self.param_group.edits.has_hooks
+        if has_hooks:
+            call_gradient_hooks(parameters, locals_)
+        self._give(parameters, locals_)
+        if has_hooks:
+            call_hooks(parameters)
+
+    def complete(self, has_gradient: Sequence[int]) -> None:
+        """Give the parameters what they get only at the end of backward: unused gradients, if some
+        rank had one. Drop the others. ``has_gradient`` has the flags of the mesh.
+        See Note [no gradient]."""
         for index, local in self.unused:
             if has_gradient[self.param_group.first_flag + index]:
-                _give_gradients([self.param_group.sharded_parameters[index]], [local])
+                self._give_hooked([self.param_group.sharded_parameters[index]], [local])
         self.unused.clear()
 
     def drop(self) -> None:
@@ -298,11 +313,7 @@ class ParamGroupGradients:
         for parameter in self.param_group.parameters:
             parameter.grad = None
         self.filled = [False] * self.count
-        self._filled_partly = [False] * self.count
         self.unused.clear()
-        self.offloads.clear()
-        if self.replica_reduction is not None:
-            self.replica_reduction.drop()
         self.reduce_scatter_input.free()
 
 
@@ -317,20 +328,9 @@ class _InOrder:
         return False
 
 
-def _plain(gradient: torch.Tensor) -> torch.Tensor:
+def as_plain(gradient: torch.Tensor) -> torch.Tensor:
     """Return a gradient of a class of its own, as a plain tensor. It is copied there once, because
     an op on both may do more: one that consists of two would be added twice."""
     if isinstance(gradient, DTensor) or not is_subclass(gradient):
         return gradient
     return torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
-
-
-def _give_gradients(parameters: Sequence[Any], locals_: list[torch.Tensor]) -> None:
-    """Give sharded parameters of a param group the gradients of what this rank has of them, which
-    are flat. Call the hooks that users registered for that before and after it."""
-    edits = parameters[0].edits
-    if edits.has_hooks:
-        call_gradient_hooks(parameters, locals_)
-    parameters[0].give_grads(parameters, locals_)
-    if edits.has_hooks:
-        call_hooks(parameters)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_overlap.comm.comm_streams import CommStream, WorkHandle
@@ -250,14 +250,23 @@ class MeshInfo:
     """One mesh that param groups of a context are spread over.
 
     Its ranks share process groups and plans, check the order of their collectives, and tell each
-    other which parameters have a gradient on some rank. ``mesh`` has one dimension, along which
-    parameters are sharded, or two, ``(replicate, shard)``, with replicas along the first.
-    ``shards_replicas``: whether the ranks that hold replicas of a shard divide it.
+    other which parameters have a gradient on some rank. Parameters are sharded along ``mesh``, of
+    one dimension.
 
     Raises:
         TypeError: groups over ``mesh`` cannot be made with the options that the user gave.
-        ValueError: parameters cannot be sharded over ``mesh`` (:func:`check_mesh`).
     """
+
+    num_replicas = 1
+    """The number of ranks that hold each shard."""
+    shards_replicas = False
+    """Whether the ranks that hold replicas of a shard divide it."""
+    has_reduced = False
+    """Whether a reduce-scatter was issued since the last :meth:`validate_and_sync`."""
+    has_late_gradients = False
+    """Whether some gradients are given to parameters only at the end of backward."""
+    reading: WorkHandle | None = None
+    """The last all-gather that reads an offloaded shard, on the host."""
 
     def __init__(
         self,
@@ -267,24 +276,14 @@ class MeshInfo:
         groups: GroupCache,
         error_monitor: ErrorMonitor,
         stats: Stats,
-        shards_replicas: bool = False,
     ) -> None:
-        check_mesh(mesh, shards_replicas)
         if groups.options:
             groups.check_options(mesh)
         end_threads_before_python()
         self.mesh = mesh
         self.device = device
-        self.shards_replicas = shards_replicas and self.num_replicas > 1
-        self.plans = LayoutRegistry(
-            self.shard_size * (self.num_replicas if shards_replicas else 1), layout
-        )
-        """Plans over all ranks that hold different elements at rest. The ranks that divide one
-        shard are neighbors in them."""
-        self.has_reduced = False
-        """Whether a reduce-scatter was issued since the last :meth:`validate_and_sync`."""
-        self.reading: WorkHandle | None = None
-        """The last all-gather that reads an offloaded shard, on the host."""
+        self.plans = LayoutRegistry(self.num_places, layout)
+        """Plans over all ranks that hold different elements at rest."""
         self.group_cache = groups
         self.error_monitor = error_monitor
         self._stats = stats
@@ -293,7 +292,9 @@ class MeshInfo:
         self.memories: dict[Any, Any] = {}
         """Memory that is registered with groups of the mesh, until these are renewed."""
         self._flags = 0
-        self._has_gradient = bytearray()
+        self.has_gradient = bytearray()
+        """For each parameter, whether this rank has reduced a gradient in the backward under
+        way."""
 
     @cached_property
     def shard_size(self) -> int:
@@ -305,20 +306,25 @@ class MeshInfo:
         """This rank's place among the ranks that parameters are sharded among."""
         return self.mesh.get_local_rank(self.mesh.ndim - 1)
 
+    @property
+    def num_places(self) -> int:
+        """The number of ranks in plans."""
+        return self.shard_size
+
+    @property
+    def plan_rank(self) -> int:
+        """This rank's place in plans."""
+        return self.shard_rank
+
     @cached_property
     def shard_mesh(self) -> DeviceMesh:
         """The mesh of one dimension that parameters are sharded over."""
-        mesh = self.mesh
-        if mesh.ndim == 1:
-            return mesh
-        if mesh.mesh_dim_names is not None:
-            return mesh[mesh.mesh_dim_names[-1]]
-        return DeviceMesh.from_group(mesh.get_group(-1), mesh.device_type)
+        return self.mesh
 
     @cached_property
-    def num_replicas(self) -> int:
-        """The number of ranks that hold each shard."""
-        return self.mesh.size(0) if self.mesh.ndim == 2 else 1
+    def tensor_mesh(self) -> DeviceMesh:
+        """The mesh that sharded tensors lie over."""
+        return self.mesh
 
     @cached_property
     def communicates(self) -> bool:
@@ -346,15 +352,15 @@ class MeshInfo:
 
     @cached_property
     def order_check(self) -> OrderCheck:
+        explain = self.error_monitor.explain_difference
         shard = self.mesh.get_group(self.mesh.ndim - 1)
+        if not (self.communicates and can_close(shard, self.device.type)):
+            return OrderCheck(self.device, explain)
+        from fsdp_overlap.desync.confirmation import ConfirmingOrderCheck
+
         me = weakref.proxy(self)
-        return OrderCheck(
-            self.device,
-            self.communicates and can_close(shard, self.device.type),
-            lambda: me.groups.to_confirm,
-            self.error_monitor.explain_difference,
-            self._stats.count_confirmation,
-        )
+        groups, confirmed = lambda: me.groups.to_confirm, self._stats.count_confirmation
+        return ConfirmingOrderCheck(self.device, explain, groups, confirmed)
 
     @cached_property
     def syncs_unused_params(self) -> bool:
@@ -362,42 +368,27 @@ class MeshInfo:
         waiting for a GPU."""
         return not has_streams(self.device) or not self.communicates
 
-    @cached_property
-    def tensor_mesh(self) -> DeviceMesh:
-        """The mesh that sharded tensors lie over: :attr:`mesh`, flattened if shards are divided
-        over replicas."""
-        return self.mesh._flatten() if self.shards_replicas else self.mesh
-
-    @property
-    def plan_rank(self) -> int:
-        """This rank's place in plans."""
-        if not self.shards_replicas:
-            return self.shard_rank
-        return self.shard_rank * self.num_replicas + self.mesh.get_local_rank(0)
-
-    @cached_property
-    def _replica_ranks(self) -> list[int]:
-        """For each place in plans, the rank in the group of :attr:`tensor_mesh` that has it. The
-        two orders differ: neighbors in plans hold parts of one shard, neighbors in the mesh hold
-        shards of one copy."""
-        mesh = self.mesh.mesh
-        places = mesh.argsort(1).argsort(1) * self.num_replicas + mesh.argsort(0).argsort(0)
-        rank_at = dict(zip(places.flatten().tolist(), mesh.flatten().tolist(), strict=True))
-        ranks = dist.get_process_group_ranks(self.tensor_mesh.get_group())
-        return [ranks.index(rank_at[place]) for place in range(len(ranks))]
-
     def range_shard(self, plan: ParamGroupPlan, fqn: str) -> RaggedShard:
         """Return which rank of :attr:`tensor_mesh` holds which range of the parameter ``fqn`` of
         ``plan``."""
-        ranges = plan.ranges(fqn)
-        if self.shards_replicas:
-            ranges = [(self._replica_ranks[rank], start, stop) for rank, start, stop in ranges]
-        return RaggedShard(tuple(ranges))
+        return RaggedShard(tuple(plan.ranges(fqn)))
 
     def spec(self, item: ParamInfo, placement: Placement, dtype: torch.dtype) -> DTensorSpec:
         """Return how the sharded form of a parameter lies over :attr:`tensor_mesh`, and over its
         own mesh too if it has one. ``placement`` is that along the dimension of the mesh that
         shards."""
+        if item.spmd is not None or isinstance(item.parameter, DTensor):
+            return self._spec_over_both(item, placement, dtype)
+        placements = self._placements(placement)
+        return contiguous_spec(self.tensor_mesh, placements, item.parameter.shape, dtype)
+
+    def _placements(self, placement: Placement) -> tuple[Placement, ...]:
+        """Return the placements over :attr:`tensor_mesh` of which ``placement`` is the last."""
+        return (placement,)
+
+    def _spec_over_both(
+        self, item: ParamInfo, placement: Placement, dtype: torch.dtype
+    ) -> DTensorSpec:
         mesh, parameter = self.tensor_mesh, item.parameter
         if (spmd := item.spmd) is not None:
             placements = spmd.sharded_placements(mesh, placement)
@@ -405,14 +396,12 @@ class MeshInfo:
             if full not in self._with_other:
                 self._with_other[full] = spmd.full.sharded_mesh(mesh)
             return contiguous_spec(self._with_other[full], placements, spmd.shape, dtype)
-        replicas = (Replicate(),) if mesh.ndim == 2 else ()
-        placements = (*replicas, placement)
-        if isinstance(parameter, DTensor):
-            other = parameter.device_mesh
-            if other not in self._with_other:
-                self._with_other[other] = concatenate_meshes(mesh, other)
-            mesh, placements = self._with_other[other], (*placements, *parameter.placements)
-        return contiguous_spec(mesh, placements, parameter.shape, dtype)
+        assert isinstance(parameter, DTensor)
+        other = parameter.device_mesh
+        if other not in self._with_other:
+            self._with_other[other] = concatenate_meshes(mesh, other)
+        placements = (*self._placements(placement), *parameter.placements)
+        return contiguous_spec(self._with_other[other], placements, parameter.shape, dtype)
 
     def register(self, param_group: Subject, parameters: int) -> tuple[int, int]:
         """Take in ``param_group``, which has so many ``parameters``. Call it in the same order on
@@ -451,8 +440,8 @@ class MeshInfo:
         whose flags begin at ``first_flag``."""
         flags = slice(first_flag, first_flag + len(filled))
         if not all(filled):
-            filled = list(map(or_, self._has_gradient[flags], filled))
-        self._has_gradient[flags] = bytes(filled)
+            filled = list(map(or_, self.has_gradient[flags], filled))
+        self.has_gradient[flags] = bytes(filled)
 
     def validate_and_sync(self, comm_stream: CommStream, failed: bool) -> bytes | bytearray:
         """Compare what the ranks issued, at the end of a backward that reduced. Return a flag for
@@ -464,18 +453,18 @@ class MeshInfo:
             RuntimeError: the ranks' collectives differ, in this backward or, where the host runs
                 ahead, in an earlier one.
         """
-        flags = self._has_gradient
+        flags = self.has_gradient
         self.forget_gradients()
         self.has_reduced = False
-        groups = self.groups.per_dim
+        groups, check = self.groups.per_dim, self.order_check
         if not groups or comm_stream.is_captured:  # the host could not read what a replay finds
             return flags
         if failed:
-            self.order_check.record_failure()
+            check.record_failure()
         if not self.syncs_unused_params:
-            self.order_check.read_arrived()  # the checks of earlier backwards
-        self.order_check.send(comm_stream, groups, flags)
-        return self.order_check.read() if self.syncs_unused_params else flags
+            check.read_arrived()  # the checks of earlier backwards
+        check.send(comm_stream, groups, flags)
+        return check.read() if self.syncs_unused_params else flags
 
     def finish_reading(self) -> None:
         """Block the host until offloaded shards were copied to the device. They may be edited
@@ -485,7 +474,7 @@ class MeshInfo:
             self.reading = None
 
     def forget_gradients(self) -> None:
-        self._has_gradient = bytearray(self._flags)
+        self.has_gradient = bytearray(self._flags)
 
     def reset(self) -> None:
         """Forget what was issued, and the groups. Call it on every rank."""
@@ -493,28 +482,5 @@ class MeshInfo:
         vars(self).pop("groups", None)
         self.memories.clear()
         self.forget_gradients()
-        self.has_reduced = False
+        self.has_reduced = self.has_late_gradients = False
         self.reading = None
-
-
-def check_mesh(mesh: DeviceMesh, shards_replicas: bool) -> None:
-    """Raise ValueError if ``mesh`` has more than two dimensions, its rows order their ranks
-    differently, or replicas share to be shards and its dimensions have no names."""
-    if mesh.ndim > 2:
-        raise ValueError(
-            f"parameters are sharded over a mesh of one dimension, or of two, (replicate, shard); "
-            f"got {mesh.ndim}, {mesh.mesh_dim_names or tuple(mesh.shape)}: pass the data-parallel "
-            "ones, as mesh['replicate', 'shard']"
-        )
-    order = mesh.mesh.argsort(mesh.ndim - 1)
-    if mesh.ndim == 2 and not bool((order == order[0]).all()):
-        raise ValueError(
-            "the ranks that hold replicas of a shard must have the same place in their rows of the "
-            f"mesh, and torch sorts the ranks of each row; got {mesh.mesh.tolist()}: order the "
-            "ranks of every row alike"
-        )
-    if shards_replicas and mesh.ndim == 2 and not mesh.mesh_dim_names:
-        raise ValueError(
-            "shard_optimizer_over_replicas needs a mesh with names, as init_device_mesh('cuda', "
-            "(2, 4), mesh_dim_names=('replicate', 'shard'))"
-        )

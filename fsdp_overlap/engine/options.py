@@ -49,16 +49,12 @@ class ReduceOptions:
     hook: Callable[[torch.Tensor], None] | None = None
     hook_stream: torch.Stream | None = None
 
-    def divisors(
-        self, shards: int, replicas: int, sums: bool = False
-    ) -> tuple[float | None, float | None]:
-        """Return the divisors of the reduction among ``shards`` ranks and of the one across
-        ``replicas``. ``None`` stands for the number of ranks, by a collective that takes a mean.
-        ``sums``: whether the one among ``shards`` must be a sum."""
+    def divisor_among_replicas(self, replicas: int) -> float | None:
+        """Return the divisor of the reduction across ``replicas``, which comes after that among
+        shards. ``None`` stands for their number, by a collective that takes a mean."""
         if self.divisor is not None:
-            return self.divisor, 1.0
-        divisor = float(shards) if sums or self.sums_only else None
-        return divisor, float(replicas) if self.sums_only else None
+            return 1.0
+        return float(replicas) if self.sums_only else None
 
     def call_hook(self, reduced: torch.Tensor) -> None:
         """Let the user's ``hook``, which is set, see and edit ``reduced``."""

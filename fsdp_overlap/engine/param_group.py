@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 from weakref import ref
 
 import torch
@@ -140,6 +140,8 @@ class ParamGroup:
     """Whether its parameters say themselves how they are gathered."""
     shares_shard = False
     """Whether a parameter of it is one of another unit too."""
+    make_gradients: Callable[..., Any] | None = None
+    """What makes its gradients, if a feature treats them otherwise."""
 
     def __init__(
         self,
@@ -187,9 +189,6 @@ class ParamGroup:
         self.counters: VersionCounters
         """Those of the unsharded parameters, which autograd must not read unless they are there."""
         self._work: WorkHandle | None = None
-        self.unread: DeviceWorkHandle | None = None
-        """An all-gather whose full buffer was freed before compute waited for it. It may still read
-        the shard, so it comes before edits of that."""
         # the state before a gather that is being issued
         self._before: ParamGroupState | None = None
         self.gathered_version = -1
@@ -489,15 +488,22 @@ class ParamGroup:
             if self.counters.are_forbidden:
                 self.counters.allow_reads()
 
+    def leave_unread(self) -> DeviceWorkHandle | None:
+        """Return an all-gather under way that compute need not wait for before the full buffer is
+        freed: what it writes to is used next on its own comm stream. It may still read the shard,
+        so it comes before edits of that."""
+        work = self._work
+        if not isinstance(work, DeviceWorkHandle):
+            return None
+        self._work = None
+        return work
+
     def free(self, comm_stream: CommStream, after: ComputeEvent, waits: bool = True) -> None:
         """Free the full buffer, as the comm stream does. Raise RuntimeError if it is sharded, which
         is a mistake of the schedule."""
         if self.state is ParamGroupState.SHARDED:
             self._refuse_free()
-        if isinstance(self._work, DeviceWorkHandle):
-            # What it writes to is used next on the comm stream, which allocated it.
-            self.unread, self._work = self._work, None
-        elif self._work is not None:
+        if self._work is not None:  # it may still read the shard, which compute may edit
             self._work.abandon()
             self._work = None
         self.state = ParamGroupState.SHARDED

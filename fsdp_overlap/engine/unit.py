@@ -402,9 +402,8 @@ class Unit:
             if any(parameter.requires_grad for parameter in param_group.parameters):
                 if gradients is None:
                     dtype = reduce_dtype(param_group.grad_dtype, self.mp_policy)
-                    gradients = ParamGroupGradients(
-                        param_group, dtype, self.settings.reduce_options
-                    )
+                    make = param_group.make_gradients or ParamGroupGradients
+                    gradients = make(param_group, dtype, self.settings.reduce_options)
                     self._known_gradients[param_group] = gradients
                 self.gradients.append(gradients)
                 self._hook(gradients, only_large=not self.is_in_pieces)

@@ -92,7 +92,6 @@ class BackwardFinalizer:
                 self._prefetcher.to_sharded(unit)
                 self._prefetcher.release(unit)
         self._prefetcher.flush()
-        self._comm.wait_for_unread()
         self._reducer.issue_rest(self._units())
 
     def finish(self, handle: GradientReductionHandle) -> None:

@@ -236,7 +236,11 @@ class CommOps(Protocol):
     def free(self, unit: ScheduledUnit, after: ComputeEvent, waits: bool = True) -> None:
         """Free the full buffers once the compute up to ``after`` is done. Unless the comm stream
         ``waits``, all-gathers that follow may start before that, in other memory. If compute has
-        not waited for their all-gathers, :meth:`wait_for_unread` comes before it edits shards."""
+        not waited for their all-gathers, it does now: they read shards, which it may edit."""
+
+    def free_unread(self, unit: ScheduledUnit) -> None:
+        """Free the full buffers of a unit that only other ranks need, and do not make compute wait
+        for the all-gathers. :meth:`wait_for_unread` comes before it edits shards."""
 
     def wait_for_unread(self) -> None:
         """Make compute wait for the all-gathers of full buffers that were freed unread: it may edit

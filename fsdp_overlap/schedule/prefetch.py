@@ -143,7 +143,7 @@ class Prefetcher:
         if is_needed:
             self._ahead[index] = None
         else:
-            self._comm.free(unit, None)
+            self._comm.free_unread(unit)
 
     def shadow(self, unit: ScheduledUnit, gather: AgreedGather | ForwardRecord) -> None:
         """Take part in an all-gather that this rank does not need."""
@@ -273,7 +273,6 @@ class Prefetcher:
                 continue
             del self._delayed[index]
             self._free(index, mark, waits=not self.prefetch)
-        self._comm.wait_for_unread()
 
     def drop(self) -> None:
         """Forget everything. The param groups' memory is freed elsewhere."""

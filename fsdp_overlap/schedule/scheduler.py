@@ -152,6 +152,7 @@ class Schedule:
             self._engine.run_backward(partial(self._begin_backward, is_agreed=True))
         else:
             self.prefetcher.finish_pass()
+            self._comm.wait_for_unread()
         return chosen
 
     # Forward
@@ -192,6 +193,8 @@ class Schedule:
         """Bring full buffers to rest before a pass that may begin."""
         self.finalizer.check_done("forward")
         self.prefetcher.finish_pass(before=first)
+        if self._negotiation is not None:
+            self._comm.wait_for_unread()
         self.prefetcher.release_stale()
         self.prefetcher.begin_pass(self._units())
 
@@ -257,7 +260,7 @@ class Schedule:
             self.prefetcher.finish_pass(
                 before_backward=self._engine.is_grad_enabled() and not raised
             )
-        elif not running:
+        if self._negotiation is not None and not running:
             self._comm.wait_for_unread()
         if not unit.has_parameters:
             return None
@@ -492,6 +495,8 @@ class Schedule:
             if self._read_by_others and not self._engine.keeps_graph():
                 self._release_read_by_others(reached)
             self.prefetcher.finish_pass()
+            if self._negotiation is not None:
+                self._comm.wait_for_unread()
             for unit in self._units():
                 if unit.has_post_forward_shard:
                     unit.free_post_forward_shards()  # where backward did not come back to it
@@ -584,15 +589,12 @@ class Schedule:
                 self.prefetcher.release(unit)
                 unit.free_post_forward_shards()
         self.prefetcher.flush()
-        self._comm.wait_for_unread()
 
     # On the user's command
 
     def unshard(self, unit: ScheduledUnit) -> None:
         """Gather ``unit``, unless it is unsharded."""
         self.prefetcher.use(unit)
-        if not self._running and not self._engine.is_in_backward():
-            self._comm.wait_for_unread()  # no pass ends before the user may edit shards
 
     def show_unsharded(self, unit: ScheduledUnit) -> None:
         """Make compute wait for ``unit``, and register its unsharded parameters until its full
@@ -609,7 +611,6 @@ class Schedule:
             self.prefetcher.take_out_of_graphs(unit)
             self.prefetcher.release(unit)
             self.prefetcher.flush()
-            self._comm.wait_for_unread()
 
     # Reset
 

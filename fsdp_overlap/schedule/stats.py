@@ -45,16 +45,6 @@ class Stats:
     def count_confirmation(self) -> None:
         self.confirmations += 1
 
-    def count_full_buffer(self) -> None:
-        self.current_full_buffers += 1
-        if self.current_full_buffers > self.peak_full_buffers:
-            self.peak_full_buffers = self.current_full_buffers
-
-    def count_reduce_input(self) -> None:
-        self.current_reduce_inputs += 1
-        if self.current_reduce_inputs > self.peak_reduce_inputs:
-            self.peak_reduce_inputs = self.current_reduce_inputs
-
     def __repr__(self) -> str:
         mib = 1024 * 1024
         return (

@@ -50,9 +50,7 @@ def prepare(args: argparse.Namespace, checked: bool, shuffled: bool) -> Callable
     sharding.shard_ours(model, ctx)
     if not checked:
         for mesh_info in ctx.mesh_infos:
-            mesh_info.__dict__["order_check"] = Unchecked(
-                mesh_info.device, False, list, str, ctx.stats.count_confirmation
-            )
+            mesh_info.__dict__["order_check"] = Unchecked(mesh_info.device, str)
     run = link_training.make_step(model, link_training.make_batch(args.rows))
     order = random.Random(0)  # the same on both ranks
 

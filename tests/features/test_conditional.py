@@ -923,13 +923,11 @@ DEFECTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "memory that compute uses next": Defect(
         DeviceCommStream, "allocate", ALLOCATES, SERVES, new="if True:"
     ).plant,
-    "edited after a pass": Defect(
-        CommContext, "wait_for_unread", "max(works, key=lambda work: work.number).wait()", SERVES
-    ).plant,
+    "edited after a pass": Defect(CommContext, "wait_for_unread", "last.wait()", SERVES).plant,
     "edited in backward": Defect(
         CommContext,
         "reduce",
-        "self.reduce_scatter_stream.after_work(param_group.unread)",
+        "self.reduce_scatter_stream.after_work(self._unread[param_group])",
         SERVES,
     ).plant,
 }

@@ -270,7 +270,8 @@ class Rank:
         """How many units hold the gradients of backwards without synchronization."""
         self.events = 0
         self.unread: set[int] = set()
-        """Units that were freed before compute waited for their all-gathers, which read shards."""
+        """Units that were freed, and for whose all-gathers, which read shards, compute has yet to
+        wait."""
         self.backwards: list[tuple[int, int]] = []
         """For each backward, how many units were gathered late, and how many in vain."""
         self.stats = Stats()
@@ -323,9 +324,12 @@ class Rank:
             raise Wrong(f"{unit.name} is freed while it is used")
         if unit.last_use > (-1 if after is None else after):
             raise Wrong(f"{unit.name} is freed before compute is done with it")
+        unit.gathered_version, unit.is_ready, unit.last_use = None, False, -1
+
+    def free_unread(self, unit: Unit) -> None:
         if unit.is_gathered and not unit.is_ready:
             self.unread.add(unit.index)
-        unit.gathered_version, unit.is_ready, unit.last_use = None, False, -1
+        self.free(unit, None)
 
     def wait_for_unread(self) -> None:
         self.unread.clear()

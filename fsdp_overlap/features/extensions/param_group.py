@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_overlap.comm.collectives import CollectivePair, Collectives
 from fsdp_overlap.comm.comm_streams import HostWorkHandle
 from fsdp_overlap.desync.order_check import START
+from fsdp_overlap.engine.grads import ParamGroupGradients
 from fsdp_overlap.engine.mesh import MeshInfo, ParamGroupEdits
 from fsdp_overlap.engine.options import UnitSettings
 from fsdp_overlap.engine.param import ParamInfo, hash_of, parameter_like, tp_local_tensor
@@ -51,6 +52,13 @@ class ExtensionEdits(ParamGroupEdits):
 
     def record_values(self) -> None:
         self._noted += 1
+
+
+class ExtensionGradients(ParamGroupGradients):
+    """Gradients that autograd may give as tensors of a class of their own."""
+
+    def copy_in_all(self) -> None:
+        self.copy_in(range(self.count))
 
 
 class ExtensionParamGroup(RowsParamGroup):

@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_overlap import FsdpContext, fully_shard
-from fsdp_overlap.desync import order_check
-from fsdp_overlap.desync.order_check import ExpectedOrder
+from fsdp_overlap.desync import confirmation
+from fsdp_overlap.desync.confirmation import ExpectedOrder
 from support.ranks import expect_rank_errors, run_ranks
 from support.twins import Twins, impatient
 from support.zoo import VOCABULARY, WIDTH
@@ -279,7 +279,7 @@ def test_what_repeats_is_expected_in_the_end(period: list[int], before: list[int
         first, second, third = (3 * period)[index : index + 3]
         assume(follows.setdefault((first, second), third) == third)
     expectation = ExpectedOrder()
-    with patch.object(order_check, "REMEMBERED", 400):  # also while it forgets
+    with patch.object(confirmation, "REMEMBERED", 400):  # also while it forgets
         for code in before + 20 * period:
             expectation.observe(code)
         assert all(expectation.observe(code) for code in 30 * period)

@@ -22,6 +22,7 @@ from fsdp_overlap.engine.autograd import SavedForward, VersionCounters
 from fsdp_overlap.engine.comm_context import CommContext
 from fsdp_overlap.engine.grads import ParamGroupGradients
 from fsdp_overlap.engine.hsdp import ReplicaReduction
+from fsdp_overlap.engine.hsdp_gradients import ReplicaReductions
 from fsdp_overlap.engine.mesh import MeshInfo
 from fsdp_overlap.engine.options import ReduceOptions
 from fsdp_overlap.engine.param_group import ParamGroup
@@ -35,7 +36,6 @@ from fsdp_overlap.optim import Muon, clip_grad_norm_
 from fsdp_overlap.optim.exchange import Exchange
 from fsdp_overlap.optim.overlapped_steps import OverlappedSteps
 from fsdp_overlap.optim.owner_groups import OwnerGroups
-from fsdp_overlap.schedule.finalization import BackwardFinalizer
 from fsdp_overlap.schedule.prefetch import Prefetcher
 from fsdp_overlap.schedule.reducer import GradReducer
 from fsdp_overlap.schedule.scheduler import Schedule
@@ -205,29 +205,14 @@ DEFECTS = [
         SIDE,
     ),
     Defect(ParamGroup, "wait", "self._work.wait()", PLAIN),
-    Defect(
-        ParamGroup,
-        "free",
-        "self.unread, self._work = self._work, None",
-        "the model of unused parameters",
-        new="self._work = None",
-    ),
-    Defect(
-        CommContext,
-        "wait_for_unread",
-        "max(works, key=lambda work: work.number).wait()",
-        "the model of unused parameters",
-    ),
-    Defect(
-        CommContext,
-        "wait_for_unread",
-        "max(works, key=lambda work: work.number)",
-        "finalized before a wait",
-        new="works[-1]",
-    ),
-    Defect(Schedule, "unshard", "self._comm.wait_for_unread()", "stepped while unsharded by hand"),
-    Defect(
-        BackwardFinalizer, "_issue_all", "self._comm.wait_for_unread()", "finalized before a wait"
+    Defect(DeviceWorkHandle, "abandon", "self.wait()", "the model of unused parameters"),
+    *(
+        Defect(ParamGroup, "free", "self._work.abandon()", mode)
+        for mode in (
+            "the model of unused parameters",
+            "stepped while unsharded by hand",
+            "finalized before a wait",
+        )
     ),
     Defect(
         ParamGroup,
@@ -260,7 +245,7 @@ DEFECTS = [
     Defect(ParamGroupGradients, "reduce", "comm_stream.after_compute()", "in pieces"),
     Defect(Prefetcher, "_gather", "self._comm.after_compute()", "stepped twice"),
     Defect(CommContext, "finish", "work.wait()", PLAIN),
-    Defect(CommContext, "finish_all_reduces", "reduction.finish()", COPIES),
+    Defect(ReplicaReductions, "finish", "reduction.finish()", COPIES),
     Defect(
         GradReducer,
         "_may_fill",
