@@ -135,7 +135,7 @@ def fully_shard(
     if ctx is None:
         ctx = FsdpContext(mesh)
         ctx.is_implicit = True
-    make_unit(
+    unit = make_unit(
         modules,
         ctx,
         ctx.mesh if mesh is None else mesh,
@@ -148,6 +148,10 @@ def fully_shard(
         spmd=spmd,
         conditional=conditional,
     )
+    if len(modules) > 1:
+        from fsdp_overlap.features.module_lists import schedule_list
+
+        unit.specializations = (schedule_list,)
     for member, fsdp_class in zip(modules, classes, strict=True):
         object.__setattr__(member, "__class__", fsdp_class)  # modules may guard their attributes
         record_fully_sharded(member)

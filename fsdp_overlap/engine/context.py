@@ -376,6 +376,8 @@ class FsdpContext:
         self.was_initialized = True
         for unit in self.units:
             unit.connect()
+            for specialize in unit.specializations:
+                specialize(self.schedule, unit)
         self.sync_max_reduce_inputs()
         if find_conditional(self.units) or self._is_uneven:
             self._negotiate()

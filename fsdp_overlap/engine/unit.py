@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import repeat
@@ -257,6 +257,8 @@ class Unit:
         self.reshard_after_forward = reshard_after_forward
         self.conditional = self.is_conditional = conditional
         self._is_negotiated = False
+        self.specializations: Sequence[Callable[[Schedule, Unit], None]] = ()
+        """What makes the context's schedule one for units such as this."""
         self.settings = UnitSettings()
         self.under_way: list[UnderWay] = []
         """What is remembered of each forward under way."""
@@ -471,6 +473,7 @@ class Unit:
                 duplicate.requires_grad_(parameter.requires_grad)
                 duplicate.grad = deepcopy(parameter.grad)
         self.settings.copy_to(other.settings)
+        other.specializations = self.specializations
 
     def to_unsharded(self) -> None:
         for param_group in self.param_groups:

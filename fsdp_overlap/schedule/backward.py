@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from fsdp_overlap.schedule.interface import (
@@ -14,7 +14,7 @@ from fsdp_overlap.schedule.interface import (
     UnitStates,
 )
 from fsdp_overlap.schedule.order import ForwardPass, ForwardRecord, RecomputeOrder
-from fsdp_overlap.schedule.prefetch import Prefetcher
+from fsdp_overlap.schedule.prefetch import GraphUse, Prefetcher
 from fsdp_overlap.schedule.reducer import GradReducer
 
 
@@ -23,7 +23,6 @@ class Backward:
     """What one backward has done so far, and what it does next.
 
     ``serial`` counts backwards from 1. ``_open_passes`` are the passes that it may come back to.
-    ``_read_by_others`` are the units of which a module did not run, and the passes in which.
     ``_recompute_order`` predicts which units are used next where forwards that left no call run
     again within backward, as reentrant checkpoints do. Elsewhere the calls that remain tell more.
     ``_agrees``: whether ranks agreed on the calls of forward, see Note [negotiation].
@@ -38,7 +37,6 @@ class Backward:
     _refs: UnitRefs
     _states: UnitStates
     _open_passes: Sequence[ForwardPass]
-    _read_by_others: Mapping[UnitIndex, Collection[ForwardPass]]
     _recompute_order: RecomputeOrder
     _agrees: bool
     accumulates: bool
@@ -58,11 +56,6 @@ class Backward:
     """Units whose forward runs within this backward now, with the tick of that start."""
     _was_joined: bool = False
     """Whether the last calls stepped to were of one activation checkpoint."""
-    unfinished: set[UnitIndex] = field(default_factory=set)
-    """Units of several modules that stay gathered, because some of their calls remain."""
-    registered: set[UnitIndex] = field(default_factory=set)
-    """Units whose unsharded parameters are registered until this backward ends, because the code of
-    others that read them may run again: see Note [recomputing]."""
     lost_edit: str | None = None
     """An edit of unsharded parameters that the shards do not have, in words. It is raised as an
     error when backward ends."""
@@ -70,7 +63,8 @@ class Backward:
     def begin(self) -> None:
         """Begin, at the first event of this backward."""
         self._recompute_order.begin()
-        self._expect(self._prefetcher.in_graphs.items())
+        in_graphs = self._prefetcher.in_graphs
+        self._expect([(index, use.first_use) for index, use in in_graphs.items()])
 
     def advance_to(self, call: ForwardRecord) -> None:
         """Enqueue what every rank enqueues up to ``call``, also for calls that this rank skips."""
@@ -101,9 +95,12 @@ class Backward:
                 self._walk_to_end(forward_pass)
         self._walk_newer(None)
         self.remaining.clear()
-        registered, self.registered = self.registered, set()
-        for index in {*(call.unit for call in self.open_calls), *self.unfinished, *registered}:
+        for index in self._left_open():
             self._release_passed(index)
+
+    def uses(self, unit: ScheduledUnit) -> bool:
+        """Return whether this backward needs the full buffers of ``unit`` now."""
+        return self.is_open(unit.index) or any(other is unit for other, _ in self.recomputing)
 
     def is_open(self, index: UnitIndex) -> bool:
         """Return whether the backward of a call of unit ``index`` is under way."""
@@ -237,17 +234,9 @@ class Backward:
             self._take_up(forward_pass)
             if not forward_pass.is_recompute:
                 self._recompute_order.enter(forward_pass)
-            for index, passes in self._read_by_others.items():
-                unit = self._refs[index]()
-                if (
-                    unit is not None
-                    and index in self._prefetcher.in_graphs
-                    and forward_pass in passes
-                ):
-                    unit.to_unsharded()
-                    self.registered.add(index)
 
     def _take_up(self, forward_pass: ForwardPass) -> None:
+        """Come back to ``forward_pass`` for the first time."""
         if forward_pass.is_taken_up:  # by an earlier backward, which freed what was held then
             for call in forward_pass.calls:
                 if call.gathers is not None:
@@ -319,8 +308,7 @@ class Backward:
         if call.needs_parameters or (self.creates_graph and unit.is_gathered):
             self._use(unit, call.forward_pass)
             if self.creates_graph:
-                self._states[call.unit].skipped_modules = set()
-                self._prefetcher.in_graphs.setdefault(unit.index, self._first_use(call))
+                self._keep_for_graph(call)
                 unit.hook_gradients()
         self._reducer.passed(passed)
 
@@ -331,7 +319,7 @@ class Backward:
             # Each rank keeps what some rank's graph reads, so that all know what is there.
             self._prefetcher.use_agreed(unit, call)
             unit.wait()
-            self._prefetcher.in_graphs.setdefault(unit.index, self._first_use(call))
+            self._keep_for_graph(call)
             if call.is_own:
                 unit.hook_gradients()
         elif call.needs_parameters and call.is_own:
@@ -350,6 +338,13 @@ class Backward:
                 self._prefetcher.gather_ahead(
                     ahead, other, is_needed=other.is_own or self.creates_graph
                 )
+
+    def _keep_for_graph(self, call: ForwardRecord) -> None:
+        """Keep the unit of ``call`` for the graph that this backward makes."""
+        in_graphs = self._prefetcher.in_graphs
+        if call.unit not in in_graphs:
+            in_graphs[call.unit] = GraphUse(self._first_use(call))
+        in_graphs[call.unit].modules = ()
 
     def _leave(self, tick: int) -> None:
         """Leave every call that started after ``tick``: backward is done with it."""
@@ -386,23 +381,22 @@ class Backward:
         else:
             self._release(unit)
 
-    def _release(self, unit: ScheduledUnit) -> None:
+    def _release(self, unit: ScheduledUnit, is_passed: bool = True) -> None:
+        """Release ``unit``, or if no call is open but not all of them ``is_passed``, register its
+        sharded parameters."""
         # In backwards 1, 2, 4, 8 ... only: the unit's next forward finds what others miss.
         if not self.serial & (self.serial - 1):
             self.lost_edit = self.lost_edit or unit.edited()
-        if unit.is_list and self._comes_back_to(unit.index):
-            self.unfinished.add(unit.index)
-        elif unit.settings.reshard_after_backward:
+        if is_passed and unit.settings.reshard_after_backward:
             self._prefetcher.release(unit)
         state = self._states[unit.index]
-        is_asked_for = state.registers_unsharded and not unit.syncs_gradients
-        if unit.index not in self.registered and not is_asked_for:
+        if not state.registers_unsharded or unit.syncs_gradients:  # else the user asked for them
             state.registers_unsharded = False
             unit.to_sharded()
 
-    def _comes_back_to(self, unit: UnitIndex) -> bool:
-        """Return whether a call of ``unit`` is yet to be reached."""
-        return any(call.unit == unit for calls in self.remaining.values() for call in calls)
+    def _left_open(self) -> Collection[UnitIndex]:
+        """Return the units that are to be released at the end."""
+        return {call.unit for call in self.open_calls}
 
     def _first_use(self, call: ForwardRecord) -> int:
         """Return the tick at which the call's unit first ran in the forwards that this backward may

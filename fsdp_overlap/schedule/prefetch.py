@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 from fsdp_overlap.schedule.interface import (
     CommOps,
@@ -15,6 +16,16 @@ from fsdp_overlap.schedule.interface import (
 )
 from fsdp_overlap.schedule.order import AgreedGather, ForwardRecord
 from fsdp_overlap.schedule.stats import Stats
+
+
+@dataclass(eq=False, slots=True)
+class GraphUse:
+    """Which parameters of a unit a graph may read at any time."""
+
+    first_use: int
+    """The tick of the unit's first use."""
+    modules: Collection[int] = ()
+    """The ids of the modules whose parameters these are, empty if they are all."""
 
 
 class Prefetcher:
@@ -50,10 +61,9 @@ class Prefetcher:
         self._for_next_pass: dict[UnitIndex, tuple[int, bool]] = {}
         self._are_edited_later = False
         """Whether they were edited between the last step and the pass that followed."""
-        self.in_graphs: dict[UnitIndex, int] = {}
-        """Units whose full buffers a graph made by ``backward(create_graph=True)`` may read, at
-        moments that no hook sees: Note [graphs of gradients]. Each with the tick of its first
-        use."""
+        self.in_graphs: dict[UnitIndex, GraphUse] = {}
+        """Units whose full buffers a graph may read at moments that no hook sees, as one that
+        ``backward(create_graph=True)`` made: Note [graphs of gradients]."""
         self._gathered_again: Counter[UnitIndex] = Counter()
         """How often units that were there were gathered again, for uses that are to come."""
         self._issued = 0
@@ -232,9 +242,9 @@ class Prefetcher:
     def take_out_of_graphs(self, unit: ScheduledUnit) -> None:
         """Remove ``unit`` from :attr:`in_graphs`, because its full buffer is to be freed or
         refilled. From now on autograd refuses to read the buffer for an old graph."""
-        if self.in_graphs.pop(unit.index, None) is not None:
-            skipped = self._states[unit.index].skipped_modules
-            self._comm.forbid_old_graphs(unit, skipped)
+        use = self.in_graphs.pop(unit.index, None)
+        if use is not None:
+            self._comm.forbid_old_graphs(unit, use.modules)
 
     def release_stale(self) -> None:
         """Release the units of :attr:`in_graphs` whose shards were edited since."""

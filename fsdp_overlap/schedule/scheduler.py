@@ -91,12 +91,6 @@ class Schedule:
         self._running: list[tuple[ScheduledUnit, int]] = []
         self._pass = ForwardPass()
         self._is_pass_over = True
-        self._unfinished: list[ScheduledUnit] = []
-        """Units of several modules that stay gathered, because not all of their modules have run in
-        the forward under way. See Note [several modules]."""
-        self._read_by_others: dict[UnitIndex, deque[ForwardPass]] = {}
-        """Units of which a module did not run in these passes, so that others may have read its
-        parameters. They stay gathered until a backward has come back to each of the passes."""
         self._by_hand: set[UnitIndex] = set()
         """Units that the user has unsharded. See Note [unsharded by hand]."""
         self._open_passes: deque[ForwardPass] = deque(maxlen=MAX_OPEN_PASSES)
@@ -229,36 +223,13 @@ class Schedule:
         gather = self._gathers.get(unit.index)
         if self._negotiation is not None and gather is not None:
             gather.end = self._negotiation.position
-        state = self._states[unit.index]
-        if unit.is_list and module in unit.module_ids:  # and not one that reads its parameters
-            if not state.pending_modules:
-                state.pending_modules.update(unit.module_ids)
-            state.pending_modules.discard(module)
-            if unit in self._unfinished:
-                self._unfinished.remove(unit)
         if not self.is_in_use(unit):
-            if state.pending_modules and running and not raised:
-                self._unfinished.append(unit)
-            else:
-                if state.pending_modules:
-                    state.pending_modules.clear()
-                if not state.registers_unsharded:
-                    unit.to_sharded()
-                if raised or unit.reshards_after_forward():
-                    self.prefetcher.release(unit)
-        if self._unfinished and not running:
-            self._end_unfinished(raised)
-        if self._shards_replicas and not running:
-            self._comm.wait_for_outer_shards(raised)  # for units that did not run
-        if unit.is_root and not running:
-            self._is_pass_over = True
-            if self._negotiation is not None and not (raised or self._engine.is_grad_enabled()):
-                self._negotiation.end_pass()
-            self.prefetcher.finish_pass(
-                before_backward=self._engine.is_grad_enabled() and not raised
-            )
-        elif not running:
-            self._comm.wait_for_unread()
+            if not self._states[unit.index].registers_unsharded:
+                unit.to_sharded()
+            if raised or unit.reshards_after_forward():
+                self.prefetcher.release(unit)
+        if not running:
+            self._end_outermost(unit, raised)
         if not unit.has_parameters:
             return None
         if not self._engine.is_grad_enabled():
@@ -270,21 +241,27 @@ class Schedule:
             return None
         return ForwardRecord(unit.index, start, end, self._pass, unit.version, gather=gather)
 
+    def _end_outermost(self, unit: ScheduledUnit, raised: bool) -> None:
+        """End a forward of ``unit`` that no other is around."""
+        if self._shards_replicas:
+            self._comm.wait_for_outer_shards(raised)  # for units that did not run
+        if not unit.is_root:
+            self._comm.wait_for_unread()
+            return
+        self._is_pass_over = True
+        has_grad = self._engine.is_grad_enabled() and not raised
+        if self._negotiation is not None and not (has_grad or raised):
+            self._negotiation.end_pass()
+        self.prefetcher.finish_pass(before_backward=has_grad)
+
     def is_in_use(self, unit: ScheduledUnit) -> bool:
         """Return whether a forward or backward of ``unit`` is under way. A module may call itself,
-        and backward may run a forward again. A list of modules is in use until all of them have
-        run."""
+        and backward may run a forward again."""
         for other, _ in self._running:  # a loop, as in Unit.is_unsharded
             if other is unit:
                 return True
-        if self._unfinished and unit in self._unfinished:
-            return True
         backward = self._backward
-        return backward is not None and (
-            backward.is_open(unit.index)
-            or unit.index in backward.registered
-            or any(other is unit for other, _ in backward.recomputing)
-        )
+        return backward is not None and backward.uses(unit)
 
     @property
     def is_in_forward(self) -> bool:
@@ -338,32 +315,6 @@ class Schedule:
         call.forward_pass.calls.append(call)
         if call.gather is not None:
             call.gather.records.append(call)
-
-    def _end_unfinished(self, raised: bool) -> None:
-        """End the wait of units for some of their modules. The outermost unit has run, so these
-        modules will not run in this pass. Other modules may have read their parameters, and no call
-        tells when backward reads them again. So if there is a graph, the units stay gathered.
-        Where ranks negotiate, other ranks would not know of that, and such reads raise."""
-        has_graph = self._engine.is_grad_enabled() or bool(self._pass.calls)
-        has_graph &= self._negotiation is None
-        for unit in self._unfinished:
-            state = self._states[unit.index]
-            skipped, state.pending_modules = state.pending_modules, set()
-            if not state.registers_unsharded:
-                unit.to_sharded()
-            if has_graph and not raised:
-                index = unit.index
-                if index not in self.prefetcher.in_graphs:
-                    self.prefetcher.in_graphs[index] = self._pass.ticks[index][0]
-                    self._read_by_others.pop(index, None)
-                    state.skipped_modules = skipped
-                elif state.skipped_modules:  # else a graph may read all
-                    state.skipped_modules |= skipped
-                passes = self._read_by_others.setdefault(index, deque(maxlen=MAX_OPEN_PASSES))
-                passes.append(self._pass)
-            elif raised or unit.reshards_after_forward():
-                self.prefetcher.release(unit)
-        self._unfinished.clear()
 
     def _starts_pass(self, unit: ScheduledUnit) -> bool:
         # If no unit encloses the others, a pass has no visible end. A second run of a unit, or a
@@ -454,7 +405,12 @@ class Schedule:
             self._open_passes.extend(agreed.passes)
             accumulates = agreed.accumulates
         self._backwards += 1
-        self._backward = backward = Backward(
+        self._backward = backward = self._make_backward(accumulates, agreed)
+        backward.begin()
+        return backward
+
+    def _make_backward(self, accumulates: bool, agreed: AgreedBackward | None) -> Backward:
+        return Backward(
             self._backwards,
             self._graph_task(),
             self.prefetcher,
@@ -464,14 +420,11 @@ class Schedule:
             self._refs,
             self._states,
             self._open_passes,
-            self._read_by_others,
             self._recompute_order,
             agreed is not None,
             accumulates,
             agreed is not None and agreed.creates_graph,
         )
-        backward.begin()
-        return backward
 
     def _end_backward(self) -> None:
         backward = self._backward
@@ -485,12 +438,7 @@ class Schedule:
 
     def _finish(self, backward: Backward) -> None:
         try:
-            reached = set(backward.remaining)
-            backward.finish()
-            if self._by_hand and backward.accumulates:
-                self._end_unshards(backward, reached)
-            if self._read_by_others and not self._engine.keeps_graph():
-                self._release_read_by_others(reached)
+            self._finish_walk(backward)
             self.prefetcher.finish_pass()
             for unit in self._units():
                 if unit.has_post_forward_shard:
@@ -505,6 +453,14 @@ class Schedule:
             self._recompute_order.end()
             self._is_pass_over = True
             self._open_passes.clear()
+
+    def _finish_walk(self, backward: Backward) -> Collection[ForwardPass]:
+        """End the walk of ``backward``. Return the passes that it came back to."""
+        reached = set(backward.remaining)
+        backward.finish()
+        if self._by_hand and backward.accumulates:
+            self._end_unshards(backward, reached)
+        return reached
 
     def _end_unshards(self, backward: Backward, reached: Collection[ForwardPass]) -> None:
         """Register the sharded parameters of the units of :attr:`_by_hand` whose gradients are
@@ -532,23 +488,6 @@ class Schedule:
                 continue
             self._by_hand.remove(index)
             if unit.settings.reshard_after_backward:
-                self.prefetcher.release(unit)
-
-    def _release_read_by_others(self, reached: Collection[ForwardPass]) -> None:
-        """Release the units of :attr:`_read_by_others` that no graph is left to read, after a
-        backward that came back to the passes ``reached`` and does not keep its graph."""
-        for index, passes in list(self._read_by_others.items()):
-            for forward_pass in [*passes]:
-                if forward_pass in reached or not forward_pass.calls:
-                    passes.remove(forward_pass)
-            if passes:
-                continue
-            del self._read_by_others[index]
-            unit = self._refs[index]()
-            if unit is None or not unit.settings.reshard_after_backward:
-                continue
-            if self._states[index].skipped_modules:
-                self.prefetcher.take_out_of_graphs(unit)
                 self.prefetcher.release(unit)
 
     # Between passes
@@ -624,8 +563,6 @@ class Schedule:
         self._running.clear()
         self._backward = None
         self._is_pass_over = True
-        self._unfinished.clear()
-        self._read_by_others.clear()
         self._by_hand.clear()
         self._open_passes.clear()
         self._gathers.clear()

@@ -100,7 +100,7 @@ class Settings:
 
 
 class Unit:
-    is_list = is_offloaded = is_conditional = False
+    is_offloaded = is_conditional = False
     has_post_forward_shard = False
     has_parameters = accumulates = True
     forward_prefetch: Sequence[Callable[[], Any]] = ()
