@@ -13,8 +13,9 @@ from fsdp_overlap.schedule.interface import (
     UnitRefs,
     UnitStates,
 )
-from fsdp_overlap.schedule.order import ForwardPass, ForwardRecord, RecomputeOrder
+from fsdp_overlap.schedule.order import ForwardPass, ForwardRecord
 from fsdp_overlap.schedule.prefetch import GraphUse, Prefetcher
+from fsdp_overlap.schedule.recompute import RecomputeOrder
 from fsdp_overlap.schedule.reducer import GradReducer
 
 

@@ -37,9 +37,9 @@ from fsdp_overlap.schedule.order import (
     ForwardPass,
     ForwardRecord,
     NoGradForward,
-    RecomputeOrder,
 )
 from fsdp_overlap.schedule.prefetch import Prefetcher
+from fsdp_overlap.schedule.recompute import RecomputeOrder
 from fsdp_overlap.schedule.reducer import GradReducer
 from fsdp_overlap.schedule.stats import Stats
 
