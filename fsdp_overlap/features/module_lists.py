@@ -11,6 +11,7 @@ from fsdp_overlap.schedule.interface import ScheduledUnit, UnitIndex
 from fsdp_overlap.schedule.negotiation import AgreedBackward
 from fsdp_overlap.schedule.order import ForwardPass, ForwardRecord
 from fsdp_overlap.schedule.prefetch import GraphUse
+from fsdp_overlap.schedule.recompute import RecomputeOrder, RecomputingBackward
 from fsdp_overlap.schedule.scheduler import MAX_OPEN_PASSES, Schedule
 
 
@@ -123,9 +124,14 @@ class ListSchedule(Schedule):
         passes.append(self._pass)
 
     def _make_backward(self, accumulates: bool, agreed: AgreedBackward | None) -> Backward:
-        backward = super()._make_backward(accumulates, agreed)
+        self._recompute_order = self._recompute_order or RecomputeOrder(self._refs)
+        return super()._make_backward(accumulates, agreed)
+
+    def _with_recompute(self, backward: Backward) -> RecomputingBackward:
         return ListBackward(
-            **vars(backward), lists=self.lists.keys(), read_by_others=self._read_by_others
+            **vars(super()._with_recompute(backward)),
+            lists=self.lists.keys(),
+            read_by_others=self._read_by_others,
         )
 
     def _finish_walk(self, backward: Backward) -> Collection[ForwardPass]:
@@ -161,8 +167,8 @@ class ListSchedule(Schedule):
 
 
 @dataclass(eq=False, kw_only=True)
-class ListBackward(Backward):
-    """A backward of a :class:`ListSchedule`."""
+class ListBackward(RecomputingBackward):
+    """A backward of a :class:`ListSchedule`. Units may run again in it."""
 
     lists: Collection[UnitIndex]
     """Units of several modules."""

@@ -95,20 +95,6 @@ class ForwardPass:
     """Whether a backward has come back to it."""
     is_for_all_ranks: bool = False
     """Whether some rank has no call in it, so that all ranks walk past its calls."""
-    is_recompute: bool = False
-    """Whether it ran inside a backward, as activation checkpointing does."""
-    outer_task: int = -1
-    """The engine's number of the backward that recomputed it."""
-    graph_task: int = -1
-    """The engine's number of the backward that goes through what was recomputed. With a reentrant
-    checkpoint it is another backward, within the outer one."""
-
-    def is_within(self, other: ForwardPass) -> bool:
-        """Return whether this pass is nested in ``other``: backward comes back to ``other``
-        afterwards."""
-        if self is other:
-            return True
-        return self.is_recompute and (not other.is_recompute or self.outer_task == other.graph_task)
 
     def record(self, unit: UnitIndex, start: int, end: int) -> None:
         if unit in self.ticks:

@@ -3,10 +3,211 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
 
-from fsdp_overlap.schedule.interface import UnitIndex, UnitRefs
+from fsdp_overlap.schedule.backward import Backward
+from fsdp_overlap.schedule.interface import ScheduledUnit, UnitIndex, UnitRefs
 from fsdp_overlap.schedule.order import ForwardOrder, ForwardPass, ForwardRecord, NoGradForward
+
+
+@dataclass(eq=False)
+class RecomputedPass(ForwardPass):
+    """Forwards that ran within a backward."""
+
+    outer_task: int = -1
+    """The engine's number of the backward that recomputed it."""
+    graph_task: int = -1
+    """The engine's number of the backward that goes through what was recomputed. With a reentrant
+    checkpoint it is another backward, within the outer one."""
+
+    def is_within(self, other: ForwardPass) -> bool:
+        """Return whether this pass is nested in ``other``: backward comes back to ``other``
+        afterwards."""
+        return not isinstance(other, RecomputedPass) or self.outer_task == other.graph_task
+
+
+@dataclass(eq=False, kw_only=True)
+class RecomputingBackward(Backward):
+    """A backward in which units may run again. See Note [recomputing].
+
+    Reentrant checkpoints nest in :attr:`under_way`: the inner one is recomputed in the backward of
+    what the outer one recomputed. ``_recompute_order`` predicts which units are used next where
+    forwards that left no call run again. Elsewhere the calls that remain tell more.
+    """
+
+    _recompute_order: RecomputeOrder
+    recompute: RecomputedPass | None = None
+    """The latest pass of forwards that ran within this backward. It comes back to them."""
+    recomputing: list[tuple[ScheduledUnit, int]] = field(default_factory=list)
+    """Units whose forward runs within this backward now, with the tick of that start."""
+
+    def begin(self) -> None:
+        self._recompute_order.begin()
+        super().begin()
+
+    def advance_to(self, call: ForwardRecord) -> None:
+        if isinstance(call.forward_pass, RecomputedPass):
+            call.forward_pass.graph_task = self._engine.graph_task()
+        super().advance_to(call)
+
+    def finish(self) -> None:
+        for forward_pass in [*self.remaining]:
+            if isinstance(forward_pass, RecomputedPass):
+                del self.remaining[forward_pass]
+        super().finish()
+
+    def uses(self, unit: ScheduledUnit) -> bool:
+        return super().uses(unit) or any(other is unit for other, _ in self.recomputing)
+
+    def may_nest(self) -> bool:
+        return self.recompute is not None
+
+    def before_recompute(self, unit: ScheduledUnit, tick: int) -> None:
+        """Prepare for a forward of ``unit`` that begins within this backward. See Note
+        [recomputing]."""
+        self.recomputing.append((unit, tick))
+        if self._agrees:
+            if unit.has_parameters:
+                self._advance_to_agreed(unit)
+        elif not self.is_open(unit.index):
+            self._advance_to_checkpoint(unit)
+        # A unit may be open without its parameters, because the user said that its backward does
+        # not read them. The forward does.
+        if unit.has_parameters and not (self.is_open(unit.index) and unit.is_gathered):
+            self._use(unit, self.under_way[-1] if self.under_way else None)
+        unit.wait()
+
+    def after_recompute(
+        self, unit: ScheduledUnit, start: int, end: int, is_in_use: bool
+    ) -> ForwardRecord | None:
+        """End a forward of ``unit`` within this backward. Return the call to come back to,
+        or ``None`` if a call of the unit is open, or it has no parameters."""
+        if not unit.has_parameters or self.is_open(unit.index):
+            return None
+        # The release is delayed: the unit's own backward finds it gathered if it follows now.
+        if unit.settings.reshard_after_backward and not is_in_use:
+            self._prefetcher.release(unit)
+        recompute = self.recompute
+        if recompute is None or recompute in self.remaining:
+            task = self._engine.graph_task()
+            recompute = self.recompute = RecomputedPass(outer_task=task)
+        # The ticks that the unit had in the forward: it keeps its place among the other units.
+        for forward_pass in self._open_passes:
+            if unit.index in forward_pass.ticks:
+                start, end = forward_pass.ticks[unit.index]
+                if all(call.unit != unit.index for call in forward_pass.calls):
+                    self._recompute_order.end_recompute()
+        recompute.record(unit.index, start, end)
+        return ForwardRecord(unit.index, start, end, recompute, unit.version)
+
+    def _advance_to_agreed(self, unit: ScheduledUnit) -> None:
+        """Handle that ``unit`` runs again, where ranks agreed on the calls of forward: unless this
+        is for a call whose backward is under way, walk back to its next call on this rank.
+
+        Raises:
+            RuntimeError: backward has passed the unit's calls, as where another function than
+                torch's checkpoints several units at once, or a reentrant checkpoint is around the
+                root.
+        """
+        if self._is_for_open_call(unit.index):
+            return
+        for forward_pass in reversed(self._open_passes):
+            for call in reversed(self.remaining.get(forward_pass, forward_pass.calls)):
+                if call.is_own and call.unit == unit.index:
+                    self.advance_to(call)
+                    return
+        raise RuntimeError(
+            f"unit {unit.name!r} runs again in backward, and other ranks do not know of that. "
+            "Where units are conditional, checkpoint several of them by "
+            "torch.utils.checkpoint.checkpoint(), and the root with use_reentrant=False"
+        )
+
+    def _is_for_open_call(self, index: UnitIndex) -> bool:
+        """Return whether unit ``index`` runs again for an open call. Backward is done with those
+        whose nodes all come after the one that it is in now: nothing else tells the end of a
+        reentrant checkpoint. In a backward within this one nodes are new, and numbered by
+        thread."""
+        node = self._engine.sequence_number()
+        is_within = self._engine.graph_task() != self.graph_task
+        return any(
+            call.unit == index and (is_within or call.first_node <= node)
+            for call in self.open_calls
+        )
+
+    def _advance_to_checkpoint(self, unit: ScheduledUnit) -> None:
+        """Handle that ``unit`` runs again. If its forward left no call, as in a reentrant
+        checkpoint, walk back to where it ran: every rank is done with the calls after that."""
+        task = self._engine.graph_task()
+        self._enter_nested(task)
+        # What another checkpoint recomputed had a backward of its own, which is over.
+        while self.under_way and _task_of(self.under_way[-1]) not in (task, -1):
+            self._walk_to_end(self.under_way.pop())
+        for forward_pass in self._open_passes:
+            runs = forward_pass.without_call.get(unit.index)
+            if not runs or (self.under_way and self.under_way[-1] is not forward_pass):
+                continue
+            if not self.under_way:
+                self._enter(forward_pass)
+            run, remaining = runs[-1], self.remaining[forward_pass]
+            while remaining and remaining[-1].end > run.end:
+                self._step_back(remaining)
+            self._leave(run.end)
+            self._recompute_order.begin_recompute(run, forward_pass, remaining)
+            runs.pop()
+
+    def _enter_nested(self, task: int) -> None:
+        """Enter the backward of what was recomputed last, if nothing of ``task`` was reached so
+        far. A checkpoint within that may run again before a call is reached, and the backward
+        around it is not over."""
+        known = (self.graph_task, *map(_task_of, self.under_way))
+        recompute = self.recompute
+        if recompute is not None and recompute not in self.remaining and task not in known:
+            recompute.graph_task = task
+            self._enter(recompute)
+
+    def _has_reached_all(self) -> bool:
+        """Return whether backward has come back to all calls of all passes. Where something may run
+        again it might, and only a checkpoint's next forward tells."""
+        return (
+            self.recompute is None
+            and not any(forward_pass.without_call for forward_pass in self._open_passes)
+            and super()._has_reached_all()
+        )
+
+    def _enter(self, forward_pass: ForwardPass) -> None:
+        """Come back to ``forward_pass``. It is done with the passes that this one is not
+        nested in."""
+        under_way = self.under_way
+        while under_way and under_way[-1] is not forward_pass:
+            if isinstance(forward_pass, RecomputedPass) and forward_pass.is_within(under_way[-1]):
+                break
+            self._walk_to_end(under_way.pop())
+        if not under_way or under_way[-1] is not forward_pass:
+            under_way.append(forward_pass)
+        if forward_pass not in self.remaining:
+            self._walk_newer(forward_pass)
+            self._take_up(forward_pass)
+            if not isinstance(forward_pass, RecomputedPass):
+                self._recompute_order.enter(forward_pass)
+
+    def _use(self, unit: ScheduledUnit, forward_pass: ForwardPass | None) -> bool:
+        issued = super()._use(unit, forward_pass)
+        if issued:
+            self._recompute_order.record()
+        return issued
+
+    def _upcoming(
+        self, unit: ScheduledUnit, forward_pass: ForwardPass | None
+    ) -> Sequence[UnitIndex]:
+        upcoming = self._recompute_order.upcoming(unit.index, self._prefetcher.prefetch)
+        return super()._upcoming(unit, forward_pass) if upcoming is None else upcoming
+
+
+def _task_of(forward_pass: ForwardPass) -> int:
+    """Return the engine's number of the backward that goes through ``forward_pass`` alone, -1 if
+    others do, too."""
+    return forward_pass.graph_task if isinstance(forward_pass, RecomputedPass) else -1
 
 
 class RecomputeOrder:

@@ -39,7 +39,7 @@ from fsdp_overlap.schedule.order import (
     NoGradForward,
 )
 from fsdp_overlap.schedule.prefetch import Prefetcher
-from fsdp_overlap.schedule.recompute import RecomputeOrder
+from fsdp_overlap.schedule.recompute import RecomputeOrder, RecomputingBackward
 from fsdp_overlap.schedule.reducer import GradReducer
 from fsdp_overlap.schedule.stats import Stats
 
@@ -84,7 +84,8 @@ class Schedule:
         self.reducer = GradReducer(comm, max_reduce_inputs, self._states)
         self.finalizer = BackwardFinalizer(self.prefetcher, self.reducer, comm, engine, units)
         self.order = ForwardOrder()
-        self._recompute_order = RecomputeOrder(refs)
+        self._recompute_order: RecomputeOrder | None = None
+        """The order of backwards in which units run again. ``None`` until one might."""
         self._shards_replicas = shards_replicas
         self._sync_requires_grad = sync_requires_grad
         self._tick = count(1).__next__
@@ -154,8 +155,7 @@ class Schedule:
         """Prepare ``unit``, whose forward is about to run. Afterwards compute may use its full
         buffers."""
         if self._graph_task() != -1:
-            backward = self._backward or self._begin_backward()
-            backward.before_recompute(unit, self._tick())
+            self._recomputing_backward().before_recompute(unit, self._tick())
             return
         if self._backward is not None:
             raise RuntimeError(UNFINISHED.format("forward"))
@@ -206,19 +206,13 @@ class Schedule:
         module that ran. Return its call, or ``None`` if backward will not need the unit's full
         buffers for it. If gradients will flow back through the call, the caller gives it to
         :meth:`add_call`, and later to :meth:`before_backward`."""
+        if self._backward is not None and self._graph_task() != -1:
+            return self._after_recompute(unit, self._backward)
         running = self._running
-        backward = self._backward if self._graph_task() != -1 else None
-        if backward is not None:
-            running = backward.recomputing
         if not running or running[-1][0] is not unit:
             return None  # before_forward raised
         _, start = running.pop()
         end = self._tick()
-        if backward is not None:
-            is_in_use = self.is_in_use(unit)
-            if not is_in_use and not self._states[unit.index].registers_unsharded:
-                unit.to_sharded()
-            return backward.after_recompute(unit, start, end, is_in_use)
         self._pass.record(unit.index, start, end)
         gather = self._gathers.get(unit.index)
         if self._negotiation is not None and gather is not None:
@@ -233,13 +227,41 @@ class Schedule:
         if not unit.has_parameters:
             return None
         if not self._engine.is_grad_enabled():
-            self._pass.without_call.setdefault(unit.index, []).append(
-                NoGradForward(unit.index, start, end)
-            )
-            if gather is not None:
-                gather.may_recompute |= self._pass in self._open_passes
+            if self._open_passes and self._open_passes[-1] is self._pass:
+                self._ran_without_call(NoGradForward(unit.index, start, end))
             return None
         return ForwardRecord(unit.index, start, end, self._pass, unit.version, gather=gather)
+
+    def _ran_without_call(self, run: NoGradForward) -> None:
+        """Note a forward in a pass with gradients, which backward may run again."""
+        self._pass.without_call.setdefault(run.unit, []).append(run)
+        self._recompute_order = self._recompute_order or RecomputeOrder(self._refs)
+        gather = self._gathers.get(run.unit)
+        if gather is not None:
+            gather.may_recompute = True
+
+    def _recomputing_backward(self) -> RecomputingBackward:
+        """Return the backward under way, in which a unit runs again."""
+        if self._recompute_order is None:
+            self._recompute_order = RecomputeOrder(self._refs)
+        backward = self._backward or self._begin_backward()
+        if not isinstance(backward, RecomputingBackward):
+            backward = self._backward = self._with_recompute(backward)
+        return backward
+
+    def _after_recompute(self, unit: ScheduledUnit, backward: Backward) -> ForwardRecord | None:
+        """End a forward of ``unit`` within ``backward``."""
+        if not isinstance(backward, RecomputingBackward):
+            return None  # before_forward raised
+        running = backward.recomputing
+        if not running or running[-1][0] is not unit:
+            return None
+        _, start = running.pop()
+        end = self._tick()
+        is_in_use = self.is_in_use(unit)
+        if not is_in_use and not self._states[unit.index].registers_unsharded:
+            unit.to_sharded()
+        return backward.after_recompute(unit, start, end, is_in_use)
 
     def _end_outermost(self, unit: ScheduledUnit, raised: bool) -> None:
         """End a forward of ``unit`` that no other is around."""
@@ -349,7 +371,7 @@ class Schedule:
         if call.backward == backward.serial:
             return False
         # A backward within this one belongs to it only if a forward ran within this one before.
-        if self._graph_task() != backward.graph_task and backward.recompute is None:
+        if self._graph_task() != backward.graph_task and not backward.may_nest():
             raise RuntimeError(UNFINISHED.format("backward"))
         call.backward = backward.serial
         backward.creates_graph |= self._engine.is_grad_enabled()
@@ -405,7 +427,10 @@ class Schedule:
             self._open_passes.extend(agreed.passes)
             accumulates = agreed.accumulates
         self._backwards += 1
-        self._backward = backward = self._make_backward(accumulates, agreed)
+        backward = self._make_backward(accumulates, agreed)
+        if self._recompute_order is not None:
+            backward = self._with_recompute(backward)
+        self._backward = backward
         backward.begin()
         return backward
 
@@ -420,11 +445,16 @@ class Schedule:
             self._refs,
             self._states,
             self._open_passes,
-            self._recompute_order,
             agreed is not None,
             accumulates,
             agreed is not None and agreed.creates_graph,
         )
+
+    def _with_recompute(self, backward: Backward) -> RecomputingBackward:
+        """Return a backward that goes on where ``backward`` is, and in which units may run
+        again."""
+        assert self._recompute_order is not None
+        return RecomputingBackward(**vars(backward), _recompute_order=self._recompute_order)
 
     def _end_backward(self) -> None:
         backward = self._backward
@@ -450,7 +480,8 @@ class Schedule:
             # If a user's hook raised, gradients are missing: the next forward says what to do.
             if sys.exception() is None or not self.reducer.is_under_way:
                 self._backward = None
-            self._recompute_order.end()
+            if self._recompute_order is not None:
+                self._recompute_order.end()
             self._is_pass_over = True
             self._open_passes.clear()
 
@@ -556,7 +587,7 @@ class Schedule:
         """Forget what is under way, and the recorded order, which may differ from rank to rank. See
         Note [errors]."""
         self.order = ForwardOrder()
-        self._recompute_order = RecomputeOrder(self._refs)
+        self._recompute_order = None
         self.prefetcher.drop()
         self.reducer.drop()
         self.finalizer.drop()

@@ -13,6 +13,7 @@ import pytest
 
 from fsdp_overlap.schedule.backward import Backward
 from fsdp_overlap.schedule.prefetch import Prefetcher
+from fsdp_overlap.schedule.recompute import RecomputingBackward
 from fsdp_overlap.schedule.reducer import GradReducer
 from fsdp_overlap.schedule.scheduler import Schedule
 from support.pages import ROOT
@@ -149,7 +150,7 @@ def test_a_unit_in_a_checkpoint_with_checkpoints_within_it_is_right() -> None:
 
 def test_a_backward_whose_first_event_is_a_forward_is_found_if_taken_for_another() -> None:
     with (
-        patch.object(Backward, "_enter_nested", nothing),
+        patch.object(RecomputingBackward, "_enter_nested", nothing),
         pytest.raises(Wrong, match=r"in use|used"),
     ):
         explore_a_unit_in_a_checkpoint()
@@ -213,7 +214,7 @@ def test_the_last_unit_is_reduced_piece_by_piece_as_gradients_arrive() -> None:
 
 def test_pieces_that_do_not_wait_for_the_last_gather_are_found() -> None:
     with (
-        patch.object(Backward, "_has_reached_all", forever),
+        patch.object(RecomputingBackward, "_has_reached_all", forever),
         pytest.raises(Wrong, match="ranks issue"),
     ):
         explore_in_pieces()
@@ -321,7 +322,7 @@ def forever(*_: object) -> bool:
     ("owner", "method", "instead", "message"),
     [
         (Backward, "_walk_to_end", nothing, "ranks issue"),
-        (Backward, "_advance_to_checkpoint", nothing, "ranks issue|gathered beside"),
+        (RecomputingBackward, "_advance_to_checkpoint", nothing, "ranks issue|gathered beside"),
         (Backward, "_leave", nothing, "gathered beside"),
         (Prefetcher, "flush", nothing, "gathered beside"),
         (Prefetcher, "finish_pass", nothing, "not released|gathered beside"),
