@@ -14,6 +14,7 @@ from fsdp_overlap.engine.options import QuantizedCommPolicy
 from fsdp_overlap.engine.unit import unit_of
 from fsdp_overlap.engine.unit_init import make_unit
 from fsdp_overlap.fsdp_module import FSDPModule, state_of
+from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.tensor.spmd_mesh import DataParallelMeshDims, spmd_mesh
 from fsdp_overlap.torch_internals import (
     is_replicated,
@@ -148,6 +149,7 @@ def fully_shard(
         spmd=spmd,
         conditional=conditional,
     )
+    unit.make_uneven = _make_uneven
     if len(modules) > 1:
         from fsdp_overlap.features.module_lists import schedule_list
 
@@ -156,6 +158,12 @@ def fully_shard(
         object.__setattr__(member, "__class__", fsdp_class)  # modules may guard their attributes
         record_fully_sharded(member)
     return cast(FSDPModule | Sequence[FSDPModule], module)
+
+
+def _make_uneven(schedule: Schedule) -> None:
+    from fsdp_overlap.features.negotiation.schedule import negotiate
+
+    negotiate(schedule)
 
 
 def fully_shard_model(

@@ -402,7 +402,8 @@ class FsdpContext:
         for unit in self.units:
             unit.set_negotiated(True)
             unit.sync_requires_grad()  # also where only other ranks run it
-        self.schedule.negotiate()
+            assert unit.make_uneven is not None
+            unit.make_uneven(self.schedule)
 
     # Ranks that run different forwards
 
@@ -419,7 +420,7 @@ class FsdpContext:
             RuntimeError: no unit is conditional, and this is outside of :meth:`uneven`.
         """
         self.lazy_init()
-        if not self.schedule.negotiates:
+        if not self.schedule.is_uneven:
             raise RuntimeError(
                 "ctx.shadow(): other ranks expect all to run the same. Call it within "
                 "`with ctx.uneven():` on all ranks, or in a loop over ctx.until_all_done()"
@@ -437,7 +438,7 @@ class FsdpContext:
         """
         is_outermost, self._is_uneven = not self._is_uneven, True
         self.lazy_init()
-        if not self.schedule.negotiates:
+        if not self.schedule.is_uneven:
             self._negotiate()
         try:
             yield
@@ -447,7 +448,7 @@ class FsdpContext:
             if is_outermost:
                 self._is_uneven = False
                 if not any(unit.is_conditional for unit in self.units):
-                    self.schedule.stop_negotiating()
+                    self.schedule.expect_same()
                     for unit in self.units:
                         unit.set_negotiated(False)
 

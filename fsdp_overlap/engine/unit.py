@@ -259,6 +259,8 @@ class Unit:
         self._is_negotiated = False
         self.specializations: Sequence[Callable[[Schedule, Unit], None]] = ()
         """What makes the context's schedule one for units such as this."""
+        self.make_uneven: Callable[[Schedule], None] | None = None
+        """What makes a schedule one for ranks that run different units."""
         self.settings = UnitSettings()
         self.under_way: list[UnderWay] = []
         """What is remembered of each forward under way."""
@@ -474,6 +476,7 @@ class Unit:
                 duplicate.grad = deepcopy(parameter.grad)
         self.settings.copy_to(other.settings)
         other.specializations = self.specializations
+        other.make_uneven = self.make_uneven
 
     def to_unsharded(self) -> None:
         for param_group in self.param_groups:

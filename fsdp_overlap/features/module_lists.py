@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from fsdp_overlap.schedule.backward import Backward
 from fsdp_overlap.schedule.interface import ScheduledUnit, UnitIndex
-from fsdp_overlap.schedule.negotiation import AgreedBackward
 from fsdp_overlap.schedule.order import ForwardPass, ForwardRecord
 from fsdp_overlap.schedule.prefetch import GraphUse
 from fsdp_overlap.schedule.recompute import RecomputeOrder, RecomputingBackward
@@ -51,13 +50,17 @@ class ListSchedule(Schedule):
     def after_forward(
         self, unit: ScheduledUnit, module: int, raised: bool = False
     ) -> ForwardRecord | None:
-        running = self._running
-        is_within_backward = self._backward is not None and self._graph_task() != -1
-        if not is_within_backward and running and running[-1][0] is unit:
-            pending = self.lists.get(unit.index)
-            if pending is not None:
-                self._module_ended(unit, module, pending, raised)
+        pending = self.lists.get(unit.index)
+        if pending is not None and self._ends_forward_of(unit):
+            self._module_ended(unit, module, pending, raised)
         return super().after_forward(unit, module, raised)
+
+    def _ends_forward_of(self, unit: ScheduledUnit) -> bool:
+        """Return whether a forward of ``unit`` outside of a backward is the last of those under
+        way, and not one before which an error was raised."""
+        if self._backward is not None and self._graph_task() != -1:
+            return False
+        return bool(self._running) and self._running[-1][0] is unit
 
     def _module_ended(
         self, unit: ScheduledUnit, module: int, pending: set[int], raised: bool
@@ -107,9 +110,7 @@ class ListSchedule(Schedule):
 
     def _may_be_read_unseen(self) -> bool:
         """Return whether a graph of the pass under way may read parameters without a call."""
-        has_graph = self._engine.is_grad_enabled() or bool(self._pass.calls)
-        # Where ranks negotiate, other ranks would not know of that, and such reads raise.
-        return has_graph and not self.negotiates
+        return self._engine.is_grad_enabled() or bool(self._pass.calls)
 
     def _keep_for_others(self, unit: ScheduledUnit, skipped: set[int]) -> None:
         """Keep ``unit`` gathered until backward has come back to this pass, because others may have
@@ -123,9 +124,9 @@ class ListSchedule(Schedule):
         passes = self._read_by_others.setdefault(index, deque(maxlen=MAX_OPEN_PASSES))
         passes.append(self._pass)
 
-    def _make_backward(self, accumulates: bool, agreed: AgreedBackward | None) -> Backward:
+    def _make_backward(self, accumulates: bool) -> Backward:
         self._recompute_order = self._recompute_order or RecomputeOrder(self._refs)
-        return super()._make_backward(accumulates, agreed)
+        return super()._make_backward(accumulates)
 
     def _with_recompute(self, backward: Backward) -> RecomputingBackward:
         return ListBackward(

@@ -23,7 +23,6 @@ class Backward:
     """What one backward has done so far, and what it does next.
 
     ``serial`` counts backwards from 1. ``_open_passes`` are the passes that it may come back to.
-    ``_agrees``: whether ranks agreed on the calls of forward, see Note [negotiation].
     """
 
     serial: int
@@ -35,10 +34,9 @@ class Backward:
     _refs: UnitRefs
     _states: UnitStates
     _open_passes: Sequence[ForwardPass]
-    _agrees: bool
     accumulates: bool
     """Whether gradients go to parameters. In ``torch.autograd.grad()`` they do not."""
-    creates_graph: bool
+    creates_graph: bool = False
     """Whether its gradients may be differentiated again: ``create_graph=True``."""
     under_way: list[ForwardPass] = field(default_factory=list)
     """The pass that backward is in, with those that are nested in it where units run again."""
@@ -46,8 +44,6 @@ class Backward:
     """For each pass reached, the calls that backward has yet to come back to, the next one last."""
     open_calls: list[ForwardRecord] = field(default_factory=list)
     """Calls whose backward is under way."""
-    _was_joined: bool = False
-    """Whether the last calls stepped to were of one activation checkpoint."""
     lost_edit: str | None = None
     """An edit of unsharded parameters that the shards do not have, in words. It is raised as an
     error when backward ends."""
@@ -64,24 +60,21 @@ class Backward:
             self._enter(forward_pass)
         remaining = self.remaining[forward_pass]
         # The call almost always is the last one, and a long list takes long to search.
-        if (not remaining or remaining[-1] is not call) and call not in remaining:
-            if call not in self.open_calls:
-                self._step(call, call.end)
-            else:
-                self._leave(call.end)
-                self._reducer.passed(call.end)
-            return
-        while call not in self._step_back(remaining):
-            pass
+        place = len(remaining) - 1
+        if place < 0 or remaining[place] is not call:
+            if call not in remaining:
+                self._come_again_to(call)
+                return
+            place = remaining.index(call)
+        while len(remaining) > place:
+            self._step(remaining.pop())
         if not remaining and self._has_reached_all():
             self._reducer.nothing_follows()
 
     def finish(self) -> None:
         """End the walk: this rank's graph reaches no more calls. Walk past the calls of forward
         that remain, as other ranks do, and release the units that are still open."""
-        for forward_pass in self.remaining:
-            self._walk_to_end(forward_pass)
-        self._walk_newer(None)
+        self._walk_rest()
         self.remaining.clear()
         for index in self._left_open():
             self._release_passed(index)
@@ -115,16 +108,10 @@ class Backward:
             self._walk_to_end(self.under_way.pop())
         self.under_way.append(forward_pass)
         if forward_pass not in self.remaining:
-            self._walk_newer(forward_pass)
             self._take_up(forward_pass)
 
     def _take_up(self, forward_pass: ForwardPass) -> None:
         """Come back to ``forward_pass`` for the first time."""
-        if forward_pass.is_taken_up:  # by an earlier backward, which freed what was held then
-            for call in forward_pass.calls:
-                if call.gathers is not None:
-                    call.gathers, call.is_issued = True, False
-        forward_pass.is_taken_up = True
         self.remaining[forward_pass] = list(forward_pass.calls)
         self._expect([(call.unit, self._first_use(call)) for call in forward_pass.calls])
 
@@ -138,54 +125,33 @@ class Backward:
                 ]
             )
 
-    def _walk_newer(self, forward_pass: ForwardPass | None) -> None:
-        """Walk past the passes after ``forward_pass``, by default past all, in which some rank has
-        no call, and so does not come back to them."""
-        for other in reversed(self._open_passes):
-            if other is forward_pass:
-                return
-            if other.is_for_all_ranks and other not in self.remaining:
-                self._take_up(other)
-                self._walk_to_end(other)
+    def _come_again_to(self, call: ForwardRecord) -> None:
+        """Handle the gradient of another output of ``call``, or one that the walk has passed."""
+        if call not in self.open_calls:
+            self._step(call)
+        else:
+            self._leave(call.end)
+            self._reducer.passed(call.end)
+
+    def _walk_rest(self) -> None:
+        for forward_pass in self.remaining:
+            self._walk_to_end(forward_pass)
 
     def _walk_to_end(self, forward_pass: ForwardPass) -> None:
         remaining = self.remaining[forward_pass]
         while remaining:
-            self._step_back(remaining)
+            self._step(remaining.pop())
 
-    def _step_back(self, remaining: list[ForwardRecord]) -> Collection[ForwardRecord]:
-        """Step to the last of the calls that remain, and with it to all that some rank ran in one
-        activation checkpoint: it runs these again, the first one first, before it comes back to
-        them. Return these calls."""
-        call = remaining.pop()
-        if self._was_joined:  # what other ranks have reduced by now
-            self._reducer.passed(call.end)
-        self._was_joined = call.is_joined
-        self._step(call, call.end)
-        if not call.is_joined:
-            return (call,)
-        calls = [call]
-        while calls[-1].is_joined:
-            calls.append(remaining.pop())
-            self._step(calls[-1], call.end)
-        return calls
-
-    def _step(self, call: ForwardRecord, passed: int) -> None:
-        """Step to ``call``, past all that started after the tick ``passed``."""
+    def _step(self, call: ForwardRecord) -> None:
+        """Step to ``call``, past all that started after its end."""
         unit = self._refs[call.unit]()
         if unit is None:
             return
-        self._leave(passed)
-        if call.is_own:
-            self.open_calls.append(call)
-        if not self.accumulates and not unit.syncs_gradients:
-            state = self._states[call.unit]
-            if state.registers_unsharded:
-                state.has_unreduced = True  # see Note [delayed weight gradients]
-        if call.gathers is not None:
-            self._step_agreed(call, unit)
-            self._reducer.passed(passed)
-            return
+        end = call.end
+        self._leave(end)
+        self.open_calls.append(call)
+        if not self.accumulates:
+            self._mark_unreduced(unit)
         # Backward can read a full buffer that exists, even if the user said that it does not. Then
         # the graph that create_graph=True makes can read it too.
         if call.needs_parameters or (self.creates_graph and unit.is_gathered):
@@ -193,34 +159,14 @@ class Backward:
             if self.creates_graph:
                 self._keep_for_graph(call)
                 unit.hook_gradients()
-        self._reducer.passed(passed)
+        self._reducer.passed(end)
 
-    def _step_agreed(self, call: ForwardRecord, unit: ScheduledUnit) -> None:
-        """Enqueue what all ranks enqueue for ``call``, and ``prefetch`` all-gathers ahead. So
-        gathers and reductions have one order, whichever of the calls are this rank's."""
-        if call.needs_parameters and self.creates_graph:
-            # Each rank keeps what some rank's graph reads, so that all know what is there.
-            self._prefetcher.use_agreed(unit, call)
-            unit.wait()
-            self._keep_for_graph(call)
-            if call.is_own:
-                unit.hook_gradients()
-        elif call.needs_parameters and call.is_own:
-            self._prefetcher.use_agreed(unit, call)
-        elif call.needs_parameters:
-            self._prefetcher.shadow(unit, call)
-        room = self._prefetcher.prefetch
-        for other in reversed(self.remaining[call.forward_pass]):  # no generator: asked often
-            if not room:
-                return
-            if not other.needs_parameters:
-                continue
-            room -= 1
-            ahead = self._refs[other.unit]()
-            if other.gathers and not other.is_issued and ahead is not None:
-                self._prefetcher.gather_ahead(
-                    ahead, other, is_needed=other.is_own or self.creates_graph
-                )
+    def _mark_unreduced(self, unit: ScheduledUnit) -> None:
+        """Mark ``unit``, of which a backward for inputs alone passes a call, for reduction: Note
+        [delayed weight gradients]."""
+        state = self._states[unit.index]
+        if state.registers_unsharded and not unit.syncs_gradients:
+            state.has_unreduced = True
 
     def _keep_for_graph(self, call: ForwardRecord) -> None:
         """Keep the unit of ``call`` for the graph that this backward makes."""

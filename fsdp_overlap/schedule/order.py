@@ -91,10 +91,6 @@ class ForwardPass:
     without_call: dict[UnitIndex, list[NoGradForward]] = field(default_factory=dict)
     """For each unit, its forwards without gradients: a reentrant checkpoint may run these
     again."""
-    is_taken_up: bool = False
-    """Whether a backward has come back to it."""
-    is_for_all_ranks: bool = False
-    """Whether some rank has no call in it, so that all ranks walk past its calls."""
 
     def record(self, unit: UnitIndex, start: int, end: int) -> None:
         if unit in self.ticks:
@@ -131,42 +127,3 @@ class ForwardRecord:
     error."""
     backward: int = 0
     """Serial number of the last backward that reached this call."""
-    gather: AgreedGather | None = None
-    """What gathered its unit, where ranks agree on that."""
-    agreed: ForwardRecord | None = None
-    """What stands for it where ranks agreed on the calls of a pass."""
-    gathers: bool | None = None
-    """Whether all ranks gather its unit when backward comes to it, where they agreed on that."""
-    is_issued: bool = False
-    """Whether that all-gather was issued ahead."""
-    is_own: bool = True
-    """Whether this rank ran the forward."""
-    first_node: int = 0
-    """As of :class:`AgreedGather`, where ranks agreed on it."""
-    is_joined: bool = False
-    """Whether some rank ran it in one activation checkpoint with the call that backward comes to
-    next."""
-
-
-@dataclass(eq=False, slots=True)
-class AgreedGather:
-    """One all-gather of a pass that ranks agreed on, so all issue it. Apart from ``unit`` and
-    ``gathers`` all of it is this rank's own."""
-
-    unit: UnitIndex
-    gathers: bool
-    """Whether it is issued. It is not if all ranks hold the unit since before the pass."""
-    is_issued: bool = False
-    is_used: bool = False
-    """Whether this rank runs the unit."""
-    end: int = 0
-    """How many all-gathers of the pass came before the end of this rank's forward."""
-    records: list[ForwardRecord] = field(default_factory=list)
-    """The forwards of this rank."""
-    may_recompute: bool = False
-    """Whether this rank ran it without gradients, as reentrant checkpoints do."""
-    checkpoint: int = 0
-    """The number of the activation checkpoint in which this rank ran it, 0 if there was none."""
-    first_node: int = 0
-    """No node of that checkpoint, or of this forward, has a smaller number. Those of checkpoints
-    before it have."""

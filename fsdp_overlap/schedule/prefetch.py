@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +13,6 @@ from fsdp_overlap.schedule.interface import (
     UnitRefs,
     UnitStates,
 )
-from fsdp_overlap.schedule.order import AgreedGather, ForwardRecord
 from fsdp_overlap.schedule.stats import Stats
 
 
@@ -64,8 +62,6 @@ class Prefetcher:
         self.in_graphs: dict[UnitIndex, GraphUse] = {}
         """Units whose full buffers a graph may read at moments that no hook sees, as one that
         ``backward(create_graph=True)`` made: Note [graphs of gradients]."""
-        self._gathered_again: Counter[UnitIndex] = Counter()
-        """How often units that were there were gathered again, for uses that are to come."""
         self._issued = 0
         self._waits_for_event = False
 
@@ -117,75 +113,6 @@ class Prefetcher:
                 ahead[index] = None
         return self._issued != issued
 
-    # Where ranks agree on all-gathers: Note [negotiation]
-
-    def use_agreed(self, unit: ScheduledUnit, gather: AgreedGather | ForwardRecord) -> None:
-        """Enqueue ``gather``, if that was not done ahead: compute needs ``unit`` now. Then free
-        delayed buffers."""
-        self._ahead.pop(unit.index, None)
-        self._delayed.pop(unit.index, None)
-        if gather.gathers and not gather.is_issued:
-            self._flush_for_room()
-            self._gather_agreed(unit, gather)
-            self.stats.prefetch_misses += 1
-        else:
-            self.stats.prefetch_hits += gather.is_issued
-        if self._delayed:
-            self.flush()
-
-    def gather_ahead(
-        self,
-        unit: ScheduledUnit,
-        gather: AgreedGather | ForwardRecord,
-        is_needed: bool,
-    ) -> None:
-        """Enqueue ``gather`` ahead of its turn, and keep the full buffer if it ``is_needed``."""
-        index = unit.index
-        self._flush_for_room()
-        if unit.is_gathered:
-            self._gather_agreed(unit, gather, not is_needed)
-            if is_needed and index in self._delayed:
-                self._ahead[index] = self._delayed.pop(index)
-            elif is_needed:
-                self._gathered_again[index] += 1
-            return
-        self._gather_agreed(unit, gather, not is_needed)
-        if is_needed:
-            self._ahead[index] = None
-        else:
-            self._comm.free(unit, None)
-
-    def shadow(self, unit: ScheduledUnit, gather: AgreedGather | ForwardRecord) -> None:
-        """Take part in an all-gather that this rank does not need."""
-        if gather.gathers and not gather.is_issued:
-            self.gather_ahead(unit, gather, is_needed=False)
-
-    def drop_ahead(self, index: UnitIndex) -> None:
-        """Free a unit that was gathered ahead, and that this rank does not run."""
-        if index in self._ahead:
-            self._drop(index)
-
-    def keep(self, index: UnitIndex) -> None:
-        """Keep a unit whose release is delayed: ranks agreed that backward finds it gathered."""
-        if index in self._delayed:
-            self._ahead[index] = self._delayed.pop(index)
-
-    def _flush_for_room(self) -> None:
-        if len(self._ahead) + len(self._delayed) > self.prefetch:
-            self.flush()
-
-    def _gather_agreed(
-        self, unit: ScheduledUnit, gather: AgreedGather | ForwardRecord, shadow: bool = False
-    ) -> None:
-        gather.is_issued = True
-        if unit.is_unsharded:  # others need it, and compute may read it here
-            self._comm.after_compute()
-            self._issued += 1
-            self._comm.gather(unit, again=True, shadow=shadow)
-            unit.wait()
-        else:
-            self._gather(unit, shadow)
-
     def refresh(self, units: Iterable[ScheduledUnit]) -> None:
         """Enqueue the all-gathers of full buffers whose shards were edited since the last one."""
         for unit in units:
@@ -221,17 +148,11 @@ class Prefetcher:
             self.to_sharded(unit)
         if unit.index in self.in_graphs:
             return
-        if self._gathered_again[unit.index]:
-            self._gathered_again[unit.index] -= 1
-            waiting = self._ahead
-        elif unit.is_gathered:
+        if unit.is_gathered:
             self._ahead.pop(unit.index, None)
             self._asked.pop(unit.index, None)
             self._for_next_pass.pop(unit.index, None)
-            waiting = self._delayed
-        else:
-            return
-        waiting[unit.index] = self._comm.record_compute_event()
+            self._delayed[unit.index] = self._comm.record_compute_event()
 
     def to_sharded(self, unit: ScheduledUnit) -> None:
         """Register the sharded parameters of ``unit``, also if the user asked for the unsharded
@@ -270,7 +191,6 @@ class Prefetcher:
         delayed. With ``before_backward`` it is the unit that ran last, if the user left that
         choice to the library: backward needs it first. ``before`` is the unit that begins the next
         pass."""
-        self._gathered_again.clear()
         self._ahead.update(self._asked)
         self._asked.clear()
         for index in list(self._ahead):
@@ -292,7 +212,6 @@ class Prefetcher:
         self._ahead.clear()
         self._asked.clear()
         self._delayed.clear()
-        self._gathered_again.clear()
         for index in list(self.in_graphs):
             unit = self._refs[index]()
             if unit is not None:

@@ -51,11 +51,11 @@ class RecomputingBackward(Backward):
             call.forward_pass.graph_task = self._engine.graph_task()
         super().advance_to(call)
 
-    def finish(self) -> None:
+    def _walk_rest(self) -> None:
         for forward_pass in [*self.remaining]:
             if isinstance(forward_pass, RecomputedPass):
                 del self.remaining[forward_pass]
-        super().finish()
+        super()._walk_rest()
 
     def uses(self, unit: ScheduledUnit) -> bool:
         return super().uses(unit) or any(other is unit for other, _ in self.recomputing)
@@ -67,11 +67,7 @@ class RecomputingBackward(Backward):
         """Prepare for a forward of ``unit`` that begins within this backward. See Note
         [recomputing]."""
         self.recomputing.append((unit, tick))
-        if self._agrees:
-            if unit.has_parameters:
-                self._advance_to_agreed(unit)
-        elif not self.is_open(unit.index):
-            self._advance_to_checkpoint(unit)
+        self._advance_to_forward(unit)
         # A unit may be open without its parameters, because the user said that its backward does
         # not read them. The forward does.
         if unit.has_parameters and not (self.is_open(unit.index) and unit.is_gathered):
@@ -101,39 +97,10 @@ class RecomputingBackward(Backward):
         recompute.record(unit.index, start, end)
         return ForwardRecord(unit.index, start, end, recompute, unit.version)
 
-    def _advance_to_agreed(self, unit: ScheduledUnit) -> None:
-        """Handle that ``unit`` runs again, where ranks agreed on the calls of forward: unless this
-        is for a call whose backward is under way, walk back to its next call on this rank.
-
-        Raises:
-            RuntimeError: backward has passed the unit's calls, as where another function than
-                torch's checkpoints several units at once, or a reentrant checkpoint is around the
-                root.
-        """
-        if self._is_for_open_call(unit.index):
-            return
-        for forward_pass in reversed(self._open_passes):
-            for call in reversed(self.remaining.get(forward_pass, forward_pass.calls)):
-                if call.is_own and call.unit == unit.index:
-                    self.advance_to(call)
-                    return
-        raise RuntimeError(
-            f"unit {unit.name!r} runs again in backward, and other ranks do not know of that. "
-            "Where units are conditional, checkpoint several of them by "
-            "torch.utils.checkpoint.checkpoint(), and the root with use_reentrant=False"
-        )
-
-    def _is_for_open_call(self, index: UnitIndex) -> bool:
-        """Return whether unit ``index`` runs again for an open call. Backward is done with those
-        whose nodes all come after the one that it is in now: nothing else tells the end of a
-        reentrant checkpoint. In a backward within this one nodes are new, and numbered by
-        thread."""
-        node = self._engine.sequence_number()
-        is_within = self._engine.graph_task() != self.graph_task
-        return any(
-            call.unit == index and (is_within or call.first_node <= node)
-            for call in self.open_calls
-        )
+    def _advance_to_forward(self, unit: ScheduledUnit) -> None:
+        """Walk back to where ``unit`` ran, which is about to run again."""
+        if not self.is_open(unit.index):
+            self._advance_to_checkpoint(unit)
 
     def _advance_to_checkpoint(self, unit: ScheduledUnit) -> None:
         """Handle that ``unit`` runs again. If its forward left no call, as in a reentrant
@@ -151,7 +118,7 @@ class RecomputingBackward(Backward):
                 self._enter(forward_pass)
             run, remaining = runs[-1], self.remaining[forward_pass]
             while remaining and remaining[-1].end > run.end:
-                self._step_back(remaining)
+                self._step(remaining.pop())
             self._leave(run.end)
             self._recompute_order.begin_recompute(run, forward_pass, remaining)
             runs.pop()
@@ -186,7 +153,6 @@ class RecomputingBackward(Backward):
         if not under_way or under_way[-1] is not forward_pass:
             under_way.append(forward_pass)
         if forward_pass not in self.remaining:
-            self._walk_newer(forward_pass)
             self._take_up(forward_pass)
             if not isinstance(forward_pass, RecomputedPass):
                 self._recompute_order.enter(forward_pass)

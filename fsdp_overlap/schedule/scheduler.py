@@ -15,7 +15,6 @@ from __future__ import annotations
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from itertools import count
 
 from fsdp_overlap.schedule.backward import Backward
@@ -30,9 +29,7 @@ from fsdp_overlap.schedule.interface import (
     UnitState,
     UnitStates,
 )
-from fsdp_overlap.schedule.negotiation import BACKWARD, REST, SHADOW, AgreedBackward, Negotiation
 from fsdp_overlap.schedule.order import (
-    AgreedGather,
     ForwardOrder,
     ForwardPass,
     ForwardRecord,
@@ -97,57 +94,23 @@ class Schedule:
         self._open_passes: deque[ForwardPass] = deque(maxlen=MAX_OPEN_PASSES)
         self._backward: Backward | None = None
         self._backwards = 0
-        self._negotiation: Negotiation | None = None
-        self._gathers: dict[UnitIndex, AgreedGather] = {}
-        """For each unit, the last all-gather that ranks agreed on and this one used."""
-        self._is_fresh = False
-        """Whether no unit with parameters has run since the outermost forward began."""
-        self._has_grad = False
-        """Whether gradients were enabled then. A reentrant checkpoint within it disables them."""
 
-    def negotiate(self) -> None:
-        """Agree with other ranks on what is gathered, from the next pass on: some units are
-        conditional."""
-        if self._negotiation is None:
-            self._negotiation = Negotiation(
-                self._comm,
-                self.prefetcher,
-                self._refs,
-                self._prepare_pass,
-                self._begin_agreed_pass,
-                self._engine,
-            )
+    # Ranks that run different units, in a schedule for that
 
     @property
-    def negotiates(self) -> bool:
-        """Whether ranks agree by messages on what is gathered."""
-        return self._negotiation is not None
-
-    def stop_negotiating(self) -> None:
-        """Expect all ranks to run the same from now on. Call it on all at once, between passes."""
-        self._negotiation = None
-        self._gathers.clear()
-        self._open_passes.clear()
+    def is_uneven(self) -> bool:
+        """Whether ranks may run different units."""
+        return False
 
     def shadow(self) -> None:
         """Take part in what other ranks run, until they have run a backward or an evaluation.
         Return at once if no rank runs anything."""
-        self._shadow(SHADOW)
 
     def wait_for_all(self) -> None:
         """Take part in what other ranks run, until all wait for each other."""
-        while self._shadow(REST) != REST:
-            pass
 
-    def _shadow(self, need: int) -> int:
-        assert self._negotiation is not None
-        chosen = self._negotiation.shadow(need)
-        self._comm.wait_for_outer_shards(False)
-        if chosen == BACKWARD:
-            self._engine.run_backward(partial(self._begin_backward, is_agreed=True))
-        else:
-            self.prefetcher.finish_pass()
-        return chosen
+    def expect_same(self) -> None:
+        """Expect all ranks to run the same from now on. Call it on all at once, between passes."""
 
     # Forward
 
@@ -159,9 +122,6 @@ class Schedule:
             return
         if self._backward is not None:
             raise RuntimeError(UNFINISHED.format("forward"))
-        if self._negotiation is not None:
-            self._request(unit, self._negotiation)
-            return
         if not self._running and self._starts_pass(unit):
             self._begin_pass(unit)
         self._running.append((unit, self._tick()))
@@ -172,32 +132,12 @@ class Schedule:
                 self.order.is_recorded = True
             unit.wait()
 
-    def _request(self, unit: ScheduledUnit, negotiation: Negotiation) -> None:
-        """Agree with other ranks that ``unit`` is gathered now, unless it is in use."""
-        if not self._running:
-            self._is_fresh, self._has_grad = True, self._engine.is_grad_enabled()
-        if unit.has_parameters and not self.is_in_use(unit):
-            self._gathers[unit.index] = negotiation.request(unit, self._is_fresh, self._has_grad)
-            self._is_fresh = False
-        self._running.append((unit, self._tick()))
-        unit.wait()
-
     def _prepare_pass(self, first: ScheduledUnit | None) -> None:
         """Bring full buffers to rest before a pass that may begin."""
         self.finalizer.check_done("forward")
         self.prefetcher.finish_pass(before=first)
         self.prefetcher.release_stale()
         self.prefetcher.begin_pass(self._units())
-
-    def _begin_agreed_pass(self, has_grad: bool) -> ForwardPass:
-        """Begin a pass, on all ranks. ``has_grad``: whether some rank makes a graph in it."""
-        self._pass = ForwardPass()
-        if has_grad:
-            self._open_passes.append(self._pass)
-        if self._shards_replicas:
-            for unit in self._units():
-                self._comm.gather_outer_shards(unit)
-        return self._pass
 
     def after_forward(
         self, unit: ScheduledUnit, module: int, raised: bool = False
@@ -214,9 +154,6 @@ class Schedule:
         _, start = running.pop()
         end = self._tick()
         self._pass.record(unit.index, start, end)
-        gather = self._gathers.get(unit.index)
-        if self._negotiation is not None and gather is not None:
-            gather.end = self._negotiation.position
         if not self.is_in_use(unit):
             if not self._states[unit.index].registers_unsharded:
                 unit.to_sharded()
@@ -230,15 +167,12 @@ class Schedule:
             if self._open_passes and self._open_passes[-1] is self._pass:
                 self._ran_without_call(NoGradForward(unit.index, start, end))
             return None
-        return ForwardRecord(unit.index, start, end, self._pass, unit.version, gather=gather)
+        return ForwardRecord(unit.index, start, end, self._pass, unit.version)
 
     def _ran_without_call(self, run: NoGradForward) -> None:
         """Note a forward in a pass with gradients, which backward may run again."""
         self._pass.without_call.setdefault(run.unit, []).append(run)
         self._recompute_order = self._recompute_order or RecomputeOrder(self._refs)
-        gather = self._gathers.get(run.unit)
-        if gather is not None:
-            gather.may_recompute = True
 
     def _recomputing_backward(self) -> RecomputingBackward:
         """Return the backward under way, in which a unit runs again."""
@@ -271,9 +205,10 @@ class Schedule:
             self._comm.wait_for_unread()
             return
         self._is_pass_over = True
+        self._end_pass(raised)
+
+    def _end_pass(self, raised: bool) -> None:
         has_grad = self._engine.is_grad_enabled() and not raised
-        if self._negotiation is not None and not (has_grad or raised):
-            self._negotiation.end_pass()
         self.prefetcher.finish_pass(before_backward=has_grad)
 
     def is_in_use(self, unit: ScheduledUnit) -> bool:
@@ -335,8 +270,6 @@ class Schedule:
     def add_call(self, call: ForwardRecord) -> None:
         """Note that backward will come back to ``call``."""
         call.forward_pass.calls.append(call)
-        if call.gather is not None:
-            call.gather.records.append(call)
 
     def _starts_pass(self, unit: ScheduledUnit) -> bool:
         # If no unit encloses the others, a pass has no visible end. A second run of a unit, or a
@@ -367,7 +300,6 @@ class Schedule:
                 backward did not finish.
         """
         backward = self._backward or self._begin_backward()
-        call = call.agreed or call
         if call.backward == backward.serial:
             return False
         # A backward within this one belongs to it only if a forward ran within this one before.
@@ -407,36 +339,24 @@ class Schedule:
             self.reducer.more_may_arrive()
         self.reducer.arrived(unit, gradients, index)
 
-    def _begin_backward(self, is_agreed: bool = False) -> Backward:
-        """Begin a backward. ``is_agreed``: all ranks know that, and this one shadows."""
+    def _begin_backward(self) -> Backward:
         self.finalizer.check_done("backward")
         self._engine.at_end_of_backward(self._end_backward)
         self._sync_requires_grad()
-        # All ranks call backward(). What its graph reaches may differ, so that does not count. See
-        # Note [gradients of inputs].
-        accumulates = is_agreed or (
-            self._engine.is_for_all_leaves() or any(unit.accumulates for unit in self._units())
-        )
-        agreed: AgreedBackward | None = None
-        if self._negotiation is not None:
-            agreed = self._negotiation.begin_backward(
-                self._tick(), None if is_agreed else accumulates
-            )
-            self._tick = count(agreed.last_tick + 1).__next__
-            self._open_passes.clear()
-            self._open_passes.extend(agreed.passes)
-            accumulates = agreed.accumulates
-        self._backwards += 1
-        backward = self._make_backward(accumulates, agreed)
-        if self._recompute_order is not None:
-            backward = self._with_recompute(backward)
-        self._backward = backward
+        self._backward = backward = self._make_backward(self._accumulates())
+        self._backwards = backward.serial
         backward.begin()
         return backward
 
-    def _make_backward(self, accumulates: bool, agreed: AgreedBackward | None) -> Backward:
-        return Backward(
-            self._backwards,
+    def _accumulates(self) -> bool:
+        """Return whether the backward that begins accumulates gradients into parameters. All ranks
+        call ``backward()``. What its graph reaches may differ, so that does not count. See Note
+        [gradients of inputs]."""
+        return self._engine.is_for_all_leaves() or any(unit.accumulates for unit in self._units())
+
+    def _make_backward(self, accumulates: bool) -> Backward:
+        backward = Backward(
+            self._backwards + 1,
             self._graph_task(),
             self.prefetcher,
             self.reducer,
@@ -445,10 +365,9 @@ class Schedule:
             self._refs,
             self._states,
             self._open_passes,
-            agreed is not None,
             accumulates,
-            agreed is not None and agreed.creates_graph,
         )
+        return backward if self._recompute_order is None else self._with_recompute(backward)
 
     def _with_recompute(self, backward: Backward) -> RecomputingBackward:
         """Return a backward that goes on where ``backward`` is, and in which units may run
@@ -596,9 +515,5 @@ class Schedule:
         self._is_pass_over = True
         self._by_hand.clear()
         self._open_passes.clear()
-        self._gathers.clear()
-        if self._negotiation is not None:
-            self._negotiation = None
-            self.negotiate()  # anew, because what was recorded may differ from rank to rank
         for state in self._states.values():
             state.drop()

@@ -11,6 +11,8 @@ from unittest.mock import patch
 
 import pytest
 
+from fsdp_overlap.features.module_lists import become_list_schedule
+from fsdp_overlap.features.negotiation.schedule import negotiate
 from fsdp_overlap.schedule.backward import Backward
 from fsdp_overlap.schedule.prefetch import Prefetcher
 from fsdp_overlap.schedule.recompute import RecomputingBackward
@@ -338,8 +340,28 @@ def test_what_decides_wrongly_is_found(
         explore_all(3, 1)
 
 
+def was_uneven(schedule: Schedule) -> None:
+    negotiate(schedule)
+    schedule.expect_same()
+
+
+@pytest.mark.parametrize("variant", [become_list_schedule, was_uneven])
+def test_variants_issue_the_same_where_nothing_needs_them(
+    variant: Callable[[Schedule], Any],
+) -> None:
+    for options, program in product(OPTIONS, programs(3, 1)):
+        ranks = [Rank(3, options) for _ in range(2)]
+        variant(ranks[1].schedule)
+        for rank in ranks:
+            for action in (*program, *program):
+                rank.act(action, action.skips[1] if action.skips else frozenset())
+        assert ranks[1].collectives == ranks[0].collectives, program
+
+
 def test_deciding_needs_no_torch() -> None:
-    program = "import sys; sys.modules['torch'] = None; import fsdp_overlap.schedule.scheduler"
+    program = (
+        "import sys; sys.modules['torch'] = None; import fsdp_overlap.features.negotiation.schedule"
+    )
     # The package's own __init__ imports torch, and is left out.
     alone = "import types, sys; p = types.ModuleType('fsdp_overlap'); p.__path__ = [sys.argv[1]]; "
     command = [sys.executable, "-c", f"{alone}sys.modules['fsdp_overlap'] = p; {program}"]

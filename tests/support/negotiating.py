@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from greenlet import getcurrent, greenlet
 
+from fsdp_overlap.features.negotiation.schedule import negotiate
 from fsdp_overlap.schedule.interface import Replies
 from support.schedule_model import Action, Forward, Options, Rank, Unit, Wrong
 
@@ -32,7 +33,7 @@ class NegotiatingRank(Rank):
         self.shadowed = 2  # for others, and until a forward ended on all ranks
         for index in conditional:
             self.units[index].is_conditional = True
-        self.schedule.negotiate()
+        negotiate(self.schedule)
 
     def exchange(self, message: bytes) -> Replies:
         self.messages += 1

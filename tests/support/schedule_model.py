@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, combinations
 from typing import Any, NamedTuple
 
+from fsdp_overlap.features.negotiation.gathers import AgreedCall
 from fsdp_overlap.schedule.interface import Replies
 from fsdp_overlap.schedule.order import ForwardRecord
 from fsdp_overlap.schedule.reducer import MAX_INPUTS
@@ -563,7 +564,11 @@ class Rank:
     def _has_joined_calls(self) -> bool:
         """Return whether backward comes to several units at once, as in a checkpoint around them,
         where ranks agreed on what runs."""
-        return any(call.is_joined for each in self.schedule._open_passes for call in each.calls)
+        return any(
+            isinstance(call, AgreedCall) and call.is_joined
+            for each in self.schedule._open_passes
+            for call in each.calls
+        )
 
     def _check_rest(self, done: Sequence[Done]) -> None:
         """After a backward."""
