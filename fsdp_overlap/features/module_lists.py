@@ -204,7 +204,11 @@ class ListBackward(RecomputingBackward):
         """Return whether a call of ``unit`` is yet to be reached."""
         return any(call.unit == unit for calls in self.remaining.values() for call in calls)
 
-    def _left_open(self) -> Collection[UnitIndex]:
-        left = {*super()._left_open(), *self.unfinished, *self.registered}
-        self.registered = set()
-        return left
+    def finish(self) -> None:
+        super().finish()
+        left = self.unfinished | self.registered
+        self.registered.clear()
+        for index in left:
+            unit = self._refs[index]()
+            if unit is not None:
+                self._release(unit)

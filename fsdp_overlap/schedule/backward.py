@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fsdp_overlap.schedule.interface import (
@@ -76,8 +76,7 @@ class Backward:
         that remain, as other ranks do, and release the units that are still open."""
         self._walk_rest()
         self.remaining.clear()
-        for index in self._left_open():
-            self._release_passed(index)
+        self._leave(-1)
 
     def uses(self, unit: ScheduledUnit) -> bool:
         """Return whether this backward needs the full buffers of ``unit`` now."""
@@ -113,17 +112,13 @@ class Backward:
     def _take_up(self, forward_pass: ForwardPass) -> None:
         """Come back to ``forward_pass`` for the first time."""
         self.remaining[forward_pass] = list(forward_pass.calls)
-        self._expect([(call.unit, self._first_use(call)) for call in forward_pass.calls])
+        first_uses = self._first_uses(forward_pass)
+        self._expect([(call.unit, first_uses[call.unit]) for call in forward_pass.calls])
 
     def _expect(self, first_uses: Iterable[tuple[UnitIndex, int]]) -> None:
         if self.accumulates:
-            self._reducer.expect(
-                [
-                    (unit, tick)
-                    for index, tick in first_uses
-                    if (unit := self._refs[index]()) is not None
-                ]
-            )
+            units = [(self._refs[index](), tick) for index, tick in first_uses]
+            self._reducer.expect([(unit, tick) for unit, tick in units if unit is not None])
 
     def _come_again_to(self, call: ForwardRecord) -> None:
         """Handle the gradient of another output of ``call``, or one that the walk has passed."""
@@ -172,47 +167,46 @@ class Backward:
         """Keep the unit of ``call`` for the graph that this backward makes."""
         in_graphs = self._prefetcher.in_graphs
         if call.unit not in in_graphs:
-            in_graphs[call.unit] = GraphUse(self._first_use(call))
+            in_graphs[call.unit] = GraphUse(self._first_uses(call.forward_pass)[call.unit])
         in_graphs[call.unit].modules = ()
 
     def _leave(self, tick: int) -> None:
         """Leave every call that started after ``tick``: backward is done with it."""
-        for call in [call for call in self.open_calls if call.start > tick]:
+        for call in [*self.open_calls]:
+            if call.start <= tick:
+                continue
             self.open_calls.remove(call)
-            if not self.is_open(call.unit):
-                self._release_passed(call.unit)
+            unit = self._refs[call.unit]()
+            if unit is None or self.is_open(call.unit):
+                continue
+            if self._comm.is_profiled():
+                with self._comm.profiler_range("post_backward", unit.name):
+                    self._release(unit)
+            else:
+                self._release(unit)
 
-    def _use(self, unit: ScheduledUnit, forward_pass: ForwardPass | None) -> bool:
-        """Gather ``unit``, and what ``forward_pass`` comes back to next. Return whether anything
-        was enqueued."""
+    def _use(
+        self,
+        unit: ScheduledUnit,
+        forward_pass: ForwardPass | None,
+        upcoming: Sequence[UnitIndex] | None = None,
+    ) -> bool:
+        """Gather ``unit``, and what is used next: ``upcoming``, by default what ``forward_pass``
+        comes back to. Return whether anything was enqueued."""
         asked = unit.backward_prefetch and [
             find
             for find in unit.backward_prefetch
             if (other := find()) and other.settings.unshard_in_backward
         ]
-        return self._prefetcher.use(unit, self._upcoming(unit, forward_pass), asked)
-
-    def _upcoming(
-        self, unit: ScheduledUnit, forward_pass: ForwardPass | None
-    ) -> Sequence[UnitIndex]:
-        """Return the units that are expected to be used after ``unit``."""
-        prefetch = self._prefetcher.prefetch
-        remaining = self.remaining[forward_pass] if forward_pass is not None else []
-        following = remaining[: -prefetch - 2 : -1]
-        others = [call.unit for call in following if call.needs_parameters]
-        if unit.index in others:  # an earlier call of it, until which it stays
-            others.remove(unit.index)
-        return others[:prefetch]
-
-    def _release_passed(self, index: UnitIndex) -> None:
-        unit = self._refs[index]()
-        if unit is None:
-            return
-        if self._comm.is_profiled():
-            with self._comm.profiler_range("post_backward", unit.name):
-                self._release(unit)
-        else:
-            self._release(unit)
+        if upcoming is None:
+            prefetch = self._prefetcher.prefetch
+            remaining = self.remaining[forward_pass] if forward_pass is not None else []
+            following = remaining[: -prefetch - 2 : -1]
+            others = [call.unit for call in following if call.needs_parameters]
+            if unit.index in others:  # an earlier call of it, until which it stays
+                others.remove(unit.index)
+            upcoming = others[:prefetch]
+        return self._prefetcher.use(unit, upcoming, asked)
 
     def _release(self, unit: ScheduledUnit, is_passed: bool = True) -> None:
         """Release ``unit``, or if no call is open but not all of them ``is_passed``, register its
@@ -227,15 +221,12 @@ class Backward:
             state.registers_unsharded = False
             unit.to_sharded()
 
-    def _left_open(self) -> Collection[UnitIndex]:
-        """Return the units that are to be released at the end."""
-        return {call.unit for call in self.open_calls}
-
-    def _first_use(self, call: ForwardRecord) -> int:
-        """Return the tick at which the call's unit first ran in the forwards that this backward may
-        reach."""
-        first, _ = call.forward_pass.ticks[call.unit]
+    def _first_uses(self, forward_pass: ForwardPass) -> Mapping[UnitIndex, int]:
+        """Return for each unit of ``forward_pass`` the tick at which it first ran in the forwards
+        that this backward may reach."""
+        first_uses = {index: first for index, (first, _) in forward_pass.ticks.items()}
         for other in self._open_passes:
-            if other is not call.forward_pass and call.unit in other.ticks:
-                first = min(first, other.ticks[call.unit][0])
-        return first
+            if other is not forward_pass:
+                for index in other.ticks.keys() & first_uses:
+                    first_uses[index] = min(first_uses[index], other.ticks[index][0])
+        return first_uses

@@ -47,22 +47,26 @@ class ForwardOrder:
         self._predicted = units
         self._next = 0
 
-    def visit(self, unit: UnitIndex) -> None:
-        """Record that ``unit`` runs now. If another unit was predicted, the prediction moves on to
-        behind this one. If this one is not ahead in the prediction, that stays where it is. Runs of
-        one unit that follow each other count as one, because it stays gathered between them."""
-        if self._running and self._running[-1] == unit:
-            return
-        self._running.append(unit)
-        if self._next < len(self._predicted) and self._predicted[self._next] == unit:
-            self._next += 1
-            return
-        with suppress(ValueError):
-            self._next = self._predicted.index(unit, self._next) + 1
+    def visit(self, unit: UnitIndex, count: int) -> Sequence[UnitIndex]:
+        """Record that ``unit`` runs now. Return the ``count`` units expected next, fewer at the end
+        of the pass.
 
-    def upcoming(self, count: int) -> Sequence[UnitIndex]:
-        """Return the ``count`` units expected next, fewer at the end of the pass."""
-        return self._predicted[self._next : self._next + count]
+        If another unit was predicted, the prediction moves on to behind this one. If this one is
+        not ahead in the prediction, that stays where it is. Runs of one unit that follow each other
+        count as one, because it stays gathered between them."""
+        running, predicted, following = self._running, self._predicted, self._next
+        if not running or running[-1] != unit:
+            running.append(unit)
+            if unit in predicted[following : following + 1]:
+                self._next = following = following + 1
+            else:
+                with suppress(ValueError):
+                    self._next = following = predicted.index(unit, following) + 1
+        return predicted[following : following + count]
+
+    def expects(self, unit: UnitIndex) -> bool:
+        """Return whether ``unit`` is expected next."""
+        return unit in self._predicted[self._next : self._next + 1]
 
     def predicted(self) -> Sequence[UnitIndex]:
         """Return the units of the longest pass known, in order."""

@@ -221,24 +221,27 @@ class Prefetcher:
     def wait_once_for_event(self, units: Iterable[ScheduledUnit]) -> None:
         """Note that all-gathers wait for an event, which comes after all edits of ``units`` so far.
         So those of the next pass need not wait for all compute."""
-        self._record_edits_synced(units)
+        self._note_edits(units)
         self._waits_for_event = True
 
     def begin_pass(self, units: Iterable[ScheduledUnit]) -> None:
         """Make the all-gathers of this pass see the edits of ``units`` made before it. If there
         are none, they need not wait for compute: Note [between passes]."""
-        units = list(units)
-        states = self._states
-        is_edited = any(states[unit.index].synced_version != unit.version for unit in units)
-        if is_edited and not self._waits_for_event:
+        if self._waits_for_event:
+            self._waits_for_event = False
+        elif self._note_edits(units):
             self._comm.after_compute()
-            self._record_edits_synced(units)
-        self._waits_for_event = False
 
-    def _record_edits_synced(self, units: Iterable[ScheduledUnit]) -> None:
-        """Note that all-gathers from now on see every edit of ``units`` made so far."""
+    def _note_edits(self, units: Iterable[ScheduledUnit]) -> bool:
+        """Note that all-gathers from now on see every edit of ``units`` made so far. Return whether
+        there are any that they did not see."""
+        states, are_edited = self._states, False
         for unit in units:
-            self._states[unit.index].synced_version = unit.version
+            state, version = states[unit.index], unit.version
+            if state.synced_version != version:
+                state.synced_version = version
+                are_edited = True
+        return are_edited
 
     def _gather(self, unit: ScheduledUnit, shadow: bool = False) -> None:
         # Compute may have edited the shard, or may still read a buffer that is gathered again.

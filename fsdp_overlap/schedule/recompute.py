@@ -157,17 +157,17 @@ class RecomputingBackward(Backward):
             if not isinstance(forward_pass, RecomputedPass):
                 self._recompute_order.enter(forward_pass)
 
-    def _use(self, unit: ScheduledUnit, forward_pass: ForwardPass | None) -> bool:
-        issued = super()._use(unit, forward_pass)
+    def _use(
+        self,
+        unit: ScheduledUnit,
+        forward_pass: ForwardPass | None,
+        upcoming: Sequence[UnitIndex] | None = None,
+    ) -> bool:
+        upcoming = self._recompute_order.upcoming(unit.index, self._prefetcher.prefetch)
+        issued = super()._use(unit, forward_pass, upcoming)
         if issued:
             self._recompute_order.record()
         return issued
-
-    def _upcoming(
-        self, unit: ScheduledUnit, forward_pass: ForwardPass | None
-    ) -> Sequence[UnitIndex]:
-        upcoming = self._recompute_order.upcoming(unit.index, self._prefetcher.prefetch)
-        return super()._upcoming(unit, forward_pass) if upcoming is None else upcoming
 
 
 def _task_of(forward_pass: ForwardPass) -> int:
@@ -216,7 +216,7 @@ class RecomputeOrder:
         """Handle that ``run`` is about to run again. Those after it that have not are of the same
         checkpoint, and the next checkpoint is guessed to be of as many. ``remaining`` are the calls
         of the pass that backward has yet to come back to."""
-        if self._guesses and self._order is not None and run.unit not in self._order.upcoming(1):
+        if self._guesses and self._order is not None and not self._order.expects(run.unit):
             runs = self._to_recompute(forward_pass)
             self._guess(forward_pass, remaining, sum(other.start >= run.start for other in runs))
 
@@ -230,8 +230,7 @@ class RecomputeOrder:
         use next, ``None`` where the calls that remain tell more."""
         if self._order is None:
             return None
-        self._order.visit(unit)
-        return self._order.upcoming(count)
+        return self._order.visit(unit, count)
 
     def record(self) -> None:
         """Record the backward, which enqueues something."""

@@ -51,6 +51,11 @@ UNFINISHED = (
     "on every rank before the next {}"
 )
 
+EDITED = (
+    "parameters of unit {!r} were modified between its forward and its backward; run backward "
+    "before optimizer.step() and before editing weights"
+)
+
 
 class Schedule:
     """Decides at each event of one context's forwards and backwards what is issued.
@@ -126,15 +131,15 @@ class Schedule:
             self._begin_pass(unit)
         self._running.append((unit, self._tick()))
         if unit.has_parameters:
-            self.order.visit(unit.index)
-            upcoming = self.order.upcoming(self.prefetcher.prefetch)
+            upcoming = self.order.visit(unit.index, self.prefetcher.prefetch)
             if self.prefetcher.use(unit, upcoming, unit.forward_prefetch):
                 self.order.is_recorded = True
             unit.wait()
 
     def _prepare_pass(self, first: ScheduledUnit | None) -> None:
         """Bring full buffers to rest before a pass that may begin."""
-        self.finalizer.check_done("forward")
+        if self.finalizer.pending is not None:
+            self.finalizer.check_done("forward")
         self.prefetcher.finish_pass(before=first)
         self.prefetcher.release_stale()
         self.prefetcher.begin_pass(self._units())
@@ -153,7 +158,9 @@ class Schedule:
             return None  # before_forward raised
         _, start = running.pop()
         end = self._tick()
-        self._pass.record(unit.index, start, end)
+        ticks = self._pass.ticks
+        first, _ = ticks.get(unit.index, (start, end))
+        ticks[unit.index] = min(first, start), end
         if not self.is_in_use(unit):
             if not self._states[unit.index].registers_unsharded:
                 unit.to_sharded()
@@ -164,15 +171,19 @@ class Schedule:
         if not unit.has_parameters:
             return None
         if not self._engine.is_grad_enabled():
-            if self._open_passes and self._open_passes[-1] is self._pass:
-                self._ran_without_call(NoGradForward(unit.index, start, end))
+            self._ran_without_gradients(unit, start, end)
             return None
         return ForwardRecord(unit.index, start, end, self._pass, unit.version)
 
-    def _ran_without_call(self, run: NoGradForward) -> None:
-        """Note a forward in a pass with gradients, which backward may run again."""
-        self._pass.without_call.setdefault(run.unit, []).append(run)
+    def _ran_without_gradients(self, unit: ScheduledUnit, start: int, end: int) -> bool:
+        """Note a forward of ``unit``. Return whether backward may run it again, as it was in a pass
+        with gradients."""
+        if not self._open_passes or self._open_passes[-1] is not self._pass:
+            return False
+        run = NoGradForward(unit.index, start, end)
+        self._pass.without_call.setdefault(unit.index, []).append(run)
         self._recompute_order = self._recompute_order or RecomputeOrder(self._refs)
+        return True
 
     def _recomputing_backward(self) -> RecomputingBackward:
         """Return the backward under way, in which a unit runs again."""
@@ -277,7 +288,6 @@ class Schedule:
         return unit.is_root or self._is_pass_over or self.order.has_visited(unit.index)
 
     def _begin_pass(self, first: ScheduledUnit) -> None:
-        self.finalizer.check_done("forward")
         self._is_pass_over = False
         self._prepare_pass(first)
         if self._shards_replicas:
@@ -311,10 +321,7 @@ class Schedule:
         if unit is None:
             return False
         if unit.version != call.version:
-            raise RuntimeError(
-                f"parameters of unit {unit.name!r} were modified between its forward and its "
-                "backward; run backward before optimizer.step() and before editing weights"
-            )
+            raise RuntimeError(EDITED.format(unit.name))
         if self._comm.is_profiled():
             with self._comm.profiler_range("pre_backward", unit.name):
                 self._come_back_to(call, unit, backward)
@@ -340,7 +347,8 @@ class Schedule:
         self.reducer.arrived(unit, gradients, index)
 
     def _begin_backward(self) -> Backward:
-        self.finalizer.check_done("backward")
+        if self.finalizer.pending is not None:
+            self.finalizer.check_done("backward")
         self._engine.at_end_of_backward(self._end_backward)
         self._sync_requires_grad()
         self._backward = backward = self._make_backward(self._accumulates())
@@ -392,7 +400,12 @@ class Schedule:
             for unit in self._units():
                 if unit.has_post_forward_shard:
                     unit.free_post_forward_shards()  # where backward did not come back to it
-            self.finalizer.end_backward()
+            self.reducer.issue_rest(self._units())
+            if self.finalizer.is_manual:
+                self.finalizer.is_due = True
+            else:
+                self.reducer.wait()
+                self._comm.finish_backward()
             if backward.lost_edit is not None:
                 raise RuntimeError(backward.lost_edit)
         finally:

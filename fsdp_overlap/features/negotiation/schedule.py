@@ -17,7 +17,7 @@ from fsdp_overlap.features.negotiation.gathers import (
 from fsdp_overlap.features.negotiation.messages import BACKWARD, REST, SHADOW, Negotiation
 from fsdp_overlap.schedule.backward import Backward
 from fsdp_overlap.schedule.interface import ScheduledUnit, UnitIndex
-from fsdp_overlap.schedule.order import ForwardPass, ForwardRecord, NoGradForward
+from fsdp_overlap.schedule.order import ForwardPass, ForwardRecord
 from fsdp_overlap.schedule.recompute import RecomputingBackward
 from fsdp_overlap.schedule.scheduler import Schedule
 
@@ -140,10 +140,11 @@ class NegotiatedSchedule(ListSchedule):
         if isinstance(call, OwnCall):
             call.gather.records.append(call)
 
-    def _ran_without_call(self, run: NoGradForward) -> None:
-        super()._ran_without_call(run)
-        if run.unit in self._gathers:
-            self._gathers[run.unit].may_recompute = True
+    def _ran_without_gradients(self, unit: ScheduledUnit, start: int, end: int) -> bool:
+        may_recompute = super()._ran_without_gradients(unit, start, end)
+        if unit.index in self._gathers:
+            self._gathers[unit.index].may_recompute |= may_recompute
+        return may_recompute
 
     def _end_pass(self, raised: bool) -> None:
         # Else a backward tells other ranks, or an error.
