@@ -150,14 +150,24 @@ def fully_shard(
         conditional=conditional,
     )
     unit.make_uneven = _make_uneven
-    if len(modules) > 1:
-        from fsdp_overlap.features.module_lists import schedule_list
-
-        unit.specializations = (schedule_list,)
+    unit.schedule_class = _schedule_class(len(modules) > 1, conditional)
     for member, fsdp_class in zip(modules, classes, strict=True):
         object.__setattr__(member, "__class__", fsdp_class)  # modules may guard their attributes
         record_fully_sharded(member)
     return cast(FSDPModule | Sequence[FSDPModule], module)
+
+
+def _schedule_class(is_list: bool, conditional: bool) -> type[Schedule]:
+    """Return the class of schedules for a unit."""
+    if conditional:
+        from fsdp_overlap.features.negotiation.schedule import NegotiatedSchedule
+
+        return NegotiatedSchedule
+    if is_list:
+        from fsdp_overlap.features.module_lists import ListSchedule
+
+        return ListSchedule
+    return Schedule
 
 
 def _make_uneven(schedule: Schedule) -> None:

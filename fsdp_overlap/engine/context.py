@@ -269,7 +269,11 @@ class FsdpContext:
     @cached_property
     def schedule(self) -> Schedule:
         """Decide when units are gathered, released and reduced."""
-        return Schedule(
+        schedule_class = Schedule
+        for unit in self.units:
+            if issubclass(unit.schedule_class, schedule_class):
+                schedule_class = unit.schedule_class
+        return schedule_class(
             self.comm_context,
             autograd,
             self._stats,
@@ -376,8 +380,7 @@ class FsdpContext:
         self.was_initialized = True
         for unit in self.units:
             unit.connect()
-            for specialize in unit.specializations:
-                specialize(self.schedule, unit)
+            unit.schedule_class.take_in(self.schedule, unit)
         self.sync_max_reduce_inputs()
         if find_conditional(self.units) or self._is_uneven:
             self._negotiate()

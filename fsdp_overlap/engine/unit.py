@@ -257,8 +257,9 @@ class Unit:
         self.reshard_after_forward = reshard_after_forward
         self.conditional = self.is_conditional = conditional
         self._is_negotiated = False
-        self.specializations: Sequence[Callable[[Schedule, Unit], None]] = ()
-        """What makes the context's schedule one for units such as this."""
+        self.schedule_class = Schedule
+        """The class of schedules that know units such as this. Of two, one derives from the
+        other."""
         self.make_uneven: Callable[[Schedule], None] | None = None
         """What makes a schedule one for ranks that run different units."""
         self.settings = UnitSettings()
@@ -475,7 +476,7 @@ class Unit:
                 duplicate.requires_grad_(parameter.requires_grad)
                 duplicate.grad = deepcopy(parameter.grad)
         self.settings.copy_to(other.settings)
-        other.specializations = self.specializations
+        other.schedule_class = self.schedule_class
         other.make_uneven = self.make_uneven
 
     def to_unsharded(self) -> None:

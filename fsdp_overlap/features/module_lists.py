@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from fsdp_overlap.schedule.backward import Backward
 from fsdp_overlap.schedule.interface import ScheduledUnit, UnitIndex
@@ -14,14 +15,9 @@ from fsdp_overlap.schedule.recompute import RecomputeOrder, RecomputingBackward
 from fsdp_overlap.schedule.scheduler import MAX_OPEN_PASSES, Schedule
 
 
-def schedule_list(schedule: Schedule, unit: ScheduledUnit) -> None:
-    """Make ``schedule`` a :class:`ListSchedule`, and expect all modules of ``unit`` to run in each
-    pass. The schedule stays the same object, because hooks of graphs refer to it."""
-    become_list_schedule(schedule).lists.setdefault(unit.index, set())
-
-
 def become_list_schedule(schedule: Schedule) -> ListSchedule:
-    """Make ``schedule`` a :class:`ListSchedule` that has no lists yet, unless it is one."""
+    """Make ``schedule`` a :class:`ListSchedule`, unless it is one. It stays the same object,
+    because hooks of graphs refer to it."""
     if not isinstance(schedule, ListSchedule):
         schedule.__class__ = ListSchedule
         assert isinstance(schedule, ListSchedule)
@@ -35,8 +31,18 @@ class ListSchedule(Schedule):
     Such a unit is in use from the first of its modules that runs until each has run.
     """
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.begin_lists()
+
+    @classmethod
+    def take_in(cls, schedule: Schedule, unit: ScheduledUnit) -> None:
+        schedule = become_list_schedule(schedule)
+        if len([*unit.module_ids]) > 1:
+            schedule.lists.setdefault(unit.index, set())
+
     def begin_lists(self) -> None:
-        """Begin to be one. :func:`schedule_list` calls it."""
+        """Begin to be one, of another schedule or a new one."""
         self.lists: dict[UnitIndex, set[int]] = {}
         """Units of several modules, each with the ids of those that have yet to run in the forward
         under way."""

@@ -64,6 +64,8 @@ class Schedule:
     which param groups get gradients: the user may freeze parameters between forward and backward.
     """
 
+    prefetcher_class = Prefetcher
+
     def __init__(
         self,
         comm: CommOps,
@@ -82,7 +84,7 @@ class Schedule:
         self._refs = refs
         self._units = units
         self._states: UnitStates = defaultdict(UnitState)
-        self.prefetcher = Prefetcher(comm, prefetch, stats, refs, self._states)
+        self.prefetcher = self.prefetcher_class(comm, prefetch, stats, refs, self._states)
         self.reducer = GradReducer(comm, max_reduce_inputs, self._states)
         self.finalizer = BackwardFinalizer(self.prefetcher, self.reducer, comm, engine, units)
         self.order = ForwardOrder()
@@ -99,6 +101,11 @@ class Schedule:
         self._open_passes: deque[ForwardPass] = deque(maxlen=MAX_OPEN_PASSES)
         self._backward: Backward | None = None
         self._backwards = 0
+
+    @classmethod
+    def take_in(cls, schedule: Schedule, unit: ScheduledUnit) -> None:
+        """Prepare ``schedule`` for ``unit``, which asks for a schedule of this class. One that was
+        made for others becomes one, and is then slower than one that was made so."""
 
     # Ranks that run different units, in a schedule for that
 

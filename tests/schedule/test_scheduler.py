@@ -11,8 +11,8 @@ from unittest.mock import patch
 
 import pytest
 
-from fsdp_overlap.features.module_lists import become_list_schedule
-from fsdp_overlap.features.negotiation.schedule import negotiate
+from fsdp_overlap.features.module_lists import ListSchedule
+from fsdp_overlap.features.negotiation.schedule import NegotiatedSchedule, negotiate
 from fsdp_overlap.schedule.backward import Backward
 from fsdp_overlap.schedule.prefetch import Prefetcher
 from fsdp_overlap.schedule.recompute import RecomputingBackward
@@ -340,18 +340,24 @@ def test_what_decides_wrongly_is_found(
         explore_all(3, 1)
 
 
-def was_uneven(schedule: Schedule) -> None:
-    negotiate(schedule)
-    schedule.expect_same()
+def was_uneven(options: Options) -> Rank:
+    rank = Rank(3, options)
+    negotiate(rank.schedule)
+    rank.schedule.expect_same()
+    return rank
 
 
-@pytest.mark.parametrize("variant", [become_list_schedule, was_uneven])
-def test_variants_issue_the_same_where_nothing_needs_them(
-    variant: Callable[[Schedule], Any],
-) -> None:
+VARIANTS: dict[str, Callable[[Options], Rank]] = {
+    "lists": lambda options: Rank(3, options, ListSchedule),
+    "negotiated": lambda options: Rank(3, options, NegotiatedSchedule),
+    "was uneven": was_uneven,
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_issue_the_same_where_nothing_needs_them(variant: str) -> None:
     for options, program in product(OPTIONS, programs(3, 1)):
-        ranks = [Rank(3, options) for _ in range(2)]
-        variant(ranks[1].schedule)
+        ranks = [Rank(3, options), VARIANTS[variant](options)]
         for rank in ranks:
             for action in (*program, *program):
                 rank.act(action, action.skips[1] if action.skips else frozenset())

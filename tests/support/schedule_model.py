@@ -249,7 +249,9 @@ class ReductionWork:
 class Rank:
     """One rank of a model: its units, its schedule, and as its transfers what they do."""
 
-    def __init__(self, units: int, options: Options) -> None:
+    def __init__(
+        self, units: int, options: Options, schedule_class: type[Schedule] = Schedule
+    ) -> None:
         self.options = options
         self.engine = AutogradEngine()
         self.syncs = True
@@ -277,7 +279,7 @@ class Rank:
         self.stats = Stats()
         self.runs_ahead = options.runs_ahead
         self.units = [Unit(index, self) for index in range(units)]
-        self.schedule = Schedule(
+        self.schedule = schedule_class(
             self,
             self.engine,
             self.stats,

@@ -148,7 +148,7 @@ class NegotiatedPrefetcher(Prefetcher):
 
     def release(self, unit: ScheduledUnit) -> None:
         index = unit.index
-        if not self._gathered_again[index] or index in self.in_graphs:
+        if not self._gathered_again.get(index) or index in self.in_graphs:
             super().release(unit)
             return
         if self._states[index].registers_unsharded:

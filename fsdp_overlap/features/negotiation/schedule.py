@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
 from fsdp_overlap.features.module_lists import ListBackward, ListSchedule, become_list_schedule
 from fsdp_overlap.features.negotiation.gathers import (
@@ -42,9 +42,14 @@ class NegotiatedSchedule(ListSchedule):
     """
 
     prefetcher: NegotiatedPrefetcher
+    prefetcher_class = NegotiatedPrefetcher
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.begin_negotiating()
 
     def begin_negotiating(self) -> None:
-        """Begin to be one. :func:`negotiate` calls it."""
+        """Begin to be one, of another schedule or a new one."""
         self.prefetcher.begin_negotiating()
         self._negotiation: Negotiation | None = None
         """``None`` while all ranks run the same."""
@@ -125,8 +130,15 @@ class NegotiatedSchedule(ListSchedule):
     def after_forward(
         self, unit: ScheduledUnit, module: int, raised: bool = False
     ) -> ForwardRecord | None:
-        gather = self._gathers.get(unit.index) if self._ends_forward_of(unit) else None
-        if gather is not None and self._negotiation is not None:
+        gather = self._gathers.get(unit.index)
+        if self._backward is not None and self._graph_task() != -1:
+            gather = None  # backward comes back to another call
+        elif (
+            gather is not None
+            and self._negotiation is not None
+            and self._running
+            and self._running[-1][0] is unit
+        ):
             gather.end = self._negotiation.position
         call = super().after_forward(unit, module, raised)
         if call is None or gather is None:
@@ -228,8 +240,8 @@ class NegotiatedBackward(ListBackward):
         if self._is_for_open_call(unit.index):
             return
         for forward_pass in reversed(self._open_passes):
-            for call in self._agreed_calls(forward_pass):
-                if call.is_own and call.unit == unit.index:
+            for call in reversed(self.remaining.get(forward_pass, forward_pass.calls)):
+                if call.unit == unit.index and isinstance(call, AgreedCall) and call.is_own:
                     self.advance_to(call)
                     return
         raise RuntimeError(
@@ -250,13 +262,6 @@ class NegotiatedBackward(ListBackward):
             and (is_within or not isinstance(call, AgreedCall) or call.first_node <= node)
             for call in self.open_calls
         )
-
-    def _agreed_calls(self, forward_pass: ForwardPass) -> Iterator[AgreedCall]:
-        """Return the calls of ``forward_pass`` that backward has yet to come back to, in its
-        order."""
-        for call in reversed(self.remaining.get(forward_pass, forward_pass.calls)):
-            if isinstance(call, AgreedCall):
-                yield call
 
     def _take_up(self, forward_pass: ForwardPass) -> None:
         self._walk_newer(forward_pass)
@@ -336,10 +341,10 @@ class NegotiatedBackward(ListBackward):
         elif call.needs_parameters:
             self._prefetcher.shadow(unit, call)
         room = self._prefetcher.prefetch
-        for other in self._agreed_calls(call.forward_pass):
+        for other in reversed(self.remaining[call.forward_pass]):  # no generator: asked often
             if not room:
                 return
-            if not other.needs_parameters:
+            if not other.needs_parameters or not isinstance(other, AgreedCall):
                 continue
             room -= 1
             ahead = self._refs[other.unit]()
