@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from fsdp_overlap.engine.context import Captures, FsdpContext
 from fsdp_overlap.engine.unit import unit_of
 from fsdp_overlap.fsdp_module import FSDPModule
+from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.torch_internals import (
     is_replicated,
     patch_fully_shard_state,
@@ -139,7 +140,7 @@ def fully_shard(
         ctx = FsdpContext(mesh)
         ctx.is_implicit = True
     ctx.make_captures = _watch_captures
-    make_unit(
+    unit = make_unit(
         modules,
         ctx,
         ctx.mesh if mesh is None else mesh,
@@ -152,6 +153,8 @@ def fully_shard(
         spmd=spmd,
         conditional=conditional,
     )
+    unit.make_uneven = _make_uneven
+    unit.schedule_class = _schedule_class(len(modules) > 1, conditional)
     for member, fsdp_class in zip(modules, classes, strict=True):
         object.__setattr__(member, "__class__", fsdp_class)  # modules may guard their attributes
         record_fully_sharded(member)
@@ -162,6 +165,25 @@ def _watch_captures(ctx: FsdpContext) -> Captures:
     from fsdp_overlap.features.cuda_graphs.captured_steps import watch_captures
 
     return watch_captures(ctx)
+
+
+def _schedule_class(is_list: bool, conditional: bool) -> type[Schedule]:
+    """Return the class of schedules for a unit."""
+    if conditional:
+        from fsdp_overlap.features.negotiation.schedule import NegotiatedSchedule
+
+        return NegotiatedSchedule
+    if is_list:
+        from fsdp_overlap.features.module_lists import ListSchedule
+
+        return ListSchedule
+    return Schedule
+
+
+def _make_uneven(schedule: Schedule) -> None:
+    from fsdp_overlap.features.negotiation.schedule import negotiate
+
+    negotiate(schedule)
 
 
 def fully_shard_model(

@@ -276,7 +276,11 @@ class FsdpContext:
     @cached_property
     def schedule(self) -> Schedule:
         """Decide when units are gathered, released and reduced."""
-        return Schedule(
+        schedule_class = Schedule
+        for unit in self.units:
+            if issubclass(unit.schedule_class, schedule_class):
+                schedule_class = unit.schedule_class
+        return schedule_class(
             self.comm_context,
             autograd,
             self._stats,
@@ -375,6 +379,7 @@ class FsdpContext:
         self.was_initialized = True
         for unit in self.units:
             unit.connect()
+            unit.schedule_class.take_in(self.schedule, unit)
         self.sync_max_reduce_inputs()
         if self._is_uneven or any(unit.is_conditional for unit in self.units):
             self._negotiate()
@@ -401,7 +406,8 @@ class FsdpContext:
         for unit in self.units:
             unit.set_negotiated(True)
             unit.sync_requires_grad()  # also where only other ranks run it
-        self.schedule.negotiate()
+            assert unit.make_uneven is not None
+            unit.make_uneven(self.schedule)
 
     # Ranks that run different forwards
 
@@ -418,7 +424,7 @@ class FsdpContext:
             RuntimeError: no unit is conditional, and this is outside of :meth:`uneven`.
         """
         self.lazy_init()
-        if not self.schedule.negotiates:
+        if not self.schedule.is_uneven:
             raise RuntimeError(
                 "ctx.shadow(): other ranks expect all to run the same. Call it within "
                 "`with ctx.uneven():` on all ranks, or in a loop over ctx.until_all_done()"
@@ -436,7 +442,7 @@ class FsdpContext:
         """
         is_outermost, self._is_uneven = not self._is_uneven, True
         self.lazy_init()
-        if not self.schedule.negotiates:
+        if not self.schedule.is_uneven:
             self._negotiate()
         try:
             yield
@@ -446,7 +452,7 @@ class FsdpContext:
             if is_outermost:
                 self._is_uneven = False
                 if not any(unit.is_conditional for unit in self.units):
-                    self.schedule.stop_negotiating()
+                    self.schedule.expect_same()
                     for unit in self.units:
                         unit.set_negotiated(False)
 

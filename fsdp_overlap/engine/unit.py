@@ -115,6 +115,11 @@ class Unit:
         self.reshard_after_forward = reshard_after_forward
         self.conditional = self.is_conditional = conditional
         self._is_negotiated = False
+        self.schedule_class = Schedule
+        """The class of schedules that know units such as this. Of two, one derives from the
+        other."""
+        self.make_uneven: Callable[[Schedule], None] | None = None
+        """What makes a schedule one for ranks that run different units."""
         self.settings = UnitSettings()
         self.under_way: list[UnderWay] = []
         """What is remembered of each forward under way."""

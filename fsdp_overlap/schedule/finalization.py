@@ -43,24 +43,18 @@ class BackwardFinalizer:
     is_manual: bool = False
     is_due: bool = False
     """Whether a backward ran that nobody finalized."""
-    _pending: GradientReductionHandle | None = None
+    pending: GradientReductionHandle | None = None
+    """The handle of a reduction that must be waited for before anything else."""
 
     def set_manual(self, enabled: bool) -> None:
         if enabled == self.is_manual:
             return
-        if self.is_due or self._pending is not None or self._engine.is_in_backward():
+        if self.is_due or self.pending is not None or self._engine.is_in_backward():
             raise RuntimeError(
                 f"set_manual_backward_finalization({enabled}) during a backward, or after one that "
                 "is not finalized: call finalize_backward(), or reset_iter_state(), first"
             )
         self.is_manual = enabled
-
-    def end_backward(self) -> None:
-        self._reducer.issue_rest(self._units())
-        if self.is_manual:
-            self.is_due = True
-        else:
-            self._wait()
 
     def finalize(self) -> GradientReductionHandle:
         """Issue every reduction that is left, and free the full buffers that are not kept after
@@ -75,8 +69,8 @@ class BackwardFinalizer:
         if self._engine.is_in_backward():
             raise RuntimeError("finalize_backward() during backward: call it after backward()")
         self._issue_all()
-        self._pending = GradientReductionHandle(self)
-        return self._pending
+        self.pending = GradientReductionHandle(self)
+        return self.pending
 
     def complete(self) -> None:
         """Complete the gradients of backwards without synchronization, also if finalization is not
@@ -95,18 +89,18 @@ class BackwardFinalizer:
         self._reducer.issue_rest(self._units())
 
     def finish(self, handle: GradientReductionHandle) -> None:
-        if handle is not self._pending:
+        if handle is not self.pending:
             raise RuntimeError(
                 "this gradient reduction was dropped by reset_iter_state() or ctx.reset(): its "
                 "gradients are lost"
             )
-        self._pending = None
+        self.pending = None
         self.is_due = False
         self._wait()
 
     def check_done(self, what: str) -> None:
         """Raise if a reduction is under way that must be waited for before ``what``."""
-        if self._pending is not None:
+        if self.pending is not None:
             raise RuntimeError(
                 f"{what} before the last gradient reduction was waited for: call wait() on the "
                 "handle that finalize_backward(async_op=True) returned"
@@ -115,10 +109,10 @@ class BackwardFinalizer:
     @property
     def is_under_way(self) -> bool:
         """Whether a backward ran whose gradients are not complete."""
-        return self.is_due or self._pending is not None
+        return self.is_due or self.pending is not None
 
     def drop(self) -> None:
-        self._pending = None
+        self.pending = None
         self.is_due = False
 
     def _wait(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 UnitIndex = int
@@ -63,10 +63,6 @@ class ScheduledUnit(Protocol):
     def name(self) -> str: ...
     @property
     def is_root(self) -> bool: ...
-    @property
-    def is_list(self) -> bool:
-        """Whether it has several modules."""
-
     @property
     def is_conditional(self) -> bool:
         """Whether ranks may run it or not."""
@@ -168,12 +164,6 @@ UnitRefs = Sequence[Callable[[], ScheduledUnit | None]]
 class UnitState:
     """What the schedule remembers of one unit. It alone writes this."""
 
-    pending_modules: set[int] = field(default_factory=set)
-    """In a unit of several modules, the ids of those that have yet to run in the forward under
-    way."""
-    skipped_modules: set[int] = field(default_factory=set)
-    """The ids of those that did not run in a pass, so that others may have read their parameters
-    for a graph. Empty if a graph may read the parameters of all."""
     synced_version: int = -1
     """The version of the shards that all-gathers see: their comm stream runs after the edits up to
     it."""
@@ -186,7 +176,6 @@ class UnitState:
 
     def drop(self) -> None:
         """Forget what is under way."""
-        self.pending_modules.clear()
         self.registers_unsharded = False
         self.has_unreduced = False
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import NamedTuple
 
-from fsdp_overlap.schedule.interface import UnitIndex, UnitRefs
+from fsdp_overlap.schedule.interface import UnitIndex
 
 
 class ForwardOrder:
@@ -48,22 +47,26 @@ class ForwardOrder:
         self._predicted = units
         self._next = 0
 
-    def visit(self, unit: UnitIndex) -> None:
-        """Record that ``unit`` runs now. If another unit was predicted, the prediction moves on to
-        behind this one. If this one is not ahead in the prediction, that stays where it is. Runs of
-        one unit that follow each other count as one, because it stays gathered between them."""
-        if self._running and self._running[-1] == unit:
-            return
-        self._running.append(unit)
-        if self._next < len(self._predicted) and self._predicted[self._next] == unit:
-            self._next += 1
-            return
-        with suppress(ValueError):
-            self._next = self._predicted.index(unit, self._next) + 1
+    def visit(self, unit: UnitIndex, count: int) -> Sequence[UnitIndex]:
+        """Record that ``unit`` runs now. Return the ``count`` units expected next, fewer at the end
+        of the pass.
 
-    def upcoming(self, count: int) -> Sequence[UnitIndex]:
-        """Return the ``count`` units expected next, fewer at the end of the pass."""
-        return self._predicted[self._next : self._next + count]
+        If another unit was predicted, the prediction moves on to behind this one. If this one is
+        not ahead in the prediction, that stays where it is. Runs of one unit that follow each other
+        count as one, because it stays gathered between them."""
+        running, predicted, following = self._running, self._predicted, self._next
+        if not running or running[-1] != unit:
+            running.append(unit)
+            if unit in predicted[following : following + 1]:
+                self._next = following = following + 1
+            else:
+                with suppress(ValueError):
+                    self._next = following = predicted.index(unit, following) + 1
+        return predicted[following : following + count]
+
+    def expects(self, unit: UnitIndex) -> bool:
+        """Return whether ``unit`` is expected next."""
+        return unit in self._predicted[self._next : self._next + 1]
 
     def predicted(self) -> Sequence[UnitIndex]:
         """Return the units of the longest pass known, in order."""
@@ -92,24 +95,6 @@ class ForwardPass:
     without_call: dict[UnitIndex, list[NoGradForward]] = field(default_factory=dict)
     """For each unit, its forwards without gradients: a reentrant checkpoint may run these
     again."""
-    is_taken_up: bool = False
-    """Whether a backward has come back to it."""
-    is_for_all_ranks: bool = False
-    """Whether some rank has no call in it, so that all ranks walk past its calls."""
-    is_recompute: bool = False
-    """Whether it ran inside a backward, as activation checkpointing does."""
-    outer_task: int = -1
-    """The engine's number of the backward that recomputed it."""
-    graph_task: int = -1
-    """The engine's number of the backward that goes through what was recomputed. With a reentrant
-    checkpoint it is another backward, within the outer one."""
-
-    def is_within(self, other: ForwardPass) -> bool:
-        """Return whether this pass is nested in ``other``: backward comes back to ``other``
-        afterwards."""
-        if self is other:
-            return True
-        return self.is_recompute and (not other.is_recompute or self.outer_task == other.graph_task)
 
     def record(self, unit: UnitIndex, start: int, end: int) -> None:
         if unit in self.ticks:
@@ -146,152 +131,3 @@ class ForwardRecord:
     error."""
     backward: int = 0
     """Serial number of the last backward that reached this call."""
-    gather: AgreedGather | None = None
-    """What gathered its unit, where ranks agree on that."""
-    agreed: ForwardRecord | None = None
-    """What stands for it where ranks agreed on the calls of a pass."""
-    gathers: bool | None = None
-    """Whether all ranks gather its unit when backward comes to it, where they agreed on that."""
-    is_issued: bool = False
-    """Whether that all-gather was issued ahead."""
-    is_own: bool = True
-    """Whether this rank ran the forward."""
-    first_node: int = 0
-    """As of :class:`AgreedGather`, where ranks agreed on it."""
-    is_joined: bool = False
-    """Whether some rank ran it in one activation checkpoint with the call that backward comes to
-    next."""
-
-
-@dataclass(eq=False, slots=True)
-class AgreedGather:
-    """One all-gather of a pass that ranks agreed on, so all issue it. Apart from ``unit`` and
-    ``gathers`` all of it is this rank's own."""
-
-    unit: UnitIndex
-    gathers: bool
-    """Whether it is issued. It is not if all ranks hold the unit since before the pass."""
-    is_issued: bool = False
-    is_used: bool = False
-    """Whether this rank runs the unit."""
-    end: int = 0
-    """How many all-gathers of the pass came before the end of this rank's forward."""
-    records: list[ForwardRecord] = field(default_factory=list)
-    """The forwards of this rank."""
-    may_recompute: bool = False
-    """Whether this rank ran it without gradients, as reentrant checkpoints do."""
-    checkpoint: int = 0
-    """The number of the activation checkpoint in which this rank ran it, 0 if there was none."""
-    first_node: int = 0
-    """No node of that checkpoint, or of this forward, has a smaller number. Those of checkpoints
-    before it have."""
-
-
-# ---- Backwards in which units run again ----
-
-
-class RecomputeOrder:
-    """Predicts backwards in which units run again whose forwards left no calls: see Note
-    [recomputing]. Other backwards are not predicted here, because the calls that remain tell more.
-    """
-
-    def __init__(self, refs: UnitRefs) -> None:
-        self._refs = refs
-        self._recorded: ForwardOrder | None = None
-        """The order of backwards, once units ran again in one."""
-        self._order: ForwardOrder | None = None
-        """The same, or what is guessed for the first backward. ``None`` where calls tell more."""
-        self._guesses = True
-        """Whether no backward was recorded. Guesses that were wrong then are not made again."""
-        self._has_recomputed = False
-
-    def begin(self) -> None:
-        """Begin a backward."""
-        self._order = self._recorded
-        self._has_recomputed = False
-        if self._order is not None:
-            self._order.begin()
-
-    def end(self) -> None:
-        """End the backward. It is recorded if it enqueued something, and so ran on every rank."""
-        if self._order is not None and self._order.is_recorded:
-            self._guesses = False
-            if self._has_recomputed:
-                self._recorded = self._order
-
-    def enter(self, forward_pass: ForwardPass) -> None:
-        """Come back to ``forward_pass``."""
-        if self._guesses:
-            self._guess(forward_pass, forward_pass.calls, 1)  # most checkpoints are of one unit
-
-    def begin_recompute(
-        self, run: NoGradForward, forward_pass: ForwardPass, remaining: Sequence[ForwardRecord]
-    ) -> None:
-        """Handle that ``run`` is about to run again. Those after it that have not are of the same
-        checkpoint, and the next checkpoint is guessed to be of as many. ``remaining`` are the calls
-        of the pass that backward has yet to come back to."""
-        if self._guesses and self._order is not None and run.unit not in self._order.upcoming(1):
-            runs = self._to_recompute(forward_pass)
-            self._guess(forward_pass, remaining, sum(other.start >= run.start for other in runs))
-
-    def end_recompute(self) -> None:
-        """Record that a unit has run again whose forwards left no call."""
-        self._has_recomputed = True
-        self._order = self._order or ForwardOrder()
-
-    def upcoming(self, unit: UnitIndex, count: int) -> Sequence[UnitIndex] | None:
-        """Handle that backward uses ``unit`` now. Return the ``count`` units that it is expected to
-        use next, ``None`` where the calls that remain tell more."""
-        if self._order is None:
-            return None
-        self._order.visit(unit)
-        return self._order.upcoming(count)
-
-    def record(self) -> None:
-        """Record the backward, which enqueues something."""
-        if self._order is not None:
-            self._order.is_recorded = True
-
-    def _guess(
-        self, forward_pass: ForwardPass, calls: Iterable[ForwardRecord], together: int
-    ) -> None:
-        runs = self._to_recompute(forward_pass)
-        if runs:
-            self._order = self._order or ForwardOrder()
-            self._order.expect(order_in_backward(calls, runs, together))
-
-    def _to_recompute(self, forward_pass: ForwardPass) -> list[NoGradForward]:
-        """Return the forwards of ``forward_pass`` without gradients that a checkpoint may run
-        again. Those of what is frozen, as a teacher is, or of what has calls, are none of them."""
-        with_calls = {call.unit for call in forward_pass.calls}
-        return [
-            run
-            for index, runs in forward_pass.without_call.items()
-            if index not in with_calls and (unit := self._refs[index]()) and unit.gradients
-            for run in runs
-        ]
-
-
-def order_in_backward(
-    calls: Iterable[ForwardRecord], runs: Iterable[NoGradForward], together: int
-) -> list[UnitIndex]:
-    """Return the units that a backward uses, one after the other, if it comes back to ``calls`` and
-    each checkpoint runs so many of ``runs`` ``together`` again, and what is within them."""
-    used: list[UnitIndex] = []
-    ran: list[ForwardRecord | NoGradForward] = sorted((*calls, *runs), key=attrgetter("end"))
-    while ran:
-        last = ran.pop()
-        if isinstance(last, ForwardRecord):
-            used += [last.unit] * last.needs_parameters
-            continue
-        again: list[ForwardRecord | NoGradForward] = [last]  # the latest end first
-        start = last.start
-        while ran and (
-            ran[-1].start > start
-            or (len(again) < together and not isinstance(ran[-1], ForwardRecord))
-        ):
-            again.append(ran.pop())
-            start = min(start, again[-1].start)
-        forward = sorted(again, key=attrgetter("start"))
-        used += [run.unit for run in (*forward, *again)]
-    return [unit for unit, before in zip(used, [-1, *used], strict=False) if unit != before]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 from fsdp_overlap.schedule.interface import (
     CommOps,
@@ -13,8 +13,17 @@ from fsdp_overlap.schedule.interface import (
     UnitRefs,
     UnitStates,
 )
-from fsdp_overlap.schedule.order import AgreedGather, ForwardRecord
 from fsdp_overlap.schedule.stats import Stats
+
+
+@dataclass(eq=False, slots=True)
+class GraphUse:
+    """Which parameters of a unit a graph may read at any time."""
+
+    first_use: int
+    """The tick of the unit's first use."""
+    modules: Collection[int] = ()
+    """The ids of the modules whose parameters these are, empty if they are all."""
 
 
 class Prefetcher:
@@ -50,12 +59,9 @@ class Prefetcher:
         self._for_next_pass: dict[UnitIndex, tuple[int, bool]] = {}
         self._are_edited_later = False
         """Whether they were edited between the last step and the pass that followed."""
-        self.in_graphs: dict[UnitIndex, int] = {}
-        """Units whose full buffers a graph made by ``backward(create_graph=True)`` may read, at
-        moments that no hook sees: Note [graphs of gradients]. Each with the tick of its first
-        use."""
-        self._gathered_again: Counter[UnitIndex] = Counter()
-        """How often units that were there were gathered again, for uses that are to come."""
+        self.in_graphs: dict[UnitIndex, GraphUse] = {}
+        """Units whose full buffers a graph may read at moments that no hook sees, as one that
+        ``backward(create_graph=True)`` made: Note [graphs of gradients]."""
         self._issued = 0
         self._waits_for_event = False
 
@@ -107,75 +113,6 @@ class Prefetcher:
                 ahead[index] = None
         return self._issued != issued
 
-    # Where ranks agree on all-gathers: Note [negotiation]
-
-    def use_agreed(self, unit: ScheduledUnit, gather: AgreedGather | ForwardRecord) -> None:
-        """Enqueue ``gather``, if that was not done ahead: compute needs ``unit`` now. Then free
-        delayed buffers."""
-        self._ahead.pop(unit.index, None)
-        self._delayed.pop(unit.index, None)
-        if gather.gathers and not gather.is_issued:
-            self._flush_for_room()
-            self._gather_agreed(unit, gather)
-            self.stats.prefetch_misses += 1
-        else:
-            self.stats.prefetch_hits += gather.is_issued
-        if self._delayed:
-            self.flush()
-
-    def gather_ahead(
-        self,
-        unit: ScheduledUnit,
-        gather: AgreedGather | ForwardRecord,
-        is_needed: bool,
-    ) -> None:
-        """Enqueue ``gather`` ahead of its turn, and keep the full buffer if it ``is_needed``."""
-        index = unit.index
-        self._flush_for_room()
-        if unit.is_gathered:
-            self._gather_agreed(unit, gather, not is_needed)
-            if is_needed and index in self._delayed:
-                self._ahead[index] = self._delayed.pop(index)
-            elif is_needed:
-                self._gathered_again[index] += 1
-            return
-        self._gather_agreed(unit, gather, not is_needed)
-        if is_needed:
-            self._ahead[index] = None
-        else:
-            self._comm.free_unread(unit)
-
-    def shadow(self, unit: ScheduledUnit, gather: AgreedGather | ForwardRecord) -> None:
-        """Take part in an all-gather that this rank does not need."""
-        if gather.gathers and not gather.is_issued:
-            self.gather_ahead(unit, gather, is_needed=False)
-
-    def drop_ahead(self, index: UnitIndex) -> None:
-        """Free a unit that was gathered ahead, and that this rank does not run."""
-        if index in self._ahead:
-            self._drop(index)
-
-    def keep(self, index: UnitIndex) -> None:
-        """Keep a unit whose release is delayed: ranks agreed that backward finds it gathered."""
-        if index in self._delayed:
-            self._ahead[index] = self._delayed.pop(index)
-
-    def _flush_for_room(self) -> None:
-        if len(self._ahead) + len(self._delayed) > self.prefetch:
-            self.flush()
-
-    def _gather_agreed(
-        self, unit: ScheduledUnit, gather: AgreedGather | ForwardRecord, shadow: bool = False
-    ) -> None:
-        gather.is_issued = True
-        if unit.is_unsharded:  # others need it, and compute may read it here
-            self._comm.after_compute()
-            self._issued += 1
-            self._comm.gather(unit, again=True, shadow=shadow)
-            unit.wait()
-        else:
-            self._gather(unit, shadow)
-
     def refresh(self, units: Iterable[ScheduledUnit]) -> None:
         """Enqueue the all-gathers of full buffers whose shards were edited since the last one."""
         for unit in units:
@@ -211,17 +148,11 @@ class Prefetcher:
             self.to_sharded(unit)
         if unit.index in self.in_graphs:
             return
-        if self._gathered_again[unit.index]:
-            self._gathered_again[unit.index] -= 1
-            waiting = self._ahead
-        elif unit.is_gathered:
+        if unit.is_gathered:
             self._ahead.pop(unit.index, None)
             self._asked.pop(unit.index, None)
             self._for_next_pass.pop(unit.index, None)
-            waiting = self._delayed
-        else:
-            return
-        waiting[unit.index] = self._comm.record_compute_event()
+            self._delayed[unit.index] = self._comm.record_compute_event()
 
     def to_sharded(self, unit: ScheduledUnit) -> None:
         """Register the sharded parameters of ``unit``, also if the user asked for the unsharded
@@ -232,9 +163,9 @@ class Prefetcher:
     def take_out_of_graphs(self, unit: ScheduledUnit) -> None:
         """Remove ``unit`` from :attr:`in_graphs`, because its full buffer is to be freed or
         refilled. From now on autograd refuses to read the buffer for an old graph."""
-        if self.in_graphs.pop(unit.index, None) is not None:
-            skipped = self._states[unit.index].skipped_modules
-            self._comm.forbid_old_graphs(unit, skipped)
+        use = self.in_graphs.pop(unit.index, None)
+        if use is not None:
+            self._comm.forbid_old_graphs(unit, use.modules)
 
     def release_stale(self) -> None:
         """Release the units of :attr:`in_graphs` whose shards were edited since."""
@@ -260,7 +191,6 @@ class Prefetcher:
         delayed. With ``before_backward`` it is the unit that ran last, if the user left that
         choice to the library: backward needs it first. ``before`` is the unit that begins the next
         pass."""
-        self._gathered_again.clear()
         self._ahead.update(self._asked)
         self._asked.clear()
         for index in list(self._ahead):
@@ -281,7 +211,6 @@ class Prefetcher:
         self._ahead.clear()
         self._asked.clear()
         self._delayed.clear()
-        self._gathered_again.clear()
         for index in list(self.in_graphs):
             unit = self._refs[index]()
             if unit is not None:
@@ -291,24 +220,27 @@ class Prefetcher:
     def wait_once_for_event(self, units: Iterable[ScheduledUnit]) -> None:
         """Note that all-gathers wait for an event, which comes after all edits of ``units`` so far.
         So those of the next pass need not wait for all compute."""
-        self._record_edits_synced(units)
+        self._note_edits(units)
         self._waits_for_event = True
 
     def begin_pass(self, units: Iterable[ScheduledUnit]) -> None:
         """Make the all-gathers of this pass see the edits of ``units`` made before it. If there
         are none, they need not wait for compute: Note [between passes]."""
-        units = list(units)
-        states = self._states
-        is_edited = any(states[unit.index].synced_version != unit.version for unit in units)
-        if is_edited and not self._waits_for_event:
+        if self._waits_for_event:
+            self._waits_for_event = False
+        elif self._note_edits(units):
             self._comm.after_compute()
-            self._record_edits_synced(units)
-        self._waits_for_event = False
 
-    def _record_edits_synced(self, units: Iterable[ScheduledUnit]) -> None:
-        """Note that all-gathers from now on see every edit of ``units`` made so far."""
+    def _note_edits(self, units: Iterable[ScheduledUnit]) -> bool:
+        """Note that all-gathers from now on see every edit of ``units`` made so far. Return whether
+        there are any that they did not see."""
+        states, are_edited = self._states, False
         for unit in units:
-            self._states[unit.index].synced_version = unit.version
+            state, version = states[unit.index], unit.version
+            if state.synced_version != version:
+                state.synced_version = version
+                are_edited = True
+        return are_edited
 
     def _gather(self, unit: ScheduledUnit, shadow: bool = False) -> None:
         # Compute may have edited the shard, or may still read a buffer that is gathered again.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from fsdp_overlap.schedule.interface import (
     CommOps,
@@ -23,14 +24,18 @@ MAX_INPUTS = 2
 @dataclass(eq=False, slots=True)
 class PendingReduction:
     """A unit's place in the order of reductions. ``first_use`` is the tick of the forward at which
-    the unit first ran. ``arrived``: of each param group that is reduced by itself, which gradients
-    are there. ``reduced``: how many param groups went ahead of the turn."""
+    the unit first ran, the latest of which comes first. ``arrived``: of each param group that is
+    reduced by itself, which gradients are there. ``reduced``: how many param groups went ahead of
+    the turn."""
 
     unit: ScheduledUnit
     first_use: int
-    is_ready: bool = False
+    place: tuple[int, int]
     arrived: dict[Gradients, set[int]] = field(default_factory=dict)
     reduced: int = 0
+
+
+_place = attrgetter("place")
 
 
 class GradReducer:
@@ -58,9 +63,10 @@ class GradReducer:
         """Expect these units to take part in this backward, on every rank."""
         for unit, first_use in first_uses:
             if unit.gradients and unit not in self._by_unit:
-                self._by_unit[unit] = turn = PendingReduction(unit, first_use)
+                turn = PendingReduction(unit, first_use, (-first_use, unit.index))
+                self._by_unit[unit] = turn
                 self._pending.append(turn)
-        self._pending.sort(key=lambda turn: (-turn.first_use, turn.unit.index))
+        self._pending.sort(key=_place)
 
     def nothing_follows(self) -> None:
         """Note that nothing more is gathered in this backward, on any rank. So the order in which
@@ -87,18 +93,16 @@ class GradReducer:
 
     def passed(self, tick: int) -> None:
         """Reduce every unit first used after ``tick``, which backward is done with."""
-        for turn in self._pending:
-            if turn.first_use <= tick:
-                break
-            turn.is_ready = True
-        self._advance()
+        pending = self._pending
+        while pending and pending[0].first_use > tick:
+            turn = pending.pop(0)
+            del self._by_unit[turn.unit]
+            self._reduce(turn.unit, turn.reduced)
 
     def issue_rest(self, units: Iterable[ScheduledUnit]) -> None:
         """Reduce what is left, with zeros if there is no gradient."""
         self._goes_ahead = False
-        for turn in self._pending:
-            turn.is_ready = True
-        self._advance()
+        self.passed(-1)
         for unit in units:
             # Left are gradients that arrived after the unit was reduced (reentrant checkpointing of
             # a module that runs several times), gradients of parameters that were used outside
@@ -128,33 +132,28 @@ class GradReducer:
         self._by_unit.clear()
         self._goes_ahead = False
 
-    def _advance(self) -> None:
-        while self._pending and self._pending[0].is_ready:
-            turn = self._pending.pop(0)
-            del self._by_unit[turn.unit]
-            self._reduce(turn.unit, turn.reduced)
-
     def _reduce_complete(self, turn: PendingReduction) -> None:
         """Reduce the param groups of ``turn`` whose gradients are all there, up to the first of
         which some are not: the order is the same on every rank."""
         for gradients in _last_first(turn.unit)[turn.reduced :]:
             if len(turn.arrived.get(gradients, ())) < gradients.count:
                 return
-            self._reduce_param_group(turn.unit, gradients)
+            self._reduce_param_group(turn.unit, gradients, syncs=True)
             turn.reduced += 1
 
     def _reduce(self, unit: ScheduledUnit, done: int = 0) -> None:
         """Reduce all param groups of ``unit`` but the first ``done``."""
-        is_complete = unit.syncs_gradients and unit.completes_gradients
-        self._states[unit.index].has_unreduced = not is_complete
-        for gradients in _last_first(unit)[done:]:
-            self._reduce_param_group(unit, gradients)
+        completes = unit.completes_gradients
+        syncs = completes or unit.syncs_gradients
+        self._states[unit.index].has_unreduced = not completes
+        for gradients in unit.gradients[::-1][done:]:  # those first that are expected first
+            self._reduce_param_group(unit, gradients, syncs)
 
-    def _reduce_param_group(self, unit: ScheduledUnit, gradients: Gradients) -> None:
-        self._ensure_input(unit, gradients)
+    def _reduce_param_group(self, unit: ScheduledUnit, gradients: Gradients, syncs: bool) -> None:
+        is_new = self._ensure_input(unit, gradients)
         gradients.copy_in_all()
-        if unit.syncs_gradients:
-            while self._in_flight and not self._has_room(unit):
+        if syncs:
+            while not is_new and self._in_flight and not self._has_room(unit):
                 self._wait_for_oldest()
             self._filling.pop(gradients, None)
             self._reading.add(gradients)
@@ -179,18 +178,21 @@ class GradReducer:
         if turn is not self._pending[0] or not has_room:
             return False
         self._ensure_input(unit, gradients)
+        if unit.syncs_gradients:
+            self._filling[gradients] = unit
         return True
 
-    def _ensure_input(self, unit: ScheduledUnit, gradients: Gradients) -> None:
+    def _ensure_input(self, unit: ScheduledUnit, gradients: Gradients) -> bool:
+        """Give the reduce input memory, once no reduction reads it, and there is room. Return
+        whether it had none."""
         while gradients in self._reading:  # with an earlier gradient
             self._wait_for_oldest()
         if gradients.has_input:
-            return
+            return False
         while self._in_flight and not self._has_room(unit):
             self._wait_for_oldest()
         self._comm.allocate_input(gradients)
-        if unit.syncs_gradients:
-            self._filling[gradients] = unit
+        return True
 
     def _has_room(self, unit: ScheduledUnit) -> bool:
         """Return whether a param group of ``unit`` may have a reduce input. Those of one unit count

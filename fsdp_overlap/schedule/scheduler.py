@@ -15,7 +15,6 @@ from __future__ import annotations
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from itertools import count
 
 from fsdp_overlap.schedule.backward import Backward
@@ -30,16 +29,14 @@ from fsdp_overlap.schedule.interface import (
     UnitState,
     UnitStates,
 )
-from fsdp_overlap.schedule.negotiation import BACKWARD, REST, SHADOW, AgreedBackward, Negotiation
 from fsdp_overlap.schedule.order import (
-    AgreedGather,
     ForwardOrder,
     ForwardPass,
     ForwardRecord,
     NoGradForward,
-    RecomputeOrder,
 )
 from fsdp_overlap.schedule.prefetch import Prefetcher
+from fsdp_overlap.schedule.recompute import RecomputeOrder, RecomputingBackward
 from fsdp_overlap.schedule.reducer import GradReducer
 from fsdp_overlap.schedule.stats import Stats
 
@@ -54,6 +51,11 @@ UNFINISHED = (
     "on every rank before the next {}"
 )
 
+EDITED = (
+    "parameters of unit {!r} were modified between its forward and its backward; run backward "
+    "before optimizer.step() and before editing weights"
+)
+
 
 class Schedule:
     """Decides at each event of one context's forwards and backwards what is issued.
@@ -61,6 +63,8 @@ class Schedule:
     ``refs`` find the units, and ``units`` lists those that exist. ``sync_requires_grad`` finds out
     which param groups get gradients: the user may freeze parameters between forward and backward.
     """
+
+    prefetcher_class = Prefetcher
 
     def __init__(
         self,
@@ -80,80 +84,45 @@ class Schedule:
         self._refs = refs
         self._units = units
         self._states: UnitStates = defaultdict(UnitState)
-        self.prefetcher = Prefetcher(comm, prefetch, stats, refs, self._states)
+        self.prefetcher = self.prefetcher_class(comm, prefetch, stats, refs, self._states)
         self.reducer = GradReducer(comm, max_reduce_inputs, self._states)
         self.finalizer = BackwardFinalizer(self.prefetcher, self.reducer, comm, engine, units)
         self.order = ForwardOrder()
-        self._recompute_order = RecomputeOrder(refs)
+        self._recompute_order: RecomputeOrder | None = None
+        """The order of backwards in which units run again. ``None`` until one might."""
         self._shards_replicas = shards_replicas
         self._sync_requires_grad = sync_requires_grad
         self._tick = count(1).__next__
         self._running: list[tuple[ScheduledUnit, int]] = []
         self._pass = ForwardPass()
         self._is_pass_over = True
-        self._unfinished: list[ScheduledUnit] = []
-        """Units of several modules that stay gathered, because not all of their modules have run in
-        the forward under way. See Note [several modules]."""
-        self._read_by_others: dict[UnitIndex, deque[ForwardPass]] = {}
-        """Units of which a module did not run in these passes, so that others may have read its
-        parameters. They stay gathered until a backward has come back to each of the passes."""
         self._by_hand: set[UnitIndex] = set()
         """Units that the user has unsharded. See Note [unsharded by hand]."""
         self._open_passes: deque[ForwardPass] = deque(maxlen=MAX_OPEN_PASSES)
         self._backward: Backward | None = None
         self._backwards = 0
-        self._negotiation: Negotiation | None = None
-        self._gathers: dict[UnitIndex, AgreedGather] = {}
-        """For each unit, the last all-gather that ranks agreed on and this one used."""
-        self._is_fresh = False
-        """Whether no unit with parameters has run since the outermost forward began."""
-        self._has_grad = False
-        """Whether gradients were enabled then. A reentrant checkpoint within it disables them."""
 
-    def negotiate(self) -> None:
-        """Agree with other ranks on what is gathered, from the next pass on: some units are
-        conditional."""
-        if self._negotiation is None:
-            self._negotiation = Negotiation(
-                self._comm,
-                self.prefetcher,
-                self._refs,
-                self._prepare_pass,
-                self._begin_agreed_pass,
-                self._engine,
-            )
+    @classmethod
+    def take_in(cls, schedule: Schedule, unit: ScheduledUnit) -> None:
+        """Prepare ``schedule`` for ``unit``, which asks for a schedule of this class. One that was
+        made for others becomes one, and is then slower than one that was made so."""
+
+    # Ranks that run different units, in a schedule for that
 
     @property
-    def negotiates(self) -> bool:
-        """Whether ranks agree by messages on what is gathered."""
-        return self._negotiation is not None
-
-    def stop_negotiating(self) -> None:
-        """Expect all ranks to run the same from now on. Call it on all at once, between passes."""
-        self._negotiation = None
-        self._gathers.clear()
-        self._open_passes.clear()
+    def is_uneven(self) -> bool:
+        """Whether ranks may run different units."""
+        return False
 
     def shadow(self) -> None:
         """Take part in what other ranks run, until they have run a backward or an evaluation.
         Return at once if no rank runs anything."""
-        self._shadow(SHADOW)
 
     def wait_for_all(self) -> None:
         """Take part in what other ranks run, until all wait for each other."""
-        while self._shadow(REST) != REST:
-            pass
 
-    def _shadow(self, need: int) -> int:
-        assert self._negotiation is not None
-        chosen = self._negotiation.shadow(need)
-        self._comm.wait_for_outer_shards(False)
-        if chosen == BACKWARD:
-            self._engine.run_backward(partial(self._begin_backward, is_agreed=True))
-        else:
-            self.prefetcher.finish_pass()
-            self._comm.wait_for_unread()
-        return chosen
+    def expect_same(self) -> None:
+        """Expect all ranks to run the same from now on. Call it on all at once, between passes."""
 
     # Forward
 
@@ -161,52 +130,26 @@ class Schedule:
         """Prepare ``unit``, whose forward is about to run. Afterwards compute may use its full
         buffers."""
         if self._graph_task() != -1:
-            backward = self._backward or self._begin_backward()
-            backward.before_recompute(unit, self._tick())
+            self._recomputing_backward().before_recompute(unit, self._tick())
             return
         if self._backward is not None:
             raise RuntimeError(UNFINISHED.format("forward"))
-        if self._negotiation is not None:
-            self._request(unit, self._negotiation)
-            return
         if not self._running and self._starts_pass(unit):
             self._begin_pass(unit)
         self._running.append((unit, self._tick()))
         if unit.has_parameters:
-            self.order.visit(unit.index)
-            upcoming = self.order.upcoming(self.prefetcher.prefetch)
+            upcoming = self.order.visit(unit.index, self.prefetcher.prefetch)
             if self.prefetcher.use(unit, upcoming, unit.forward_prefetch):
                 self.order.is_recorded = True
             unit.wait()
 
-    def _request(self, unit: ScheduledUnit, negotiation: Negotiation) -> None:
-        """Agree with other ranks that ``unit`` is gathered now, unless it is in use."""
-        if not self._running:
-            self._is_fresh, self._has_grad = True, self._engine.is_grad_enabled()
-        if unit.has_parameters and not self.is_in_use(unit):
-            self._gathers[unit.index] = negotiation.request(unit, self._is_fresh, self._has_grad)
-            self._is_fresh = False
-        self._running.append((unit, self._tick()))
-        unit.wait()
-
     def _prepare_pass(self, first: ScheduledUnit | None) -> None:
         """Bring full buffers to rest before a pass that may begin."""
-        self.finalizer.check_done("forward")
+        if self.finalizer.pending is not None:
+            self.finalizer.check_done("forward")
         self.prefetcher.finish_pass(before=first)
-        if self._negotiation is not None:
-            self._comm.wait_for_unread()
         self.prefetcher.release_stale()
         self.prefetcher.begin_pass(self._units())
-
-    def _begin_agreed_pass(self, has_grad: bool) -> ForwardPass:
-        """Begin a pass, on all ranks. ``has_grad``: whether some rank makes a graph in it."""
-        self._pass = ForwardPass()
-        if has_grad:
-            self._open_passes.append(self._pass)
-        if self._shards_replicas:
-            for unit in self._units():
-                self._comm.gather_outer_shards(unit)
-        return self._pass
 
     def after_forward(
         self, unit: ScheduledUnit, module: int, raised: bool = False
@@ -215,79 +158,83 @@ class Schedule:
         module that ran. Return its call, or ``None`` if backward will not need the unit's full
         buffers for it. If gradients will flow back through the call, the caller gives it to
         :meth:`add_call`, and later to :meth:`before_backward`."""
+        if self._backward is not None and self._graph_task() != -1:
+            return self._after_recompute(unit, self._backward)
         running = self._running
-        backward = self._backward if self._graph_task() != -1 else None
-        if backward is not None:
-            running = backward.recomputing
         if not running or running[-1][0] is not unit:
             return None  # before_forward raised
         _, start = running.pop()
         end = self._tick()
-        if backward is not None:
-            is_in_use = self.is_in_use(unit)
-            if not is_in_use and not self._states[unit.index].registers_unsharded:
-                unit.to_sharded()
-            return backward.after_recompute(unit, start, end, is_in_use)
-        self._pass.record(unit.index, start, end)
-        gather = self._gathers.get(unit.index)
-        if self._negotiation is not None and gather is not None:
-            gather.end = self._negotiation.position
-        state = self._states[unit.index]
-        if unit.is_list and module in unit.module_ids:  # and not one that reads its parameters
-            if not state.pending_modules:
-                state.pending_modules.update(unit.module_ids)
-            state.pending_modules.discard(module)
-            if unit in self._unfinished:
-                self._unfinished.remove(unit)
+        ticks = self._pass.ticks
+        first, _ = ticks.get(unit.index, (start, end))
+        ticks[unit.index] = min(first, start), end
         if not self.is_in_use(unit):
-            if state.pending_modules and running and not raised:
-                self._unfinished.append(unit)
-            else:
-                if state.pending_modules:
-                    state.pending_modules.clear()
-                if not state.registers_unsharded:
-                    unit.to_sharded()
-                if raised or unit.reshards_after_forward():
-                    self.prefetcher.release(unit)
-        if self._unfinished and not running:
-            self._end_unfinished(raised)
-        if self._shards_replicas and not running:
-            self._comm.wait_for_outer_shards(raised)  # for units that did not run
-        if unit.is_root and not running:
-            self._is_pass_over = True
-            if self._negotiation is not None and not (raised or self._engine.is_grad_enabled()):
-                self._negotiation.end_pass()
-            self.prefetcher.finish_pass(
-                before_backward=self._engine.is_grad_enabled() and not raised
-            )
-        if self._negotiation is not None and not running:
-            self._comm.wait_for_unread()
+            if not self._states[unit.index].registers_unsharded:
+                unit.to_sharded()
+            if raised or unit.reshards_after_forward():
+                self.prefetcher.release(unit)
+        if not running:
+            self._end_outermost(unit, raised)
         if not unit.has_parameters:
             return None
         if not self._engine.is_grad_enabled():
-            self._pass.without_call.setdefault(unit.index, []).append(
-                NoGradForward(unit.index, start, end)
-            )
-            if gather is not None:
-                gather.may_recompute |= self._pass in self._open_passes
+            self._ran_without_gradients(unit, start, end)
             return None
-        return ForwardRecord(unit.index, start, end, self._pass, unit.version, gather=gather)
+        return ForwardRecord(unit.index, start, end, self._pass, unit.version)
+
+    def _ran_without_gradients(self, unit: ScheduledUnit, start: int, end: int) -> bool:
+        """Note a forward of ``unit``. Return whether backward may run it again, as it was in a pass
+        with gradients."""
+        if not self._open_passes or self._open_passes[-1] is not self._pass:
+            return False
+        run = NoGradForward(unit.index, start, end)
+        self._pass.without_call.setdefault(unit.index, []).append(run)
+        self._recompute_order = self._recompute_order or RecomputeOrder(self._refs)
+        return True
+
+    def _recomputing_backward(self) -> RecomputingBackward:
+        """Return the backward under way, in which a unit runs again."""
+        if self._recompute_order is None:
+            self._recompute_order = RecomputeOrder(self._refs)
+        backward = self._backward or self._begin_backward()
+        if not isinstance(backward, RecomputingBackward):
+            backward = self._backward = self._with_recompute(backward)
+        return backward
+
+    def _after_recompute(self, unit: ScheduledUnit, backward: Backward) -> ForwardRecord | None:
+        """End a forward of ``unit`` within ``backward``."""
+        if not isinstance(backward, RecomputingBackward):
+            return None  # before_forward raised
+        running = backward.recomputing
+        if not running or running[-1][0] is not unit:
+            return None
+        _, start = running.pop()
+        end = self._tick()
+        is_in_use = self.is_in_use(unit)
+        if not is_in_use and not self._states[unit.index].registers_unsharded:
+            unit.to_sharded()
+        return backward.after_recompute(unit, start, end, is_in_use)
+
+    def _end_outermost(self, unit: ScheduledUnit, raised: bool) -> None:
+        """End a forward of ``unit`` that no other is around."""
+        if self._shards_replicas:
+            self._comm.wait_for_outer_shards(raised)  # for units that did not run
+        if unit.is_root:
+            self._is_pass_over = True
+            self._end_pass(raised)
+
+    def _end_pass(self, raised: bool) -> None:
+        has_grad = self._engine.is_grad_enabled() and not raised
+        self.prefetcher.finish_pass(before_backward=has_grad)
 
     def is_in_use(self, unit: ScheduledUnit) -> bool:
         """Return whether a forward or backward of ``unit`` is under way. A module may call itself,
-        and backward may run a forward again. A list of modules is in use until all of them have
-        run."""
+        and backward may run a forward again."""
         for other, _ in self._running:  # a loop, as in Unit.is_unsharded
             if other is unit:
                 return True
-        if self._unfinished and unit in self._unfinished:
-            return True
         backward = self._backward
-        return backward is not None and (
-            backward.is_open(unit.index)
-            or unit.index in backward.registered
-            or any(other is unit for other, _ in backward.recomputing)
-        )
+        return backward is not None and backward.uses(unit)
 
     @property
     def is_in_forward(self) -> bool:
@@ -339,34 +286,6 @@ class Schedule:
     def add_call(self, call: ForwardRecord) -> None:
         """Note that backward will come back to ``call``."""
         call.forward_pass.calls.append(call)
-        if call.gather is not None:
-            call.gather.records.append(call)
-
-    def _end_unfinished(self, raised: bool) -> None:
-        """End the wait of units for some of their modules. The outermost unit has run, so these
-        modules will not run in this pass. Other modules may have read their parameters, and no call
-        tells when backward reads them again. So if there is a graph, the units stay gathered.
-        Where ranks negotiate, other ranks would not know of that, and such reads raise."""
-        has_graph = self._engine.is_grad_enabled() or bool(self._pass.calls)
-        has_graph &= self._negotiation is None
-        for unit in self._unfinished:
-            state = self._states[unit.index]
-            skipped, state.pending_modules = state.pending_modules, set()
-            if not state.registers_unsharded:
-                unit.to_sharded()
-            if has_graph and not raised:
-                index = unit.index
-                if index not in self.prefetcher.in_graphs:
-                    self.prefetcher.in_graphs[index] = self._pass.ticks[index][0]
-                    self._read_by_others.pop(index, None)
-                    state.skipped_modules = skipped
-                elif state.skipped_modules:  # else a graph may read all
-                    state.skipped_modules |= skipped
-                passes = self._read_by_others.setdefault(index, deque(maxlen=MAX_OPEN_PASSES))
-                passes.append(self._pass)
-            elif raised or unit.reshards_after_forward():
-                self.prefetcher.release(unit)
-        self._unfinished.clear()
 
     def _starts_pass(self, unit: ScheduledUnit) -> bool:
         # If no unit encloses the others, a pass has no visible end. A second run of a unit, or a
@@ -374,7 +293,6 @@ class Schedule:
         return unit.is_root or self._is_pass_over or self.order.has_visited(unit.index)
 
     def _begin_pass(self, first: ScheduledUnit) -> None:
-        self.finalizer.check_done("forward")
         self._is_pass_over = False
         self._prepare_pass(first)
         if self._shards_replicas:
@@ -397,11 +315,10 @@ class Schedule:
                 backward did not finish.
         """
         backward = self._backward or self._begin_backward()
-        call = call.agreed or call
         if call.backward == backward.serial:
             return False
         # A backward within this one belongs to it only if a forward ran within this one before.
-        if self._graph_task() != backward.graph_task and backward.recompute is None:
+        if self._graph_task() != backward.graph_task and not backward.may_nest():
             raise RuntimeError(UNFINISHED.format("backward"))
         call.backward = backward.serial
         backward.creates_graph |= self._engine.is_grad_enabled()
@@ -409,10 +326,7 @@ class Schedule:
         if unit is None:
             return False
         if unit.version != call.version:
-            raise RuntimeError(
-                f"parameters of unit {unit.name!r} were modified between its forward and its "
-                "backward; run backward before optimizer.step() and before editing weights"
-            )
+            raise RuntimeError(EDITED.format(unit.name))
         if self._comm.is_profiled():
             with self._comm.profiler_range("pre_backward", unit.name):
                 self._come_back_to(call, unit, backward)
@@ -437,28 +351,25 @@ class Schedule:
             self.reducer.more_may_arrive()
         self.reducer.arrived(unit, gradients, index)
 
-    def _begin_backward(self, is_agreed: bool = False) -> Backward:
-        """Begin a backward. ``is_agreed``: all ranks know that, and this one shadows."""
-        self.finalizer.check_done("backward")
+    def _begin_backward(self) -> Backward:
+        if self.finalizer.pending is not None:
+            self.finalizer.check_done("backward")
         self._engine.at_end_of_backward(self._end_backward)
         self._sync_requires_grad()
-        # All ranks call backward(). What its graph reaches may differ, so that does not count. See
-        # Note [gradients of inputs].
-        accumulates = is_agreed or (
-            self._engine.is_for_all_leaves() or any(unit.accumulates for unit in self._units())
-        )
-        agreed: AgreedBackward | None = None
-        if self._negotiation is not None:
-            agreed = self._negotiation.begin_backward(
-                self._tick(), None if is_agreed else accumulates
-            )
-            self._tick = count(agreed.last_tick + 1).__next__
-            self._open_passes.clear()
-            self._open_passes.extend(agreed.passes)
-            accumulates = agreed.accumulates
-        self._backwards += 1
-        self._backward = backward = Backward(
-            self._backwards,
+        self._backward = backward = self._make_backward(self._accumulates())
+        self._backwards = backward.serial
+        backward.begin()
+        return backward
+
+    def _accumulates(self) -> bool:
+        """Return whether the backward that begins accumulates gradients into parameters. All ranks
+        call ``backward()``. What its graph reaches may differ, so that does not count. See Note
+        [gradients of inputs]."""
+        return self._engine.is_for_all_leaves() or any(unit.accumulates for unit in self._units())
+
+    def _make_backward(self, accumulates: bool) -> Backward:
+        backward = Backward(
+            self._backwards + 1,
             self._graph_task(),
             self.prefetcher,
             self.reducer,
@@ -467,14 +378,15 @@ class Schedule:
             self._refs,
             self._states,
             self._open_passes,
-            self._read_by_others,
-            self._recompute_order,
-            agreed is not None,
             accumulates,
-            agreed is not None and agreed.creates_graph,
         )
-        backward.begin()
-        return backward
+        return backward if self._recompute_order is None else self._with_recompute(backward)
+
+    def _with_recompute(self, backward: Backward) -> RecomputingBackward:
+        """Return a backward that goes on where ``backward`` is, and in which units may run
+        again."""
+        assert self._recompute_order is not None
+        return RecomputingBackward(**vars(backward), _recompute_order=self._recompute_order)
 
     def _end_backward(self) -> None:
         backward = self._backward
@@ -488,28 +400,35 @@ class Schedule:
 
     def _finish(self, backward: Backward) -> None:
         try:
-            reached = set(backward.remaining)
-            backward.finish()
-            if self._by_hand and backward.accumulates:
-                self._end_unshards(backward, reached)
-            if self._read_by_others and not self._engine.keeps_graph():
-                self._release_read_by_others(reached)
+            self._finish_walk(backward)
             self.prefetcher.finish_pass()
-            if self._negotiation is not None:
-                self._comm.wait_for_unread()
             for unit in self._units():
                 if unit.has_post_forward_shard:
                     unit.free_post_forward_shards()  # where backward did not come back to it
-            self.finalizer.end_backward()
+            self.reducer.issue_rest(self._units())
+            if self.finalizer.is_manual:
+                self.finalizer.is_due = True
+            else:
+                self.reducer.wait()
+                self._comm.finish_backward()
             if backward.lost_edit is not None:
                 raise RuntimeError(backward.lost_edit)
         finally:
             # If a user's hook raised, gradients are missing: the next forward says what to do.
             if sys.exception() is None or not self.reducer.is_under_way:
                 self._backward = None
-            self._recompute_order.end()
+            if self._recompute_order is not None:
+                self._recompute_order.end()
             self._is_pass_over = True
             self._open_passes.clear()
+
+    def _finish_walk(self, backward: Backward) -> Collection[ForwardPass]:
+        """End the walk of ``backward``. Return the passes that it came back to."""
+        reached = set(backward.remaining)
+        backward.finish()
+        if self._by_hand and backward.accumulates:
+            self._end_unshards(backward, reached)
+        return reached
 
     def _end_unshards(self, backward: Backward, reached: Collection[ForwardPass]) -> None:
         """Register the sharded parameters of the units of :attr:`_by_hand` whose gradients are
@@ -537,23 +456,6 @@ class Schedule:
                 continue
             self._by_hand.remove(index)
             if unit.settings.reshard_after_backward:
-                self.prefetcher.release(unit)
-
-    def _release_read_by_others(self, reached: Collection[ForwardPass]) -> None:
-        """Release the units of :attr:`_read_by_others` that no graph is left to read, after a
-        backward that came back to the passes ``reached`` and does not keep its graph."""
-        for index, passes in list(self._read_by_others.items()):
-            for forward_pass in [*passes]:
-                if forward_pass in reached or not forward_pass.calls:
-                    passes.remove(forward_pass)
-            if passes:
-                continue
-            del self._read_by_others[index]
-            unit = self._refs[index]()
-            if unit is None or not unit.settings.reshard_after_backward:
-                continue
-            if self._states[index].skipped_modules:
-                self.prefetcher.take_out_of_graphs(unit)
                 self.prefetcher.release(unit)
 
     # Between passes
@@ -618,20 +520,14 @@ class Schedule:
         """Forget what is under way, and the recorded order, which may differ from rank to rank. See
         Note [errors]."""
         self.order = ForwardOrder()
-        self._recompute_order = RecomputeOrder(self._refs)
+        self._recompute_order = None
         self.prefetcher.drop()
         self.reducer.drop()
         self.finalizer.drop()
         self._running.clear()
         self._backward = None
         self._is_pass_over = True
-        self._unfinished.clear()
-        self._read_by_others.clear()
         self._by_hand.clear()
         self._open_passes.clear()
-        self._gathers.clear()
-        if self._negotiation is not None:
-            self._negotiation = None
-            self.negotiate()  # anew, because what was recorded may differ from rank to rank
         for state in self._states.values():
             state.drop()

@@ -150,11 +150,13 @@ def test_files_that_are_listed_from_the_bottom_up_import_those_above_them_in_the
             assert other not in line_of or line_of[other] <= line_of[file], f"{file}: {other}"
 
 
-def test_the_schedule_imports_the_standard_library_alone() -> None:
+def test_the_schedule_and_its_variants_import_the_standard_library_alone() -> None:
+    folders = ("schedule", "features.module_lists", "features.negotiation")
+    own = tuple(f"{PACKAGE}.{folder}" for folder in folders)
     for module, path in FILES.items():
-        if module.startswith(f"{PACKAGE}.schedule"):
+        if module.startswith(own):
             for name in imported_names(path):
-                is_own = name.startswith(f"{PACKAGE}.schedule.")
+                is_own = name.startswith(own)
                 assert is_own or name.split(".")[0] in sys.stdlib_module_names, f"{module}: {name}"
 
 

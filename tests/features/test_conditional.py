@@ -33,9 +33,9 @@ from fsdp_overlap.comm import hosts, process_groups
 from fsdp_overlap.comm.comm_streams import DeviceCommStream, DeviceWorkHandle
 from fsdp_overlap.comm.process_groups import NEGOTIATION
 from fsdp_overlap.engine.comm_context import SHADOW, CommContext
+from fsdp_overlap.features.negotiation.gathers import NegotiatedPrefetcher
 from fsdp_overlap.layout import Flat, LayoutRule, TensorAtomic
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
-from fsdp_overlap.schedule.prefetch import Prefetcher
 from fsdp_overlap.tools.emulator import EmulatedDevice, compare_issued, running
 from fsdp_overlap.tools.emulator.nccl_like import BACKEND, unseen
 from support.defects import Defect
@@ -905,10 +905,12 @@ def on_the_device(defect: str) -> tuple[list[str], Any]:
 
 def written_while_it_is_read() -> AbstractContextManager[object]:
     """What this rank holds is gathered again for others, and compute does not wait."""
-    return patch.object(Prefetcher, "_gather_agreed", gather_without_waits)
+    return patch.object(NegotiatedPrefetcher, "_gather_agreed", gather_without_waits)
 
 
-def gather_without_waits(self: Prefetcher, unit: Any, gather: Any, shadow: bool = False) -> None:
+def gather_without_waits(
+    self: NegotiatedPrefetcher, unit: Any, gather: Any, shadow: bool = False
+) -> None:
     gather.is_issued = True
     if unit.is_unsharded:
         self._comm.gather(unit, again=True)

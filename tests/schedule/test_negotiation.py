@@ -10,9 +10,9 @@ from unittest.mock import patch
 
 import pytest
 
-from fsdp_overlap.schedule.backward import Backward
-from fsdp_overlap.schedule.negotiation import Negotiation
-from fsdp_overlap.schedule.prefetch import Prefetcher
+from fsdp_overlap.features.negotiation.gathers import NegotiatedPrefetcher
+from fsdp_overlap.features.negotiation.messages import Negotiation
+from fsdp_overlap.features.negotiation.schedule import NegotiatedBackward
 from support.negotiating import Ranks, Step, each_its_own
 from support.schedule_model import Action, AutogradEngine, Forward, Options, Rank
 
@@ -180,22 +180,27 @@ def nothing(*_: object, **__: object) -> None:
     pass
 
 
-def not_shadowed(self: Prefetcher, unit: Any, gather: Any) -> None:
+def not_shadowed(self: NegotiatedPrefetcher, unit: Any, gather: Any) -> None:
     gather.is_issued = True
 
 
-def to_the_call_alone(self: Backward, call: Any) -> None:
+def to_the_call_alone(self: NegotiatedBackward, call: Any) -> None:
     self._enter(call.forward_pass)
-    self._step(call, call.end)
+    self._step_alone(call, call.end)
 
 
 @pytest.mark.parametrize(
     ("owner", "method", "instead", "message"),
     [
-        (Prefetcher, "shadow", not_shadowed, "ranks issue"),
-        (Prefetcher, "keep", nothing, "not there|not whole|ranks issue"),
-        (Prefetcher, "_flush_for_room", nothing, "gathered beside"),
-        (Backward, "advance_to", to_the_call_alone, "ranks issue|gathered beside|while it is used"),
+        (NegotiatedPrefetcher, "shadow", not_shadowed, "ranks issue"),
+        (NegotiatedPrefetcher, "keep", nothing, "not there|not whole|ranks issue"),
+        (NegotiatedPrefetcher, "_flush_for_room", nothing, "gathered beside"),
+        (
+            NegotiatedBackward,
+            "advance_to",
+            to_the_call_alone,
+            "ranks issue|gathered beside|while it is used",
+        ),
         (Negotiation, "end_pass", nothing, "waits for a message"),
         (Negotiation, "_shadow_rest", nothing, "."),
         (

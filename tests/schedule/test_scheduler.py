@@ -11,8 +11,11 @@ from unittest.mock import patch
 
 import pytest
 
+from fsdp_overlap.features.module_lists import ListSchedule
+from fsdp_overlap.features.negotiation.schedule import NegotiatedSchedule, negotiate
 from fsdp_overlap.schedule.backward import Backward
 from fsdp_overlap.schedule.prefetch import Prefetcher
+from fsdp_overlap.schedule.recompute import RecomputingBackward
 from fsdp_overlap.schedule.reducer import GradReducer
 from fsdp_overlap.schedule.scheduler import Schedule
 from support.pages import ROOT
@@ -149,7 +152,7 @@ def test_a_unit_in_a_checkpoint_with_checkpoints_within_it_is_right() -> None:
 
 def test_a_backward_whose_first_event_is_a_forward_is_found_if_taken_for_another() -> None:
     with (
-        patch.object(Backward, "_enter_nested", nothing),
+        patch.object(RecomputingBackward, "_enter_nested", nothing),
         pytest.raises(Wrong, match=r"in use|used"),
     ):
         explore_a_unit_in_a_checkpoint()
@@ -213,7 +216,7 @@ def test_the_last_unit_is_reduced_piece_by_piece_as_gradients_arrive() -> None:
 
 def test_pieces_that_do_not_wait_for_the_last_gather_are_found() -> None:
     with (
-        patch.object(Backward, "_has_reached_all", forever),
+        patch.object(RecomputingBackward, "_has_reached_all", forever),
         pytest.raises(Wrong, match="ranks issue"),
     ):
         explore_in_pieces()
@@ -321,7 +324,7 @@ def forever(*_: object) -> bool:
     ("owner", "method", "instead", "message"),
     [
         (Backward, "_walk_to_end", nothing, "ranks issue"),
-        (Backward, "_advance_to_checkpoint", nothing, "ranks issue|gathered beside"),
+        (RecomputingBackward, "_advance_to_checkpoint", nothing, "ranks issue|gathered beside"),
         (Backward, "_leave", nothing, "gathered beside"),
         (Prefetcher, "flush", nothing, "gathered beside"),
         (Prefetcher, "finish_pass", nothing, "not released|gathered beside"),
@@ -337,8 +340,34 @@ def test_what_decides_wrongly_is_found(
         explore_all(3, 1)
 
 
+def was_uneven(options: Options) -> Rank:
+    rank = Rank(3, options)
+    negotiate(rank.schedule)
+    rank.schedule.expect_same()
+    return rank
+
+
+VARIANTS: dict[str, Callable[[Options], Rank]] = {
+    "lists": lambda options: Rank(3, options, ListSchedule),
+    "negotiated": lambda options: Rank(3, options, NegotiatedSchedule),
+    "was uneven": was_uneven,
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_issue_the_same_where_nothing_needs_them(variant: str) -> None:
+    for options, program in product(OPTIONS, programs(3, 1)):
+        ranks = [Rank(3, options), VARIANTS[variant](options)]
+        for rank in ranks:
+            for action in (*program, *program):
+                rank.act(action, action.skips[1] if action.skips else frozenset())
+        assert ranks[1].collectives == ranks[0].collectives, program
+
+
 def test_deciding_needs_no_torch() -> None:
-    program = "import sys; sys.modules['torch'] = None; import fsdp_overlap.schedule.scheduler"
+    program = (
+        "import sys; sys.modules['torch'] = None; import fsdp_overlap.features.negotiation.schedule"
+    )
     # The package's own __init__ imports torch, and is left out.
     alone = "import types, sys; p = types.ModuleType('fsdp_overlap'); p.__path__ = [sys.argv[1]]; "
     command = [sys.executable, "-c", f"{alone}sys.modules['fsdp_overlap'] = p; {program}"]

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from greenlet import getcurrent, greenlet
 
+from fsdp_overlap.features.negotiation.schedule import NegotiatedSchedule, negotiate
 from fsdp_overlap.schedule.interface import Replies
 from support.schedule_model import Action, Forward, Options, Rank, Unit, Wrong
 
@@ -26,13 +27,13 @@ class NegotiatingRank(Rank):
     def __init__(
         self, units: int, options: Options, conditional: Collection[int], ranks: Ranks
     ) -> None:
-        super().__init__(units, options)
+        super().__init__(units, options, NegotiatedSchedule)
         self._ranks = ranks
         self.messages = 0
         self.shadowed = 2  # for others, and until a forward ended on all ranks
         for index in conditional:
             self.units[index].is_conditional = True
-        self.schedule.negotiate()
+        negotiate(self.schedule)
 
     def exchange(self, message: bytes) -> Replies:
         self.messages += 1

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, combinations
 from typing import Any, NamedTuple
 
+from fsdp_overlap.features.negotiation.gathers import AgreedCall
 from fsdp_overlap.schedule.interface import Replies
 from fsdp_overlap.schedule.order import ForwardRecord
 from fsdp_overlap.schedule.reducer import MAX_INPUTS
@@ -100,7 +101,7 @@ class Settings:
 
 
 class Unit:
-    is_list = is_offloaded = is_conditional = False
+    is_offloaded = is_conditional = False
     has_post_forward_shard = False
     has_parameters = accumulates = True
     forward_prefetch: Sequence[Callable[[], Any]] = ()
@@ -248,7 +249,9 @@ class ReductionWork:
 class Rank:
     """One rank of a model: its units, its schedule, and as its transfers what they do."""
 
-    def __init__(self, units: int, options: Options) -> None:
+    def __init__(
+        self, units: int, options: Options, schedule_class: type[Schedule] = Schedule
+    ) -> None:
         self.options = options
         self.engine = AutogradEngine()
         self.syncs = True
@@ -277,7 +280,7 @@ class Rank:
         self.stats = Stats()
         self.runs_ahead = options.runs_ahead
         self.units = [Unit(index, self) for index in range(units)]
-        self.schedule = Schedule(
+        self.schedule = schedule_class(
             self,
             self.engine,
             self.stats,
@@ -567,7 +570,11 @@ class Rank:
     def _has_joined_calls(self) -> bool:
         """Return whether backward comes to several units at once, as in a checkpoint around them,
         where ranks agreed on what runs."""
-        return any(call.is_joined for each in self.schedule._open_passes for call in each.calls)
+        return any(
+            isinstance(call, AgreedCall) and call.is_joined
+            for each in self.schedule._open_passes
+            for call in each.calls
+        )
 
     def _check_rest(self, done: Sequence[Done]) -> None:
         """After a backward."""

@@ -15,6 +15,12 @@ from itertools import islice, pairwise
 from operator import or_
 from typing import NamedTuple
 
+from fsdp_overlap.features.negotiation.gathers import (
+    AgreedCall,
+    AgreedGather,
+    NegotiatedPass,
+    NegotiatedPrefetcher,
+)
 from fsdp_overlap.schedule.interface import (
     AutogradEngine,
     CommOps,
@@ -22,8 +28,6 @@ from fsdp_overlap.schedule.interface import (
     UnitIndex,
     UnitRefs,
 )
-from fsdp_overlap.schedule.order import AgreedGather, ForwardPass, ForwardRecord
-from fsdp_overlap.schedule.prefetch import Prefetcher
 
 BACKWARD, END = -1, -2
 """What ranks need that are about to begin a backward, and that have ended an evaluation."""
@@ -47,7 +51,7 @@ back."""
 class AgreedBackward(NamedTuple):
     """What ranks agreed on about a backward that begins."""
 
-    passes: Sequence[ForwardPass]
+    passes: Sequence[NegotiatedPass]
     """Those that it may come back to."""
     last_tick: int
     accumulates: bool
@@ -58,7 +62,7 @@ class AgreedBackward(NamedTuple):
 class AgreedPass:
     """One pass, and its all-gathers in order."""
 
-    forward_pass: ForwardPass
+    forward_pass: NegotiatedPass
     gathers: list[AgreedGather] = field(default_factory=list)
     position: int = 0
     """How many of them this rank has used or shadowed."""
@@ -95,8 +99,8 @@ class Negotiation:
 
     ``prepare`` brings full buffers to rest, before a message after which a pass may begin. It gets
     the unit that this rank needs, if any. ``begin_pass`` is called when a pass begins, on all
-    ranks, and gives its :class:`~fsdp_overlap.schedule.order.ForwardPass`. It is told whether some
-    rank makes a graph. ``has_grad`` says whether this rank makes one.
+    ranks, and gives its :class:`NegotiatedPass`. It is told whether some rank makes a graph.
+    ``has_grad`` says whether this rank makes one.
 
     What messages say is handled once for each set of ranks that say the same, since most do: host
     time does not grow with the number of ranks.
@@ -105,10 +109,10 @@ class Negotiation:
     def __init__(
         self,
         comm: CommOps,
-        prefetcher: Prefetcher,
+        prefetcher: NegotiatedPrefetcher,
         refs: UnitRefs,
         prepare: Callable[[ScheduledUnit | None], None],
-        begin_pass: Callable[[bool], ForwardPass],
+        begin_pass: Callable[[bool], NegotiatedPass],
         engine: AutogradEngine,
     ) -> None:
         self._comm = comm
@@ -130,7 +134,7 @@ class Negotiation:
         """Units that something else followed, too."""
         self._passes: list[AgreedPass] = []
         """Those since the last backward, the one under way last."""
-        self._completed: list[ForwardPass] = []
+        self._completed: list[NegotiatedPass] = []
         """Those that the last backward came back to, or may come back to again."""
         self._flags = 0
         """What some rank told of itself in the last message."""
@@ -407,7 +411,7 @@ class Negotiation:
 
     # Backward
 
-    def _complete_passes(self, tick: int) -> tuple[list[ForwardPass], int]:
+    def _complete_passes(self, tick: int) -> tuple[list[NegotiatedPass], int]:
         """Complete the passes that backward comes back to on some rank."""
         # How many ranks tell the same does not matter.
         of_gathers = zip(*map(_ENDS.iter_unpack, self._facts), strict=True)
@@ -418,7 +422,7 @@ class Negotiation:
             if current.forward_pass.calls:
                 completed.append(current.forward_pass)
             for call in current.forward_pass.calls:
-                if not call.gathers:
+                if isinstance(call, AgreedCall) and not call.gathers:
                     self._prefetcher.keep(call.unit)
             tick += 2 * len(current.gathers) + 2
         self._passes.clear()
@@ -469,9 +473,9 @@ def _complete(
     forward_pass = current.forward_pass
     forward_pass.ticks.clear()
     forward_pass.without_call.clear()
-    calls: list[ForwardRecord] = []
-    joined: list[tuple[ForwardRecord, ForwardRecord]] = []
-    last: dict[int, ForwardRecord] = {}
+    calls: list[AgreedCall] = []
+    joined: list[tuple[AgreedCall, AgreedCall]] = []
+    last: dict[int, AgreedCall] = {}
     held = set()
     for at, (gather, by_rank) in enumerate(zip(current.gathers, facts, strict=True)):
         some, each, end = 0, HOLDS, 0
@@ -481,10 +485,16 @@ def _complete(
         if not some:
             continue
         start, end = tick + 2 * at + 2, tick + 2 * end + 1
-        call = ForwardRecord(gather.unit, start, end, forward_pass, -1)
-        call.needs_parameters = bool(some & NEEDS)
-        call.gathers, call.first_node = True, gather.first_node
-        call.is_own = gather.may_recompute
+        call = AgreedCall(
+            gather.unit,
+            start,
+            end,
+            forward_pass,
+            version=-1,
+            needs_parameters=bool(some & NEEDS),
+            is_own=gather.may_recompute,
+            first_node=gather.first_node,
+        )
         for own in gather.records:
             own.agreed, call.is_own, call.version = call, True, own.version
         if each and not creates_graph:
@@ -502,7 +512,7 @@ def _complete(
         if call.unit not in seen and call in held:
             call.gathers = False
         seen.add(call.unit)
-    forward_pass.calls = calls
+    forward_pass.calls = [*calls]
     forward_pass.is_for_all_ranks = len(last) < len(facts[0])
     place = {call: at for at, call in enumerate(calls)}
     for at, other in (sorted((place[call], place[other])) for call, other in joined):
