@@ -241,7 +241,7 @@ def _gradients_class(param_group: ParamGroup) -> type[ParamGroupGradients]:
     of theirs does."""
     classes: list[type[ParamGroupGradients]] = []
     if param_group.is_tensor_parallel:
-        from fsdp_overlap.engine.tensor_parallel_gradients import TensorParallelGradients
+        from fsdp_overlap.features.tensor_parallel_gradients import TensorParallelGradients
 
         classes.append(TensorParallelGradients)
     if param_group.is_extension:
@@ -249,11 +249,11 @@ def _gradients_class(param_group: ParamGroup) -> type[ParamGroupGradients]:
 
         classes.append(ExtensionGradients)
     if param_group.mesh_info.num_replicas > 1:
-        from fsdp_overlap.engine.hsdp_gradients import ReplicatedGradients
+        from fsdp_overlap.features.hsdp.gradients import ReplicatedGradients
 
         classes.append(ReplicatedGradients)
     if param_group.storage.is_on_host:
-        from fsdp_overlap.engine.offloaded_gradients import OffloadedGradients
+        from fsdp_overlap.features.offloaded_gradients import OffloadedGradients
 
         classes.append(OffloadedGradients)
     if len(classes) < 2:

@@ -21,12 +21,12 @@ from fsdp_overlap.engine import comm_context, hooks
 from fsdp_overlap.engine.autograd import SavedForward, VersionCounters
 from fsdp_overlap.engine.comm_context import CommContext
 from fsdp_overlap.engine.grads import ParamGroupGradients
-from fsdp_overlap.engine.hsdp import ReplicaReduction
-from fsdp_overlap.engine.hsdp_gradients import ReplicaReductions
 from fsdp_overlap.engine.mesh import MeshInfo
 from fsdp_overlap.engine.options import ReduceOptions
 from fsdp_overlap.engine.param_group import ParamGroup
 from fsdp_overlap.features.extensions.gather import ExtensionGather
+from fsdp_overlap.features.hsdp.gradients import ReplicaReductions
+from fsdp_overlap.features.hsdp.replica_reduction import ReplicaReduction
 from fsdp_overlap.features.outer_shard import OuterShard
 from fsdp_overlap.features.quantized.collectives import QuantizedGather, QuantizedReduction
 from fsdp_overlap.features.rows.collectives import PackedRows

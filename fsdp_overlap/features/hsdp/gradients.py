@@ -12,9 +12,9 @@ import torch
 from fsdp_overlap.comm.comm_streams import Accept, CommStream, WorkHandle
 from fsdp_overlap.desync.order_check import REDUCE_OVER_REPLICAS, REDUCE_SCATTER
 from fsdp_overlap.engine.grads import ParamGroupGradients, ReduceStreams
-from fsdp_overlap.engine.hsdp import ReplicaReduction
 from fsdp_overlap.engine.options import ReduceOptions
 from fsdp_overlap.engine.param_group import ParamGroup
+from fsdp_overlap.features.hsdp.replica_reduction import ReplicaReduction
 
 # If the host runs ahead: how many reductions over replicas may be under way, beside those of reduce
 # inputs that still travel. Such a host may see none of them end, and would keep what each of them

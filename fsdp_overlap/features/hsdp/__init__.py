@@ -1,0 +1,1 @@
+"""HSDP: gradients of shards that other ranks hold too."""
