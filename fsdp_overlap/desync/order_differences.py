@@ -1,4 +1,4 @@
-"""Where the collectives that ranks issued differ, in words."""
+"""Differences between the collectives that ranks issued, in words."""
 
 from __future__ import annotations
 
