@@ -283,9 +283,8 @@ class Negotiation:
         flags += FRESH * is_fresh + HAS_CALLS * (current is not None and current.has_calls)
         recent = [] if current is None else current.gathers[current.reported :]
         used = bytes([gather.is_used for gather in recent])
-        units = [ref() for ref in self._refs]
-        held = bytes([unit is not None and unit.is_unsharded for unit in units])
-        facts = self._facts_of_passes()
+        held = self._held(may_begin=is_fresh or current is None or need <= SHADOW)
+        facts = self._facts_of_passes(is_last=need <= BACKWARD)
         replies = self._comm.exchange(_HEAD.pack(need, flags) + used + held + facts)
         start, end = _HEAD.size, _HEAD.size + len(recent)
         told = []
@@ -314,6 +313,14 @@ class Negotiation:
             following = self._expected_from(chosen)
             under_way.gathers += [AgreedGather(index, True) for index in following]
         return chosen
+
+    def _held(self, may_begin: bool) -> bytes:
+        """Return which units this rank holds gathered. Zeros unless a pass ``may_begin``: none does
+        while a rank is within one."""
+        if not may_begin:
+            return bytes(len(self._refs))
+        units = [ref() for ref in self._refs]
+        return bytes([unit is not None and unit.is_unsharded for unit in units])
 
     def _append_pass(
         self, first: UnitIndex, has_grad: bool, held: Iterable[bytes], ranks: int
@@ -428,9 +435,12 @@ class Negotiation:
         self._passes.clear()
         return completed, tick
 
-    def _facts_of_passes(self) -> bytes:
+    def _facts_of_passes(self, is_last: bool) -> bytes:
         """Return which all-gathers of the passes this rank's backward comes back to, and where
-        their forwards ended."""
+        their forwards ended. Zeros unless it ``is_last``, the message after which a backward may
+        begin: none does while a rank needs a unit."""
+        if not is_last:
+            return bytes(_ENDS.size * sum(len(current.gathers) for current in self._passes))
         facts = []
         for current in self._passes:
             checkpoint = 0
