@@ -148,25 +148,30 @@ def answered(ranks: int, said: Sequence[Sequence[Sequence[str]]] | None) -> Iter
     mesh: Any = SimpleNamespace(mesh=torch.arange(ranks))
     groups: list[Group] = []
     steps = iter(said or ())
-    pairs: list[tuple[bytes, bytes]] = []
+    to_come: list[int] = []
 
     def group_of(self: GroupCache, _: Any, members: Sequence[int]) -> Any:
         groups.append(Group(len(members)))
         return groups[-1]
 
     def answer(received: torch.Tensor, sent: torch.Tensor, *rest: Any) -> PendingCollective:
-        nonlocal step, pairs
+        nonlocal step, to_come
         received.copy_(sent)
         if said is not None and rest[-1] is groups[0]:  # where rows differ, columns do not
-            if not pairs:
+            if not to_come:
                 step = next(steps, step)
-                pairs = [(bytes.fromhex(one), bytes.fromhex(two)) for one, two in step]
-            mine, other = pairs.pop(0)
-            view = received.view(-1, len(mine))
-            assert bytes(view[0].tolist()) == mine
-            view[1::2] = torch.frombuffer(bytearray(other), dtype=torch.uint8)
+                to_come = [*range(len(step))]
+            at = to_come.pop(0)
+            if (id(step), at) not in replies:  # made once: a network would take none of the host
+                mine, other = map(bytes.fromhex, step[at])
+                view = received.view(-1, len(mine))
+                assert bytes(view[0].tolist()) == mine
+                view[1::2] = torch.frombuffer(bytearray(other), dtype=torch.uint8)
+                replies[id(step), at] = received.clone()
+            received.copy_(replies[id(step), at])
         return PendingCollective((), lambda: received)
 
+    replies: dict[tuple[int, int], torch.Tensor] = {}
     step: Sequence[Sequence[str]] = ()
     with ExitStack() as stack:
         patched = (
