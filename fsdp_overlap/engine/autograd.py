@@ -20,8 +20,7 @@ import torch
 from torch.autograd import graph
 from torch.autograd.graph import increment_version
 
-from fsdp_overlap.schedule.interface import ScheduledUnit
-from fsdp_overlap.schedule.order import ForwardRecord
+from fsdp_overlap.schedule.interface import ForwardRecord, ScheduledUnit
 from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.tensor.subclasses import inner_tensors
 from fsdp_overlap.torch_internals import (

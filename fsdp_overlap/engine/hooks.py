@@ -21,7 +21,7 @@ from fsdp_overlap.engine.context import FsdpContext, context_of
 from fsdp_overlap.engine.edits import compare
 from fsdp_overlap.engine.param import is_opaque
 from fsdp_overlap.engine.unit import Unit
-from fsdp_overlap.schedule.order import ForwardRecord
+from fsdp_overlap.schedule.interface import ForwardRecord
 from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.tensor.pytree import tensors_in
 from fsdp_overlap.tensor.subclasses import inner_tensors

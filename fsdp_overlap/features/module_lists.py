@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fsdp_overlap.schedule.backward import Backward
-from fsdp_overlap.schedule.interface import ScheduledUnit, UnitIndex
-from fsdp_overlap.schedule.order import ForwardPass, ForwardRecord
+from fsdp_overlap.schedule.interface import ForwardPass, ForwardRecord, ScheduledUnit, UnitIndex
 from fsdp_overlap.schedule.prefetch import GraphUse
 from fsdp_overlap.schedule.recompute import RecomputeOrder, RecomputingBackward
 from fsdp_overlap.schedule.scheduler import MAX_OPEN_PASSES, Schedule

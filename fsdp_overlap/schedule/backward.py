@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from fsdp_overlap.schedule.interface import (
     AutogradEngine,
     CommOps,
+    ForwardPass,
+    ForwardRecord,
     ScheduledUnit,
     UnitIndex,
     UnitRefs,
     UnitStates,
 )
-from fsdp_overlap.schedule.order import ForwardPass, ForwardRecord
 from fsdp_overlap.schedule.prefetch import GraphUse, Prefetcher
 from fsdp_overlap.schedule.reducer import GradReducer
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 UnitIndex = int
 """Names a unit without keeping it alive. The same on every rank."""
@@ -181,6 +181,55 @@ class UnitState:
 
 
 UnitStates = defaultdict[UnitIndex, UnitState]
+
+
+@dataclass(eq=False)
+class ForwardPass:
+    """What backward needs to know of one pass. Times are ticks of the schedule's clock."""
+
+    calls: list[ForwardRecord] = field(default_factory=list)
+    """Calls that backward will come back to, in the order of their ``end``."""
+    ticks: dict[UnitIndex, tuple[int, int]] = field(default_factory=dict)
+    """The first start and the last end of each unit that ran, with or without gradients."""
+    without_call: dict[UnitIndex, list[NoGradForward]] = field(default_factory=dict)
+    """For each unit, its forwards without gradients: a reentrant checkpoint may run these
+    again."""
+
+    def record(self, unit: UnitIndex, start: int, end: int) -> None:
+        if unit in self.ticks:
+            first, last = self.ticks[unit]
+            start, end = min(first, start), max(last, end)
+        self.ticks[unit] = start, end
+
+
+class NoGradForward(NamedTuple):
+    """One forward of a unit without gradients."""
+
+    unit: UnitIndex
+    start: int
+    end: int
+
+
+@dataclass(eq=False, slots=True)
+class ForwardRecord:
+    """One forward of a unit whose outputs require grad.
+
+    The autograd engine runs nodes in the reverse of the order in which they were made. So when the
+    gradient of this call's output arrives, backward is done with every call that started after
+    ``end``. Releases and reductions rely on that. See Note [passed calls].
+    """
+
+    unit: UnitIndex
+    start: int
+    end: int
+    forward_pass: ForwardPass
+    version: int
+    """The version of the shards that the forward computed with."""
+    needs_parameters: bool = True
+    """Whether its backward reads parameters. If the user said that it does not, reading one is an
+    error."""
+    backward: int = 0
+    """Serial number of the last backward that reached this call."""
 
 
 class ReductionWork(Protocol):

@@ -7,8 +7,15 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from fsdp_overlap.schedule.backward import Backward
-from fsdp_overlap.schedule.interface import ScheduledUnit, UnitIndex, UnitRefs
-from fsdp_overlap.schedule.order import ForwardOrder, ForwardPass, ForwardRecord, NoGradForward
+from fsdp_overlap.schedule.interface import (
+    ForwardPass,
+    ForwardRecord,
+    NoGradForward,
+    ScheduledUnit,
+    UnitIndex,
+    UnitRefs,
+)
+from fsdp_overlap.schedule.prefetch import ForwardOrder
 
 
 @dataclass(eq=False)

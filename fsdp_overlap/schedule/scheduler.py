@@ -22,20 +22,17 @@ from fsdp_overlap.schedule.finalization import BackwardFinalizer
 from fsdp_overlap.schedule.interface import (
     AutogradEngine,
     CommOps,
+    ForwardPass,
+    ForwardRecord,
     Gradients,
+    NoGradForward,
     ScheduledUnit,
     UnitIndex,
     UnitRefs,
     UnitState,
     UnitStates,
 )
-from fsdp_overlap.schedule.order import (
-    ForwardOrder,
-    ForwardPass,
-    ForwardRecord,
-    NoGradForward,
-)
-from fsdp_overlap.schedule.prefetch import Prefetcher
+from fsdp_overlap.schedule.prefetch import ForwardOrder, Prefetcher
 from fsdp_overlap.schedule.recompute import RecomputeOrder, RecomputingBackward
 from fsdp_overlap.schedule.reducer import GradReducer
 from fsdp_overlap.schedule.stats import Stats

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from fsdp_overlap.schedule.interface import ScheduledUnit, UnitIndex
-from fsdp_overlap.schedule.order import ForwardPass, ForwardRecord
+from fsdp_overlap.schedule.interface import ForwardPass, ForwardRecord, ScheduledUnit, UnitIndex
 from fsdp_overlap.schedule.prefetch import Prefetcher
 
 

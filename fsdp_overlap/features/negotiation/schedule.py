@@ -16,8 +16,7 @@ from fsdp_overlap.features.negotiation.gathers import (
 )
 from fsdp_overlap.features.negotiation.messages import BACKWARD, REST, SHADOW, Negotiation
 from fsdp_overlap.schedule.backward import Backward
-from fsdp_overlap.schedule.interface import ScheduledUnit, UnitIndex
-from fsdp_overlap.schedule.order import ForwardPass, ForwardRecord
+from fsdp_overlap.schedule.interface import ForwardPass, ForwardRecord, ScheduledUnit, UnitIndex
 from fsdp_overlap.schedule.recompute import RecomputingBackward
 from fsdp_overlap.schedule.scheduler import Schedule
 
