@@ -33,8 +33,8 @@ from fsdp_overlap.engine.naming import name_units
 from fsdp_overlap.engine.param_group import sync_grad_dtypes
 from fsdp_overlap.engine.unit import Unit, find_conditional, unit_of
 from fsdp_overlap.layout import Flat, LayoutRule
+from fsdp_overlap.schedule.backward import MAX_INPUTS
 from fsdp_overlap.schedule.interface import ScheduledUnit
-from fsdp_overlap.schedule.reducer import MAX_INPUTS
 from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.schedule.stats import Stats
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from fsdp_overlap.schedule.backward import GradReducer
 from fsdp_overlap.schedule.interface import AutogradEngine, CommOps, ScheduledUnit
 from fsdp_overlap.schedule.prefetch import Prefetcher
-from fsdp_overlap.schedule.reducer import GradReducer
 
 
 class GradientReductionHandle:

@@ -17,7 +17,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from itertools import count
 
-from fsdp_overlap.schedule.backward import Backward
+from fsdp_overlap.schedule.backward import Backward, GradReducer
 from fsdp_overlap.schedule.finalization import BackwardFinalizer
 from fsdp_overlap.schedule.interface import (
     AutogradEngine,
@@ -34,7 +34,6 @@ from fsdp_overlap.schedule.interface import (
 )
 from fsdp_overlap.schedule.prefetch import ForwardOrder, Prefetcher
 from fsdp_overlap.schedule.recompute import RecomputeOrder, RecomputingBackward
-from fsdp_overlap.schedule.reducer import GradReducer
 from fsdp_overlap.schedule.stats import Stats
 
 # How many passes with gradients are remembered until a backward follows. Older ones are forgotten,

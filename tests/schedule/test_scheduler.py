@@ -13,10 +13,9 @@ import pytest
 
 from fsdp_overlap.features.module_lists import ListSchedule
 from fsdp_overlap.features.negotiation.schedule import NegotiatedSchedule, negotiate
-from fsdp_overlap.schedule.backward import Backward
+from fsdp_overlap.schedule.backward import Backward, GradReducer
 from fsdp_overlap.schedule.prefetch import Prefetcher
 from fsdp_overlap.schedule.recompute import RecomputingBackward
-from fsdp_overlap.schedule.reducer import GradReducer
 from fsdp_overlap.schedule.scheduler import Schedule
 from support.pages import ROOT
 from support.schedule_model import (

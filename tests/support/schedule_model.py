@@ -14,8 +14,8 @@ from itertools import chain, combinations
 from typing import Any, NamedTuple
 
 from fsdp_overlap.features.negotiation.gathers import AgreedCall
+from fsdp_overlap.schedule.backward import MAX_INPUTS
 from fsdp_overlap.schedule.interface import ForwardRecord, Replies
-from fsdp_overlap.schedule.reducer import MAX_INPUTS
 from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.schedule.stats import Stats
 

@@ -33,7 +33,7 @@ from fsdp_overlap.layout import (
     plan_units,
 )
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
-from fsdp_overlap.schedule.reducer import MAX_INPUTS
+from fsdp_overlap.schedule.backward import MAX_INPUTS
 from harness import sharding
 from harness.optimizers import ADAMW, LR, torchs
 

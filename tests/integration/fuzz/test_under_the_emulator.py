@@ -36,8 +36,8 @@ from fsdp_overlap.optim import Muon, clip_grad_norm_
 from fsdp_overlap.optim.exchange import Exchange
 from fsdp_overlap.optim.overlapped_steps import OverlappedSteps
 from fsdp_overlap.optim.owner_groups import OwnerGroups
+from fsdp_overlap.schedule.backward import GradReducer
 from fsdp_overlap.schedule.prefetch import Prefetcher
-from fsdp_overlap.schedule.reducer import GradReducer
 from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.tools.emulator import EmulatedDevice, active, fake_ranks, running
 from fsdp_overlap.weights import WeightResharder, export, save
