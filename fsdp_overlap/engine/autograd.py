@@ -1,4 +1,4 @@
-"""Queries of the autograd engine, version counters, and tracking of saved tensors.
+"""Queries of the autograd engine, and tracking of saved tensors.
 
 This module is the :class:`~fsdp_overlap.schedule.interface.AutogradEngine` that ``schedule/`` asks,
 which says what those of its functions do that have no docstring here.
@@ -9,16 +9,14 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from operator import attrgetter
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 from torch.autograd import graph
-from torch.autograd.graph import increment_version
 
 from fsdp_overlap.schedule.interface import ForwardRecord, ScheduledUnit
 from fsdp_overlap.schedule.scheduler import Schedule
@@ -37,7 +35,6 @@ from fsdp_overlap.torch_internals import (
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     queue_callback,
-    set_versions,
     top_saved_tensors_default_hooks,
     will_engine_execute_node,
 )
@@ -117,76 +114,6 @@ def is_to_accumulate(parameter: torch.Tensor) -> bool:
     with suppress(RuntimeError):  # autograd.grad() was asked about this very parameter
         return will_engine_execute_node(accumulation)
     return False
-
-
-# ---- Version counters of unsharded parameters: what autograd may read ----
-
-version_of = attrgetter("_version")
-
-NOT_GATHERED = 2**31
-"""The version of a parameter that must not be read, because its memory is freed or not filled."""
-
-
-class VersionCounters:
-    """The version counters of one param group's unsharded parameters.
-
-    All-gathers do not count as edits, because they write into the full buffer underneath. Between
-    the release of the buffer and the end of the next all-gather the counters are at
-    :data:`NOT_GATHERED`. Autograd then refuses to read what it saved of the parameters.
-
-    ``counted``: what autograd may save, and what has a counter of its own.
-    """
-
-    def __init__(self, counted: Sequence[torch.Tensor]) -> None:
-        self.counted = tuple(counted)
-        self.versions = tuple(map(version_of, self.counted))
-        """What they were when :meth:`edited` was last asked."""
-        self._not_gathered = (NOT_GATHERED,) * len(counted)
-        self.are_forbidden = False
-        """Whether autograd refuses to read the parameters."""
-        self._times_forbidden = 0
-
-    def forbid_reads(self) -> None:
-        """Make autograd refuse to read the parameters, until :meth:`allow_reads`."""
-        if self.are_forbidden:
-            return
-        # Reading the counters takes longer than setting them. What others miss is looked for in
-        # times 1, 2, 4, 8 ...: an edit stays in the counters for :meth:`edited`.
-        self._times_forbidden += 1
-        is_looked_at = not self._times_forbidden & (self._times_forbidden - 1)
-        if is_looked_at and tuple(map(version_of, self.counted)) != self.versions:
-            return
-        self.are_forbidden = True
-        set_versions(self.counted, self._not_gathered)
-
-    def allow_reads(self) -> None:
-        """Take :meth:`forbid_reads` back: the parameters have their values."""
-        if self.are_forbidden:
-            self.are_forbidden = False
-            set_versions(self.counted, self.versions)
-
-    def edited(self) -> int | None:
-        """Return the index of a tensor that was edited in place since this was last asked. ``None``
-        if none was."""
-        versions = tuple(map(version_of, self.counted))
-        if versions == self.versions or self.are_forbidden:
-            return None
-        pairs = zip(versions, self.versions, strict=True)
-        index = next(index for index, (now, before) in enumerate(pairs) if now != before)
-        self.versions = versions
-        return index
-
-    def increment(self, parameters: Collection[torch.Tensor]) -> None:
-        """Make autograd refuse to read ``parameters`` for every graph made so far."""
-        self.allow_reads()
-        before = tuple(map(version_of, self.counted))
-        increment_version(parameters)
-        self.versions = tuple(
-            known + now - then
-            for known, now, then in zip(
-                self.versions, map(version_of, self.counted), before, strict=True
-            )
-        )
 
 
 # ---- What autograd saves in a unit's forward and reads in backward: Note [saved tensors] ----
@@ -278,7 +205,7 @@ class SavedTensors:
     - where others handle saved tensors, around the unit or within it: autograd does not check the
       versions of these.
 
-    In any other forward what is read early is an error, by the :class:`VersionCounters`.
+    In any other forward what is read early is an error, by the :class:`~fsdp_overlap.tensor.flat_buffer.VersionCounters`.
     """
 
     def __init__(self) -> None:

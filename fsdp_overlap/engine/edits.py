@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from fsdp_overlap.engine.autograd import VersionCounters, version_of
 from fsdp_overlap.engine.param import tp_local_tensor, unwrap
 from fsdp_overlap.engine.param_group import ParamGroup
+from fsdp_overlap.tensor.flat_buffer import VersionCounters, version_of
 
 INSTEAD = (
     "Edit the sharded parameter, under torch.no_grad(), before forward or after optimizer.step(); "

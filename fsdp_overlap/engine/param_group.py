@@ -32,7 +32,7 @@ from fsdp_overlap.comm.comm_streams import (
     WorkHandle,
 )
 from fsdp_overlap.comm.process_groups import CommGroups, communicates
-from fsdp_overlap.engine.autograd import VersionCounters, graph_task
+from fsdp_overlap.engine.autograd import graph_task
 from fsdp_overlap.engine.mesh import MeshInfo, ParamGroupEdits
 from fsdp_overlap.engine.options import CommPolicy, UnitSettings, sent_sizes
 from fsdp_overlap.engine.param import (
@@ -45,7 +45,7 @@ from fsdp_overlap.engine.param import (
 )
 from fsdp_overlap.engine.storage import DEVICE, Storage
 from fsdp_overlap.layout import ParamGroupPlan, ParamSpec, Plan
-from fsdp_overlap.tensor.flat_buffer import Buffer, FlatBuffer
+from fsdp_overlap.tensor.flat_buffer import Buffer, FlatBuffer, VersionCounters
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor, attributes_of, users_attributes
 from fsdp_overlap.tensor.sharded_param import ShardedParam
 from fsdp_overlap.tensor.subclasses import is_subclass, missing_methods

@@ -1,17 +1,22 @@
-"""Flat tensors whose storage can be freed and reallocated in place."""
+"""Flat tensors whose storage can be freed and reallocated in place, and the version counters of the
+parameters in them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.graph import increment_version
 
 from fsdp_overlap.layout import Plan
 from fsdp_overlap.layout.param_group_plan import align
 from fsdp_overlap.tensor.host_memory import MMAP_BYTES, freed_memory, use_huge_pages
-from fsdp_overlap.torch_internals import allow_access, refuse_access
+from fsdp_overlap.torch_internals import allow_access, refuse_access, set_versions
+
+# ---- Buffers ----
 
 
 class MemorySource(Protocol):
@@ -186,3 +191,73 @@ class FlatBuffer(Buffer):
                 tensor.data = view
                 moved.append(index)
         return moved
+
+
+# ---- Version counters of unsharded parameters: what autograd may read ----
+
+version_of = attrgetter("_version")
+
+NOT_GATHERED = 2**31
+"""The version of a parameter that must not be read, because its memory is freed or not filled."""
+
+
+class VersionCounters:
+    """The version counters of one param group's unsharded parameters.
+
+    All-gathers do not count as edits, because they write into the full buffer underneath. Between
+    the release of the buffer and the end of the next all-gather the counters are at
+    :data:`NOT_GATHERED`. Autograd then refuses to read what it saved of the parameters.
+
+    ``counted``: what autograd may save, and what has a counter of its own.
+    """
+
+    def __init__(self, counted: Sequence[torch.Tensor]) -> None:
+        self.counted = tuple(counted)
+        self.versions = tuple(map(version_of, self.counted))
+        """What they were when :meth:`edited` was last asked."""
+        self._not_gathered = (NOT_GATHERED,) * len(counted)
+        self.are_forbidden = False
+        """Whether autograd refuses to read the parameters."""
+        self._times_forbidden = 0
+
+    def forbid_reads(self) -> None:
+        """Make autograd refuse to read the parameters, until :meth:`allow_reads`."""
+        if self.are_forbidden:
+            return
+        # Reading the counters takes longer than setting them. What others miss is looked for in
+        # times 1, 2, 4, 8 ...: an edit stays in the counters for :meth:`edited`.
+        self._times_forbidden += 1
+        is_looked_at = not self._times_forbidden & (self._times_forbidden - 1)
+        if is_looked_at and tuple(map(version_of, self.counted)) != self.versions:
+            return
+        self.are_forbidden = True
+        set_versions(self.counted, self._not_gathered)
+
+    def allow_reads(self) -> None:
+        """Take :meth:`forbid_reads` back: the parameters have their values."""
+        if self.are_forbidden:
+            self.are_forbidden = False
+            set_versions(self.counted, self.versions)
+
+    def edited(self) -> int | None:
+        """Return the index of a tensor that was edited in place since this was last asked. ``None``
+        if none was."""
+        versions = tuple(map(version_of, self.counted))
+        if versions == self.versions or self.are_forbidden:
+            return None
+        pairs = zip(versions, self.versions, strict=True)
+        index = next(index for index, (now, before) in enumerate(pairs) if now != before)
+        self.versions = versions
+        return index
+
+    def increment(self, parameters: Collection[torch.Tensor]) -> None:
+        """Make autograd refuse to read ``parameters`` for every graph made so far."""
+        self.allow_reads()
+        before = tuple(map(version_of, self.counted))
+        increment_version(parameters)
+        self.versions = tuple(
+            known + now - then
+            for known, now, then in zip(
+                self.versions, map(version_of, self.counted), before, strict=True
+            )
+        )

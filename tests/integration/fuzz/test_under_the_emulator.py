@@ -18,7 +18,7 @@ from fsdp_overlap.comm.comm_streams import DeviceCommStream, DeviceWorkHandle
 from fsdp_overlap.comm.host_copies import D2HCopy
 from fsdp_overlap.desync.order_check import OrderCheck
 from fsdp_overlap.engine import comm_context, hooks
-from fsdp_overlap.engine.autograd import SavedForward, VersionCounters
+from fsdp_overlap.engine.autograd import SavedForward
 from fsdp_overlap.engine.comm_context import CommContext
 from fsdp_overlap.engine.grads import ParamGroupGradients
 from fsdp_overlap.engine.mesh import MeshInfo
@@ -39,6 +39,7 @@ from fsdp_overlap.optim.owner_groups import OwnerGroups
 from fsdp_overlap.schedule.backward import GradReducer
 from fsdp_overlap.schedule.prefetch import Prefetcher
 from fsdp_overlap.schedule.scheduler import Schedule
+from fsdp_overlap.tensor.flat_buffer import VersionCounters
 from fsdp_overlap.tools.emulator import EmulatedDevice, active, fake_ranks, running
 from fsdp_overlap.weights import WeightResharder, export, save
 from fsdp_overlap.weights.exchange import WeightExchange
