@@ -14,10 +14,9 @@ from torch.distributed.tensor import DTensor
 from fsdp_overlap.comm import comm_streams
 from fsdp_overlap.engine import hooks
 from fsdp_overlap.engine.comm_context import CommContext
-from fsdp_overlap.engine.edits import FREED, INSTEAD
 from fsdp_overlap.engine.param import is_opaque
 from fsdp_overlap.engine.param_group import ParamGroup, ParamGroupState
-from fsdp_overlap.engine.unit import unit_of
+from fsdp_overlap.engine.unit import FREED, INSTEAD, unit_of
 from fsdp_overlap.torch_internals import TorchDispatchMode
 
 

@@ -205,7 +205,8 @@ class SavedTensors:
     - where others handle saved tensors, around the unit or within it: autograd does not check the
       versions of these.
 
-    In any other forward what is read early is an error, by the :class:`~fsdp_overlap.tensor.flat_buffer.VersionCounters`.
+    In any other forward what is read early is an error, by the
+    :class:`~fsdp_overlap.tensor.flat_buffer.VersionCounters`.
     """
 
     def __init__(self) -> None:

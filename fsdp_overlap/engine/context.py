@@ -23,7 +23,6 @@ from fsdp_overlap.desync.error_monitor import ErrorMonitor
 from fsdp_overlap.engine import autograd
 from fsdp_overlap.engine.checks import compare_plans, verify_params_across_ranks
 from fsdp_overlap.engine.comm_context import CommContext
-from fsdp_overlap.engine.edits import Uncompared
 from fsdp_overlap.engine.mesh import (
     LayoutRegistry,
     MeshInfo,
@@ -31,7 +30,7 @@ from fsdp_overlap.engine.mesh import (
 )
 from fsdp_overlap.engine.naming import name_units
 from fsdp_overlap.engine.param_group import sync_grad_dtypes
-from fsdp_overlap.engine.unit import Unit, find_conditional, unit_of
+from fsdp_overlap.engine.unit import Uncompared, Unit, find_conditional, unit_of
 from fsdp_overlap.layout import Flat, LayoutRule
 from fsdp_overlap.schedule.backward import MAX_INPUTS
 from fsdp_overlap.schedule.interface import ScheduledUnit

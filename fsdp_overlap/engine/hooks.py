@@ -18,9 +18,8 @@ from torch import nn
 from fsdp_overlap.comm.comm_streams import profiler_range
 from fsdp_overlap.engine.autograd import SavedForward, dynamo_disable, is_in_backward
 from fsdp_overlap.engine.context import FsdpContext, context_of
-from fsdp_overlap.engine.edits import compare
 from fsdp_overlap.engine.param import is_opaque
-from fsdp_overlap.engine.unit import Unit
+from fsdp_overlap.engine.unit import Unit, compare
 from fsdp_overlap.schedule.interface import ForwardRecord
 from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.tensor.pytree import tensors_in
