@@ -267,6 +267,9 @@ class FsdpContext:
             partial(_existing, self._refs),
         )
 
+    def finish_reading(self) -> None:
+        self.comm_context.finish_reading()
+
     @property
     def has_schedule(self) -> bool:
         """Whether a forward or backward may have run."""

@@ -17,9 +17,8 @@ from torch import nn
 
 from fsdp_overlap.comm.comm_streams import profiler_range
 from fsdp_overlap.engine.autograd import SavedForward, dynamo_disable, is_in_backward
-from fsdp_overlap.engine.context import FsdpContext, context_of
 from fsdp_overlap.engine.param import is_opaque
-from fsdp_overlap.engine.unit import Unit, compare
+from fsdp_overlap.engine.unit import Context, Unit, compare
 from fsdp_overlap.schedule.interface import ForwardRecord
 from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.tensor.pytree import tensors_in
@@ -49,7 +48,7 @@ def before_forward(
     if are_functorch_transforms_active():
         _refuse_transform(unit)
     if context.is_capturing is not None and context.is_capturing():
-        context_of(unit).join_capture(unit)
+        context.join_capture(unit)
     begin = _begin_in_range if profiler_enabled() else _begin_forward
     begin(unit, module)
     if unit.cast_inputs is None:
@@ -67,7 +66,7 @@ def _begin_in_range(unit: Unit, module: nn.Module) -> None:
 def _begin_forward(unit: Unit, module: nn.Module) -> None:
     context = unit.context
     if not context.is_initialized:
-        _initialize(context_of(unit))
+        _initialize(context)
     unit.sync_requires_grad()
     schedule = context.schedule
     if (unit.is_root or len(unit.under_way) > 1) and schedule.is_in_forward:
@@ -81,7 +80,7 @@ def _begin_forward(unit: Unit, module: nn.Module) -> None:
     unit.saved_tensors.begin(unit, schedule)
 
 
-def _initialize(context: FsdpContext) -> None:
+def _initialize(context: Context) -> None:
     context.error_monitor.check()
     context.lazy_init()
 
@@ -94,14 +93,14 @@ def _end_interrupted(unit: Unit, module: nn.Module) -> None:
 
 def _begin_first_forward(unit: Unit) -> None:
     """Begin the first forward of a module of ``unit``, or its first in training or evaluation."""
-    if not context_of(unit).is_in_capture:
+    if not unit.context.is_in_capture:
         for edits in unit.edits:
             edits.begin_comparison()
         unit.saved_tensors.look_again()
 
 
 def _end_first_forward(unit: Unit, module: nn.Module) -> None:
-    context = context_of(unit)
+    context = unit.context
     if not context.is_in_capture:
         unit.compared.add((id(module), module.training))
         for edits in unit.edits:
@@ -183,7 +182,7 @@ def _end_raised(
 def _finish_reading(unit: Unit) -> None:
     # With gradients a backward may follow, and its end waits for offloaded shards to be read.
     if not torch.is_grad_enabled() and not unit.context.schedule.is_in_forward:
-        context_of(unit).comm_context.finish_reading()
+        unit.context.finish_reading()
 
 
 def _checked_output(unit: Unit, output: Any, casts: bool) -> tuple[Any, Sequence[torch.Tensor]]:
@@ -260,7 +259,7 @@ def _raise_edit(unit: Unit, lost: str | None) -> None:
 
 def _post_error(unit: Unit, error: BaseException) -> None:
     """Tell other ranks of ``error``, which leaves the model."""
-    context_of(unit).error_monitor.post_error(f"forward of unit {unit.name!r}", error)
+    unit.context.error_monitor.post_error(f"forward of unit {unit.name!r}", error)
 
 
 def _holds_part_of(unit: Unit, tensor: torch.Tensor) -> bool:

@@ -10,13 +10,12 @@ from typing import Any
 from torch import nn
 
 from fsdp_overlap.engine.autograd import is_in_backward
-from fsdp_overlap.engine.context import FsdpContext
 from fsdp_overlap.engine.forward_method import ForwardMethod
-from fsdp_overlap.engine.unit import Unit
+from fsdp_overlap.engine.unit import Context, Unit
 from fsdp_overlap.schedule.scheduler import Schedule
 
 
-def is_interrupted(context: FsdpContext) -> bool:
+def is_interrupted(context: Context) -> bool:
     """Return whether a forward or backward of ``context`` began, and neither ended nor is under
     way. Not meant for every step: it looks at the frames of all threads."""
     if not context.has_schedule:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from fsdp_overlap.comm.comm_streams import CommStream
+from fsdp_overlap.desync.error_monitor import ErrorMonitor
 from fsdp_overlap.engine.autograd import SavedTensors, dynamo_disable, is_to_accumulate
 from fsdp_overlap.engine.casts import cast_of_inputs, cast_of_output
 from fsdp_overlap.engine.grads import ParamGroupGradients
@@ -204,10 +205,30 @@ class Context(Protocol):
     @property
     def device(self) -> torch.device: ...
 
+    @property
+    def is_in_capture(self) -> bool:
+        """Whether units run in the capture of a graph that is under way."""
+
+    @property
+    def error_monitor(self) -> ErrorMonitor: ...
+
     def register(self, unit: Unit) -> int:
         """Take ``unit`` in and return its index."""
 
+    def lazy_init(self) -> None:
+        """Complete the context before a forward."""
+
     def require_lazy_init(self) -> None: ...
+
+    def join_capture(self, unit: Unit) -> None:
+        """Make ``unit`` part of the graph that is captured."""
+
+    def finish_reading(self) -> None:
+        """Block the host until shards that rest on the host may be edited."""
+
+    @property
+    def has_schedule(self) -> bool:
+        """Whether a forward or backward may have run."""
 
     @property
     def schedule(self) -> Schedule: ...

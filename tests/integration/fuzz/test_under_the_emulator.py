@@ -172,7 +172,7 @@ DEFECTS = [
         "before_reading_forward",
         "before_forward(owner, module, (), {})",
         TIED,
-        new="context_of(owner).schedule.prefetcher.use(owner); owner.to_unsharded()",
+        new="owner.context.schedule.prefetcher.use(owner); owner.to_unsharded()",
     ),
     Defect(
         Schedule,
