@@ -33,7 +33,7 @@ from torch.utils import _foreach_utils, _pytree
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_overlap import torch_internals as internals
-from fsdp_overlap.engine import autograd
+from fsdp_overlap.engine import hooks
 from support.canaries import (
     FILE,
     PACKAGE,
@@ -128,12 +128,12 @@ def checkpoints_have_a_frame() -> None:
     found = []
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        found.append(autograd.checkpoint())
+        found.append(hooks.checkpoint())
         return x.exp()
 
     for use_reentrant in (False, True):
         checkpoint(forward, torch.ones(1, requires_grad=True), use_reentrant=use_reentrant)
-    assert autograd.checkpoint() is None
+    assert hooks.checkpoint() is None
     assert found[0] is not None
     assert found[1] is not found[0]
 

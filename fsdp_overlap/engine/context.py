@@ -20,7 +20,7 @@ from fsdp_overlap.comm.process_groups import CommGroups, GroupCache, MeshGroups
 from fsdp_overlap.comm.store_mailbox import has_peers
 from fsdp_overlap.comm.streams import current_device, has_streams, is_capturing
 from fsdp_overlap.desync.error_monitor import ErrorMonitor
-from fsdp_overlap.engine import autograd
+from fsdp_overlap.engine import hooks
 from fsdp_overlap.engine.checks import compare_plans, verify_params_across_ranks
 from fsdp_overlap.engine.comm_context import CommContext
 from fsdp_overlap.engine.mesh import (
@@ -284,7 +284,7 @@ class FsdpContext:
                 schedule_class = unit.schedule_class
         return schedule_class(
             self.comm_context,
-            autograd,
+            hooks,
             self._stats,
             self._refs,
             partial(_existing, self._refs),
@@ -371,7 +371,7 @@ class FsdpContext:
         context, find the root, name units as users know them, connect param groups to process
         groups, and compare what ranks start from. Do nothing once that is done, and nothing within
         a backward. Collective over the meshes."""
-        if self.is_initialized or autograd.is_in_backward():
+        if self.is_initialized or hooks.is_in_backward():
             return
         is_complete = not self.is_implicit or self._init_shared_state()
         name_units(self.units)

@@ -1,29 +1,98 @@
 """Module and autograd hooks, which report forward and backward to the schedule.
 
-They own the units, and nothing that they own refers back: Note [lifetime].
+They own the units, and nothing that they own refers back: Note [lifetime]. This module is also the
+:class:`~fsdp_overlap.schedule.interface.AutogradEngine` that ``schedule/`` asks, which says what
+those of its functions do that have no docstring here.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from fsdp_overlap.comm.comm_streams import profiler_range
-from fsdp_overlap.engine.autograd import SavedForward, dynamo_disable, is_in_backward
 from fsdp_overlap.engine.param import is_opaque
+from fsdp_overlap.engine.saved_tensors import SavedForward
 from fsdp_overlap.engine.unit import Context, Unit, compare
 from fsdp_overlap.schedule.interface import ForwardRecord
 from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.tensor.pytree import tensors_in
 from fsdp_overlap.tensor.subclasses import inner_tensors
-from fsdp_overlap.torch_internals import are_functorch_transforms_active, profiler_enabled
+from fsdp_overlap.torch_internals import (
+    are_functorch_transforms_active,
+    checkpoint_code,
+    current_autograd_node,
+    current_graph_task_id,
+    current_graph_task_keeps_graph,
+    current_sequence_number,
+    dynamo_disable,
+    is_checkpoint_valid,
+    profiler_enabled,
+    queue_callback,
+    top_saved_tensors_default_hooks,
+    will_engine_execute_node,
+)
+
+# ---- The backward under way ----
+
+is_grad_enabled = torch.is_grad_enabled
+keeps_graph = current_graph_task_keeps_graph
+sequence_number = current_sequence_number
+graph_task = current_graph_task_id
+"""The number of the backward under way on this thread, -1 if there is none."""
+
+
+def is_in_backward() -> bool:
+    return current_graph_task_id() != -1
+
+
+def run_backward(function: Callable[[], object]) -> None:
+    with torch.enable_grad():
+        nothing = torch.zeros((), requires_grad=True) * 1
+    nothing.register_hook(lambda _: (function(), None)[1])
+    nothing.backward()
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    queue_callback(partial(_call, function))
+
+
+@dynamo_disable
+def _call(function: Callable[[], None]) -> None:
+    function()
+
+
+def is_for_all_leaves() -> bool:
+    if not is_checkpoint_valid():
+        return False
+    # A checkpoint is valid also in hooks of the very tensor that torch.autograd.grad() was asked
+    # about. The nodes behind that tensor do not run.
+    node = current_autograd_node()
+    return any(
+        will_engine_execute_node(behind) for behind, _ in node.next_functions if behind is not None
+    )
+
+
+def checkpoint() -> object:
+    """Return the frame of the outermost ``torch.utils.checkpoint.checkpoint()`` whose forward is
+    under way, ``None`` if there is none."""
+    if torch.is_grad_enabled() and top_saved_tensors_default_hooks(True) is None:
+        return None  # neither kind of checkpoint is
+    frame: FrameType | None = sys._getframe(1)
+    outermost: FrameType | None = None
+    while frame is not None:
+        if frame.f_code is checkpoint_code:
+            outermost = frame
+        frame = frame.f_back
+    return outermost
+
 
 # ---- Forwards and backwards ----
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_overlap.engine.autograd import is_in_backward
 from fsdp_overlap.engine.forward_method import ForwardMethod
 from fsdp_overlap.engine.unit import Context, Unit
 from fsdp_overlap.schedule.scheduler import Schedule
+from fsdp_overlap.torch_internals import current_graph_task_id
 
 
 def is_interrupted(context: Context) -> bool:
@@ -30,7 +30,7 @@ def end_interrupted(unit: Unit, module: nn.Module, schedule: Schedule) -> None:
     """End the forwards that a ``KeyboardInterrupt`` has left, if there are any, as if they had
     raised. A forward of ``module`` is about to begin: on its own, or for ``unit``, whose parameters
     another unit reads in it."""
-    if is_in_backward() or all(each is not module for each in unit.modules):
+    if current_graph_task_id() != -1 or all(each is not module for each in unit.modules):
         return
     running: Any = schedule.running_units
     if len([*_calls_of(running)]) > (unit in running):  # more than the call that begins

@@ -32,7 +32,6 @@ from fsdp_overlap.comm.comm_streams import (
     WorkHandle,
 )
 from fsdp_overlap.comm.process_groups import CommGroups, communicates
-from fsdp_overlap.engine.autograd import graph_task
 from fsdp_overlap.engine.mesh import MeshInfo, ParamGroupEdits
 from fsdp_overlap.engine.options import CommPolicy, UnitSettings, sent_sizes
 from fsdp_overlap.engine.param import (
@@ -49,6 +48,7 @@ from fsdp_overlap.tensor.flat_buffer import Buffer, FlatBuffer, VersionCounters
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor, attributes_of, users_attributes
 from fsdp_overlap.tensor.sharded_param import ShardedParam
 from fsdp_overlap.tensor.subclasses import is_subclass, missing_methods
+from fsdp_overlap.torch_internals import current_graph_task_id
 
 # ---- States ----
 
@@ -440,7 +440,7 @@ class ParamGroup:
         self._before = self.state
         self.state = ParamGroupState.GATHERING
         # A backward may read them before it waits for this gather.
-        if not self.counters.are_forbidden and graph_task() != -1:
+        if not self.counters.are_forbidden and current_graph_task_id() != -1:
             self.counters.forbid_reads()
         if not self.full.allocated:
             comm_stream.allocate(self.label, self.full)
@@ -508,7 +508,7 @@ class ParamGroup:
             self._work = None
         self.state = ParamGroupState.SHARDED
         self.gathered_version = -1
-        if graph_task() == -1:  # a backward may follow
+        if current_graph_task_id() == -1:  # a backward may follow
             self.counters.forbid_reads()
         comm_stream.free(self.label, self.full, after, waits)
 

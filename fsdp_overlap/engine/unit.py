@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter, is_
@@ -17,7 +18,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from fsdp_overlap.comm.comm_streams import CommStream
 from fsdp_overlap.desync.error_monitor import ErrorMonitor
-from fsdp_overlap.engine.autograd import SavedTensors, dynamo_disable, is_to_accumulate
 from fsdp_overlap.engine.casts import cast_of_inputs, cast_of_output
 from fsdp_overlap.engine.grads import ParamGroupGradients
 from fsdp_overlap.engine.mesh import ParamGroupEdits
@@ -32,11 +32,13 @@ from fsdp_overlap.engine.param import (
     unwrap,
 )
 from fsdp_overlap.engine.param_group import ParamGroup, ParamGroupState
+from fsdp_overlap.engine.saved_tensors import SavedTensors
 from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.tensor.flat_buffer import VersionCounters, version_of
 from fsdp_overlap.tensor.pytree import UnderWay
 from fsdp_overlap.tensor.ragged_dtensor import ShardEdits
 from fsdp_overlap.tensor.sharded_param import ShardedParam
+from fsdp_overlap.torch_internals import dynamo_disable, will_engine_execute_node
 
 # ---- Edits of unsharded parameters, which would be lost: only shards last ----
 
@@ -613,6 +615,17 @@ class Unit:
                     unit.context.schedule.gradient_arrived(unit, gradients, index)
 
             parameter.register_post_accumulate_grad_hook(arrived)
+
+
+def is_to_accumulate(parameter: torch.Tensor) -> bool:
+    """Return whether the backward under way will accumulate into ``parameter``, which requires
+    grad."""
+    with torch.enable_grad():
+        view: Any = parameter.view_as(parameter)
+    accumulation = view.grad_fn.next_functions[0][0]
+    with suppress(RuntimeError):  # autograd.grad() was asked about this very parameter
+        return will_engine_execute_node(accumulation)
+    return False
 
 
 def unit_of(module: nn.Module) -> Unit | None:

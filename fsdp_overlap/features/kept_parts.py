@@ -13,10 +13,10 @@ import torch.distributed as dist
 from fsdp_overlap.comm.collectives import PendingCollective, choose
 from fsdp_overlap.comm.comm_streams import CollectiveOp, CommStream
 from fsdp_overlap.comm.process_groups import alive
-from fsdp_overlap.engine.autograd import is_in_backward
 from fsdp_overlap.engine.param_group import DIRECT, Gatherer, ParamGroup
 from fsdp_overlap.layout import ParamGroupPlan
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
+from fsdp_overlap.torch_internals import current_graph_task_id
 
 
 class FromNeighbors(Gatherer):
@@ -47,7 +47,7 @@ class FromNeighbors(Gatherer):
     def collective_op(self, param_group: ParamGroup) -> CollectiveOp:
         version, full = param_group.version, param_group.full.flat
         # Backward uses the part up, and without gradients no backward will need it.
-        keeps = torch.is_grad_enabled() and not is_in_backward()
+        keeps = torch.is_grad_enabled() and current_graph_task_id() == -1
         accept = self._keeper(version) if keeps else self._drop
         if not self._holds(version):
             issue, _, nbytes = self._among_shards.collective_op(param_group)

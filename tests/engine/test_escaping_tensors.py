@@ -15,7 +15,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_overlap import FsdpContext, PerTensor, fully_shard
-from fsdp_overlap.engine import autograd
+from fsdp_overlap.engine import saved_tensors
 from fsdp_overlap.engine.param_group import ParamGroup
 from fsdp_overlap.layout import Flat, LayoutRule
 from support.fake_group import run_on_fake_group
@@ -397,9 +397,9 @@ def test_edits_of_what_autograd_saved_are_errors_while_it_is_tracked() -> None:
 
 def stops_tracking() -> None:
     twins = Escaping(partial(Model, ["nothing"] * 3), shard)
-    push, tracked = autograd.push_saved_tensors_hooks, []
+    push, tracked = saved_tensors.push_saved_tensors_hooks, []
     for tokens, targets in twins.batches(9):
-        with patch.object(autograd, "push_saved_tensors_hooks", side_effect=push) as pushed:
+        with patch.object(saved_tensors, "push_saved_tensors_hooks", side_effect=push) as pushed:
             twins.backward(tokens, targets)
         tracked.append(pushed.call_count)
         twins.step()
@@ -514,7 +514,7 @@ def left_out(owner: Any, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(autograd.SavedForward, "before_read"), (ParamGroup, "wait")],
+    [(saved_tensors.SavedForward, "before_read"), (ParamGroup, "wait")],
     ids=["gather", "wait"],
 )
 def test_planted_defects_are_found(owner: Any, name: str) -> None:

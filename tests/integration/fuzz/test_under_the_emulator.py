@@ -18,12 +18,12 @@ from fsdp_overlap.comm.comm_streams import DeviceCommStream, DeviceWorkHandle
 from fsdp_overlap.comm.host_copies import D2HCopy
 from fsdp_overlap.desync.order_check import OrderCheck
 from fsdp_overlap.engine import comm_context, hooks
-from fsdp_overlap.engine.autograd import SavedForward
 from fsdp_overlap.engine.comm_context import CommContext
 from fsdp_overlap.engine.grads import ParamGroupGradients
 from fsdp_overlap.engine.mesh import MeshInfo
 from fsdp_overlap.engine.options import ReduceOptions
 from fsdp_overlap.engine.param_group import ParamGroup
+from fsdp_overlap.engine.saved_tensors import SavedForward
 from fsdp_overlap.features.extensions.gather import ExtensionGather
 from fsdp_overlap.features.hsdp.gradients import ReplicaReductions
 from fsdp_overlap.features.hsdp.replica_reduction import ReplicaReduction

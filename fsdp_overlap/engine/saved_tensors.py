@@ -1,19 +1,13 @@
-"""Queries of the autograd engine, and tracking of saved tensors.
-
-This module is the :class:`~fsdp_overlap.schedule.interface.AutogradEngine` that ``schedule/`` asks,
-which says what those of its functions do that have no docstring here.
-"""
+"""What autograd saves in a unit's forward and reads in backward: Note [saved tensors]."""
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
-from types import FrameType
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch.autograd import graph
@@ -24,99 +18,13 @@ from fsdp_overlap.tensor.subclasses import inner_tensors
 from fsdp_overlap.torch_internals import (
     DisableTorchFunctionSubclass,
     are_saved_tensors_hooks_enabled,
-    checkpoint_code,
-    current_autograd_node,
     current_graph_task_id,
-    current_graph_task_keeps_graph,
-    current_sequence_number,
+    dynamo_disable,
     intercept_pushed_hooks,
-    is_checkpoint_valid,
-    keep_from_compile,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
-    queue_callback,
     top_saved_tensors_default_hooks,
-    will_engine_execute_node,
 )
-
-# ---- Note [compile]: hooks that torch.compile does not trace ----
-
-HookT = TypeVar("HookT", bound=Callable[..., Any])
-
-
-def dynamo_disable(hook: HookT) -> HookT:
-    """Make ``torch.compile`` end its graph before ``hook``, run it and all that it calls as they
-    are, and begin another graph behind it."""
-    keep_from_compile(hook, "fsdp_overlap gathers, frees or reduces parameters here")
-    return hook
-
-
-# ---- The backward under way ----
-
-is_grad_enabled = torch.is_grad_enabled
-keeps_graph = current_graph_task_keeps_graph
-sequence_number = current_sequence_number
-graph_task = current_graph_task_id
-"""The number of the backward under way on this thread, -1 if there is none."""
-
-
-def is_in_backward() -> bool:
-    return current_graph_task_id() != -1
-
-
-def run_backward(function: Callable[[], object]) -> None:
-    with torch.enable_grad():
-        nothing = torch.zeros((), requires_grad=True) * 1
-    nothing.register_hook(lambda _: (function(), None)[1])
-    nothing.backward()
-
-
-def at_end_of_backward(function: Callable[[], None]) -> None:
-    queue_callback(partial(_call, function))
-
-
-@dynamo_disable
-def _call(function: Callable[[], None]) -> None:
-    function()
-
-
-def is_for_all_leaves() -> bool:
-    if not is_checkpoint_valid():
-        return False
-    # A checkpoint is valid also in hooks of the very tensor that torch.autograd.grad() was asked
-    # about. The nodes behind that tensor do not run.
-    node = current_autograd_node()
-    return any(
-        will_engine_execute_node(behind) for behind, _ in node.next_functions if behind is not None
-    )
-
-
-def checkpoint() -> object:
-    """Return the frame of the outermost ``torch.utils.checkpoint.checkpoint()`` whose forward is
-    under way, ``None`` if there is none."""
-    if torch.is_grad_enabled() and top_saved_tensors_default_hooks(True) is None:
-        return None  # neither kind of checkpoint is
-    frame: FrameType | None = sys._getframe(1)
-    outermost: FrameType | None = None
-    while frame is not None:
-        if frame.f_code is checkpoint_code:
-            outermost = frame
-        frame = frame.f_back
-    return outermost
-
-
-def is_to_accumulate(parameter: torch.Tensor) -> bool:
-    """Return whether the backward under way will accumulate into ``parameter``, which requires
-    grad."""
-    with torch.enable_grad():
-        view: Any = parameter.view_as(parameter)
-    accumulation = view.grad_fn.next_functions[0][0]
-    with suppress(RuntimeError):  # autograd.grad() was asked about this very parameter
-        return will_engine_execute_node(accumulation)
-    return False
-
-
-# ---- What autograd saves in a unit's forward and reads in backward: Note [saved tensors] ----
 
 Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 """What packs a saved tensor, and what unpacks it."""
@@ -230,7 +138,7 @@ class SavedTensors:
             self.under_way.append(None)  # the unit runs within its own forward
         if not torch.is_grad_enabled() or not unit.has_parameters:
             return
-        if graph_task() == -1:  # else it is recomputed
+        if current_graph_task_id() == -1:  # else it is recomputed
             self._forwards += 1
         is_looked_at = not self._forwards & (self._forwards - 1)
         is_tracked = (
@@ -248,7 +156,7 @@ class SavedTensors:
     ) -> None:
         """Begin to track a forward of ``unit``. ``is_tracked``: whether that is to be done if
         nobody else handles saved tensors. ``is_looked_at``: whether it is on every rank."""
-        is_recompute = graph_task() != -1
+        is_recompute = current_graph_task_id() != -1
         outer, others = _current_hooks()
         if others is not None:
             # The graph of the first forward reads what a checkpoint saves when it runs again.
@@ -360,7 +268,7 @@ def _pack(
 
 @dynamo_disable
 def _unpack(saved: SavedTensor) -> Any:
-    if graph_task() != -1:  # and not somebody who looks at a node's attributes
+    if current_graph_task_id() != -1:  # and not somebody who looks at a node's attributes
         for forward in saved.forwards:
             forward.before_read()
     if saved.unpack is not None:
