@@ -203,7 +203,7 @@ def keep_from_compile(function: Callable[..., Any], reason: str) -> None:
 
 def dynamo_disable(hook: HookT) -> HookT:
     """Make ``torch.compile`` end its graph before ``hook``, run it and all that it calls as they
-    are, and begin another graph behind it."""
+    are, and begin another graph behind it: Note [compile]."""
     keep_from_compile(hook, "fsdp_overlap gathers, frees or reduces parameters here")
     return hook
 

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,7 +20,7 @@ from torch.profiler import record_function
 from fsdp_overlap.comm.collectives import PendingCollective
 from fsdp_overlap.comm.graphs import capture_under_way
 from fsdp_overlap.comm.streams import has_streams, streams_of
-from fsdp_overlap.comm.watchdog import Watchdog, wait, watchdog_of
+from fsdp_overlap.comm.watchdog import Watchdog, watchdogs
 from fsdp_overlap.tensor.flat_buffer import Buffer
 from fsdp_overlap.torch_internals import profiler_enabled
 
@@ -35,6 +36,10 @@ CollectiveOp = tuple[Issue, Accept | None, int]
 
 REPLAY = "replay of a CUDA graph"
 """What is launched instead of collectives where these are in a graph."""
+
+# How long a rank waits before it polls. Long compared to a step, short compared to the patience of
+# people.
+FIRST_POLL = timedelta(seconds=1)
 
 # How many collectives a comm stream remembers that have not ended.
 MAX_LAUNCHED = 1024
@@ -170,13 +175,13 @@ class HostWorkHandle:
 
     def _wait_for(self, pending: PendingCollective) -> None:
         with profiler_range("wait_" + self.kind, self.label):
-            watchdog = watchdog_of(pending.group)
+            watchdog = _watchdog_of(pending.group)
             failure: RuntimeError | None = None
             # All are waited for, also after one has failed: the others may still read or write
             # what is freed next.
             for work in pending.works:
                 try:
-                    wait(work, watchdog)
+                    _wait(work, watchdog)
                 except RuntimeError as error:
                     failure = failure or error
             if failure is not None:
@@ -204,6 +209,35 @@ class HostWorkHandle:
         if pending is not None and pending.works:
             with suppress(RuntimeError):  # the watchdog has it for those who need a result
                 self._wait_for(pending)
+
+
+def _watchdog_of(group: dist.ProcessGroup | None) -> Watchdog | None:
+    """Return the watchdog that is polled about collectives of ``group``, or ``None``."""
+    found = None if group is None else watchdogs.get(group)
+    return None if found is None else found()
+
+
+def _wait(work: dist.Work, watchdog: Watchdog | None) -> None:
+    """Block the host until ``work`` is done. Meanwhile poll ``watchdog``, if there is one, at
+    intervals that double.
+
+    Raises:
+        RuntimeError: ``work`` failed or timed out, or ``watchdog`` knows that it will.
+    """
+    if watchdog is None:
+        work.wait()
+        return
+    patience = FIRST_POLL
+    while True:
+        try:
+            work.wait(patience)
+            return
+        except RuntimeError:
+            if work.is_completed():
+                work.wait()  # raises if it failed; otherwise it was done in the meantime
+                return
+        watchdog.poll()
+        patience *= 2
 
 
 class HostCommStream(CommStream):

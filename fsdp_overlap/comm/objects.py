@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import pickle
-from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
@@ -12,7 +11,6 @@ import torch.distributed as dist
 
 from fsdp_overlap.comm.collectives import PendingCollective, all_to_all
 from fsdp_overlap.comm.comm_streams import HostWorkHandle
-from fsdp_overlap.comm.streams import has_streams
 
 T = TypeVar("T")
 
@@ -69,18 +67,6 @@ def all_equal(number: int, group: dist.ProcessGroup, device: torch.device, what:
     wait_for(dist.all_reduce(ends, dist.ReduceOp.MAX, group=group, async_op=True), group, what)
     most, least = ends.tolist()
     return bool(most == -least)
-
-
-def greatest(values: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
-    """Replace ``values`` in place by their maximum over the ranks that ``groups`` together
-    connect. Collective over ``groups``."""
-    for group in groups:
-        work = dist.all_reduce(values, dist.ReduceOp.MAX, group, async_op=True)
-        if has_streams(values.device):
-            work.wait()
-        else:  # a rank that strays may never come to it
-            wait_for(work, group, "order_check")
-    return values
 
 
 def _gather(mine: torch.Tensor, group: dist.ProcessGroup, what: str) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cache
+from functools import cache, cached_property
 from hashlib import sha256
 from typing import Any
 from weakref import WeakKeyDictionary, finalize, ref
@@ -490,18 +490,19 @@ class CommGroups:
         replicas: dist.ProcessGroup | None = None,
         confirm: dist.ProcessGroup | None = None,
     ) -> None:
-        self._gather = ref(gather)
-        self._reduce = ref(reduce)
+        self.gather_ref = ref(gather)
+        """As the next, what each step asks without a call of a property."""
+        self.reduce_ref = ref(reduce)
         self._replicas = None if replicas is None else ref(replicas)
         self._confirm = None if confirm is None else ref(confirm)
 
     @property
     def gather(self) -> dist.ProcessGroup:
-        return self._gather() or alive(self._gather)  # read for each collective
+        return alive(self.gather_ref)
 
     @property
     def reduce(self) -> dist.ProcessGroup:
-        return self._reduce() or alive(self._reduce)
+        return alive(self.reduce_ref)
 
     @property
     def replicas(self) -> dist.ProcessGroup | None:
@@ -522,6 +523,11 @@ class CommGroups:
         """A group for each dimension of the mesh, if it has more than one rank."""
         groups = (self.reduce, self.replicas)
         return [group for group in groups if group is not None and communicates(group)]
+
+    @cached_property
+    def refs_per_dim(self) -> list[ref[dist.ProcessGroup]]:
+        """What refers to :attr:`per_dim`."""
+        return [ref(group) for group in self.per_dim]
 
 
 def _check_kinds(options: Mapping[str, object]) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from fsdp_overlap.comm.collectives import PendingCollective
 from fsdp_overlap.comm.comm_streams import CommStream, WorkHandle
-from fsdp_overlap.comm.objects import greatest
+from fsdp_overlap.comm.objects import wait_for
 from fsdp_overlap.comm.streams import has_streams
 
 # How many collectives since the last check are remembered. Older ones only count in the digest.
@@ -209,3 +209,15 @@ class OrderCheck:
     def _fold(self) -> None:
         self._digest = zlib.crc32(self._issued.tobytes(), self._digest)
         self._issued = array("l")
+
+
+def greatest(values: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
+    """Replace ``values`` in place by their maximum over the ranks that ``groups`` together
+    connect. Collective over ``groups``."""
+    for group in groups:
+        work = dist.all_reduce(values, dist.ReduceOp.MAX, group, async_op=True)
+        if has_streams(values.device):
+            work.wait()
+        else:  # a rank that strays may never come to it
+            wait_for(work, group, "order_check")
+    return values

@@ -11,8 +11,8 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.comm.objects import gather_objects, greatest
-from fsdp_overlap.desync.order_check import START
+from fsdp_overlap.comm.objects import gather_objects
+from fsdp_overlap.desync.order_check import START, greatest
 from fsdp_overlap.engine.mesh import MeshInfo
 from fsdp_overlap.engine.param import UNKNOWN, hash_of
 from fsdp_overlap.engine.param_group import ParamGroup

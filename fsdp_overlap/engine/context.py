@@ -30,7 +30,14 @@ from fsdp_overlap.engine.mesh import (
 )
 from fsdp_overlap.engine.naming import name_units
 from fsdp_overlap.engine.param_group import sync_grad_dtypes
-from fsdp_overlap.engine.unit import Uncompared, Unit, find_conditional, unit_of
+from fsdp_overlap.engine.unit import (
+    Uncompared,
+    Unit,
+    existing_units,
+    find_conditional,
+    sync_requires_grad,
+    unit_of,
+)
 from fsdp_overlap.layout import Flat, LayoutRule
 from fsdp_overlap.schedule.backward import MAX_INPUTS
 from fsdp_overlap.schedule.interface import ScheduledUnit
@@ -264,7 +271,7 @@ class FsdpContext:
             lambda name: make_comm_stream(name, device),
             self._stats,
             self._mesh_infos.values,
-            partial(_existing, self._refs),
+            partial(existing_units, self._refs),
         )
 
     def finish_reading(self) -> None:
@@ -287,7 +294,7 @@ class FsdpContext:
             hooks,
             self._stats,
             self._refs,
-            partial(_existing, self._refs),
+            partial(existing_units, self._refs),
             self.prefetch,
             self.max_reduce_inputs,
             self.shard_optimizer_over_replicas,
@@ -296,7 +303,7 @@ class FsdpContext:
 
     def _what_begins_backwards(self) -> Callable[[], None]:
         if self.is_capturing is None:
-            return partial(_sync_requires_grad, self.toggled)
+            return partial(sync_requires_grad, self.toggled)
         return partial(_begin_backward, self.toggled, weakref.ref(self), self.is_capturing)
 
     def prepare_for_captures(self) -> Captures:
@@ -355,7 +362,7 @@ class FsdpContext:
     @property
     def units(self) -> list[Unit]:
         """The units that still exist, in the order of their :func:`fully_shard` calls."""
-        return _existing(self._refs)
+        return existing_units(self._refs)
 
     def register(self, unit: Unit) -> int:
         """Take ``unit`` in and return its index, the same on every rank."""
@@ -604,10 +611,6 @@ class FsdpContext:
         self.uncompared.clear()
 
 
-def _existing(refs: Sequence[weakref.ref[Unit]]) -> list[Unit]:
-    return [unit for ref in refs if (unit := ref()) is not None]
-
-
 def _mesh_of_all(meshes: Collection[DeviceMesh]) -> DeviceMesh:
     """Return the mesh that holds the ranks of all others.
 
@@ -626,12 +629,6 @@ def _mesh_of_all(meshes: Collection[DeviceMesh]) -> DeviceMesh:
     return largest
 
 
-def _sync_requires_grad(toggled: weakref.WeakSet[Unit]) -> None:
-    for unit in toggled:
-        unit.sync_requires_grad()
-    toggled.clear()
-
-
 def _begin_backward(
     toggled: weakref.WeakSet[Unit],
     context: weakref.ref[FsdpContext],
@@ -639,7 +636,7 @@ def _begin_backward(
 ) -> None:
     if is_capturing() and (own := context()) is not None:
         own.prepare_for_captures().check_backward()
-    _sync_requires_grad(toggled)
+    sync_requires_grad(toggled)
 
 
 def context_of(unit: Unit) -> FsdpContext:

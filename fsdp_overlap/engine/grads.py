@@ -226,8 +226,10 @@ class ParamGroupGradients:
         # NCCL uses memory that is registered with its group for sums, and not for means.
         if divisor is None and (self.options.sums_only or buffer.memory is not None):
             divisor = float(param_group.mesh_info.shard_size)
-        reduce_scatter = param_group.collectives.reduce_scatter
-        return reduce_scatter(buffer.flat, param_group.groups.reduce, divisor)
+        groups = param_group.groups
+        return param_group.collectives.reduce_scatter(
+            buffer.flat, groups.reduce_ref() or groups.reduce, divisor
+        )
 
     def _zero_unfilled(self) -> None:
         views = zip(self.reduce_scatter_input.views, self.filled, strict=True)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from fsdp_overlap.comm.comm_streams import profiler_range
-from fsdp_overlap.engine.param import is_opaque
+from fsdp_overlap.engine.param import Registered, is_opaque
 from fsdp_overlap.engine.saved_tensors import SavedForward
 from fsdp_overlap.engine.unit import Context, Unit, compare
 from fsdp_overlap.schedule.interface import ForwardRecord
@@ -142,11 +142,35 @@ def _begin_forward(unit: Unit, module: nn.Module) -> None:
         _end_interrupted(unit, module)
     schedule.before_forward(unit)
     unit.to_unsharded()
-    if torch.is_grad_enabled() and unit.unowned.is_due():
-        _check_all_are_owned(unit)
     if (id(module), module.training) not in unit.compared:
         _begin_first_forward(unit)
-    unit.saved_tensors.begin(unit, schedule)
+    if unit.saved_tensors.under_way:
+        unit.saved_tensors.under_way.append(None)  # the unit runs within its own forward
+    if torch.is_grad_enabled():
+        _begin_with_gradients(unit, schedule)
+
+
+def _begin_with_gradients(unit: Unit, schedule: Schedule) -> None:
+    """Look for parameters that no unit owns, and begin to track what autograd saves, if that is to
+    be done in this forward of ``unit``."""
+    if current_graph_task_id() == -1:  # else it is recomputed
+        unit.forwards += 1
+    is_looked_at = not unit.forwards & (unit.forwards - 1)
+    # Tables may be written to directly, and parameters unfrozen.
+    if is_looked_at or unit.unowned.registrations != Registered.count:
+        _check_all_are_owned(unit)
+    if not unit.has_parameters:
+        return
+    saved = unit.saved_tensors
+    is_tracked = (
+        is_looked_at
+        or not saved.has_seen_backward
+        or saved.are_read_early
+        or saved.has_others
+        or not unit.settings.unshard_in_backward
+    )
+    if is_tracked or top_saved_tensors_default_hooks(True) is not None:
+        saved.track(unit, schedule, is_tracked, is_looked_at)
 
 
 def _initialize(context: Context) -> None:
@@ -257,7 +281,8 @@ def _finish_reading(unit: Unit) -> None:
 def _checked_output(unit: Unit, output: Any, casts: bool) -> tuple[Any, Sequence[torch.Tensor]]:
     """Return what a forward of ``unit`` returns, and the tensors in that. Refuse an output that
     lies in a full buffer: it would be read after the buffer is freed."""
-    tensors = tensors_in(output)
+    # Most outputs are a single tensor.
+    tensors = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
     for tensor in tensors:
         if unit.holds(tensor) if type(tensor) in _PLAIN else _holds_part_of(unit, tensor):
             _refuse_output(unit)

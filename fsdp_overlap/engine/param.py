@@ -298,21 +298,14 @@ class UnownedParameters:
         self._ignored = ignored
         outside = parameters_outside_units(modules if ignored else ())
         self._ignored_names = {fqn for fqn, parameter, *_ in outside if parameter in ignored}
-        self._forwards = 0
-        self._registrations = -1
+        self.registrations = -1
+        """What was counted when they were last looked for."""
         _count_registrations()
-
-    def is_due(self) -> bool:
-        """Return whether to look before this forward: if any module has registered a parameter or a
-        module since, and in forwards 1, 2, 4, 8 ..., because tables may be written to directly and
-        parameters unfrozen."""
-        self._forwards += 1
-        return not self._forwards & (self._forwards - 1) or self._registrations != _registrations
 
     def find(self, modules: Sequence[nn.Module], own: Iterable[torch.Tensor]) -> str | None:
         """Return the name of such a parameter in ``modules``, or ``None``. ``own`` are the
         parameters of the unit, in both forms. What torch's DDP or FSDP2 trains is left out."""
-        self._registrations = -1
+        self.registrations = -1
         known = {*map(id, own), *map(id, self._ignored)}
         trained = {
             inner
@@ -324,7 +317,7 @@ class UnownedParameters:
             is_known = id(parameter) in known or fqn in self._ignored_names
             if parameter.requires_grad and not is_known and owner_of(parameter) is None:
                 return fqn
-        self._registrations = _registrations
+        self.registrations = Registered.count
         return None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnownedParameters:
@@ -333,15 +326,16 @@ class UnownedParameters:
         return copied
 
 
-_registrations = 0
-"""How many parameters and modules modules of this process have registered."""
+class Registered:
+    """Counts the parameters and modules that modules of this process have registered."""
+
+    count = 0
 
 
 @cache
 def _count_registrations() -> None:
     def count(*registered: Any) -> None:
-        global _registrations
-        _registrations += 1
+        Registered.count += 1
 
     register_module_module_registration_hook(count)
     register_module_parameter_registration_hook(count)
@@ -411,35 +405,29 @@ class ParamModuleInfo:
         sharded: Sequence[ShardedParam],
     ) -> None:
         self._indices = {id(parameter): index for index, parameter in enumerate(sharded)}
-        self._all: list[Registration] = [
+        self.registrations: list[Registration] = [
             (table, name, its_parameter, its_sharded)
             for item, its_parameter, its_sharded in zip(owned, parameters, sharded, strict=True)
             for table, name in item.registrations
         ]
-        self.places = [table for table, *_ in self._all], [name for _, name, *_ in self._all]
+        self.places = (
+            [table for table, *_ in self.registrations],
+            [name for _, name, *_ in self.registrations],
+        )
         """The tables, and the name in each."""
-        self.unsharded = [parameter for *_, parameter, _ in self._all]
+        self.unsharded = [parameter for *_, parameter, _ in self.registrations]
 
     def __iter__(self) -> Iterator[Registration]:
-        return iter(self._all)
+        return iter(self.registrations)
 
     def index_of(self, sharded: torch.Tensor) -> int | None:
         """Return the index of a sharded parameter in the param group. ``None`` if it is none of
         it."""
         return self._indices.get(id(sharded))
 
-    def to_unsharded(self, label: str) -> None:
-        """Register the unsharded parameters. Raise RuntimeError if something else was registered in
-        their place. ``label`` names the unit."""
-        for table, name, parameter, sharded in self._all:
-            current = table.get(name)
-            if current is not sharded and current is not parameter:
-                refuse_replaced(name, label, current, sharded)
-            table[name] = parameter
-
     def replaced(self) -> str | None:
         """Return the name of a parameter in whose place something else is registered."""
-        for table, name, parameter, sharded in self._all:
+        for table, name, parameter, sharded in self.registrations:
             current = table.get(name)
             if current is not sharded and current is not parameter:
                 return name
@@ -448,19 +436,19 @@ class ParamModuleInfo:
     def check(self, label: str) -> None:
         """Raise RuntimeError if something is registered in place of a parameter. ``label`` names
         the unit."""
-        for table, name, parameter, sharded in self._all:
+        for table, name, parameter, sharded in self.registrations:
             current = table.get(name)
             if current is not sharded and current is not parameter:
                 refuse_replaced(name, label, current, sharded)
 
     def to_sharded(self) -> None:
         """Register the sharded parameters."""
-        for table, name, _, sharded in self._all:
+        for table, name, _, sharded in self.registrations:
             table[name] = sharded
 
     def to_none(self) -> None:
         """Register nothing, so that what is done to all parameters of a module skips these."""
-        for table, name, _, _ in self._all:
+        for table, name, _, _ in self.registrations:
             table[name] = None
 
     def assigned(self) -> dict[int, torch.Tensor]:
@@ -469,7 +457,7 @@ class ParamModuleInfo:
         the meta device are left out."""
         return {
             self._indices[id(sharded)]: current
-            for table, name, parameter, sharded in self._all
+            for table, name, parameter, sharded in self.registrations
             if (current := table.get(name)) is not sharded
             and current is not parameter
             and isinstance(current, torch.Tensor)

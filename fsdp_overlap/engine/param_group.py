@@ -476,7 +476,8 @@ class ParamGroup:
 
     def all_gather(self) -> PendingCollective:
         """Fill the full buffer from the shards of all ranks."""
-        return self.collectives.all_gather(self.full.flat, self.shard, self.groups.gather)
+        group = self.groups.gather_ref() or self.groups.gather
+        return self.collectives.all_gather(self.full.flat, self.shard, group)
 
     def wait(self) -> None:
         """Make compute wait for the all-gather, if one is under way."""

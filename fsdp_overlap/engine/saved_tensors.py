@@ -126,36 +126,17 @@ class SavedTensors:
         self.are_any = False
         """Whether autograd saved anything in the last of forwards 1, 2, 4, 8 ... The same on every
         rank, as these are tracked on every rank."""
-        self._forwards = 0
         self.under_way: list[SavedForward | None] = []
         """The forwards that are tracked now, and those within them."""
-        self._has_others = False
+        self.has_others = False
         """Whether others handled saved tensors within a forward that was tracked."""
 
-    def begin(self, unit: TrackedUnit, schedule: Schedule) -> None:
-        """Begin to track a forward of ``unit``, if that is to be done. :meth:`end` comes next."""
-        if self.under_way:
-            self.under_way.append(None)  # the unit runs within its own forward
-        if not torch.is_grad_enabled() or not unit.has_parameters:
-            return
-        if current_graph_task_id() == -1:  # else it is recomputed
-            self._forwards += 1
-        is_looked_at = not self._forwards & (self._forwards - 1)
-        is_tracked = (
-            is_looked_at
-            or not self.has_seen_backward
-            or self.are_read_early
-            or self._has_others
-            or not unit.settings.unshard_in_backward
-        )
-        if is_tracked or top_saved_tensors_default_hooks(True) is not None:
-            self._track(unit, schedule, is_tracked, is_looked_at)
-
-    def _track(
+    def track(
         self, unit: TrackedUnit, schedule: Schedule, is_tracked: bool, is_looked_at: bool
     ) -> None:
-        """Begin to track a forward of ``unit``. ``is_tracked``: whether that is to be done if
-        nobody else handles saved tensors. ``is_looked_at``: whether it is on every rank."""
+        """Begin to track a forward of ``unit``. :meth:`end` comes next. ``is_tracked``: whether to
+        do that if nobody else handles saved tensors. ``is_looked_at``: whether it is done on every
+        rank."""
         is_recompute = current_graph_task_id() != -1
         outer, others = _current_hooks()
         if others is not None:
@@ -169,14 +150,14 @@ class SavedTensors:
             _adapt_torch(+1)
 
     def end(self) -> SavedForward | None:
-        """End the last :meth:`begin`, if any is under way. Return what was tracked."""
+        """End the forward that began last. Return what was tracked."""
         forward = self.under_way.pop()
         if forward is None:
             return None
         if _hooks_of_ours() is not None:
             pop_saved_tensors_hooks()
         _adapt_torch(-1)
-        self._has_others |= forward.is_shared
+        self.has_others |= forward.is_shared
         if forward.is_on_all_ranks:
             self.are_any = forward.has_saved
         return forward

@@ -28,6 +28,7 @@ from fsdp_overlap.engine.param import (
     check_frozen,
     module_class_name,
     modules_outside_units,
+    refuse_replaced,
     tp_local_tensor,
     unwrap,
 )
@@ -294,6 +295,8 @@ class Unit:
         self.under_way: list[UnderWay] = []
         """What is remembered of each forward under way."""
         self.saved_tensors = SavedTensors()
+        self.forwards = 0
+        """How many forwards with gradients have begun, without those that run again in backward."""
         self.forward_prefetch: Sequence[weakref.ref[Unit]] = ()
         self.backward_prefetch: Sequence[weakref.ref[Unit]] = ()
         """The units that the user wants gathered when this one runs, instead of those predicted."""
@@ -505,7 +508,11 @@ class Unit:
 
     def to_unsharded(self) -> None:
         for param_group in self.param_groups:
-            param_group.module_info.to_unsharded(param_group.label)
+            for table, name, parameter, sharded in param_group.module_info.registrations:
+                current = table.get(name)
+                if current is not sharded and current is not parameter:
+                    refuse_replaced(name, param_group.label, current, sharded)
+                table[name] = parameter
 
     @property
     def has_replaced_parameters(self) -> bool:
@@ -526,7 +533,8 @@ class Unit:
 
     def to_sharded(self) -> None:
         for param_group in self.param_groups:
-            param_group.module_info.to_sharded()
+            for table, name, _, sharded in param_group.module_info.registrations:
+                table[name] = sharded
 
     def reshards_after_forward(self) -> bool:
         if self.reshard_after_forward is not None:
@@ -626,6 +634,18 @@ def is_to_accumulate(parameter: torch.Tensor) -> bool:
     with suppress(RuntimeError):  # autograd.grad() was asked about this very parameter
         return will_engine_execute_node(accumulation)
     return False
+
+
+def existing_units(refs: Sequence[weakref.ref[Unit]]) -> list[Unit]:
+    """Return the units of ``refs`` that are not gone."""
+    return [unit for ref in refs if (unit := ref()) is not None]
+
+
+def sync_requires_grad(toggled: weakref.WeakSet[Unit]) -> None:
+    """Find the param groups of ``toggled`` units that get gradients, before a backward begins."""
+    for unit in toggled:
+        unit.sync_requires_grad()
+    toggled.clear()
 
 
 def unit_of(module: nn.Module) -> Unit | None:

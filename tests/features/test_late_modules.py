@@ -207,10 +207,11 @@ def test_what_is_trained_otherwise_or_not_at_all_is_left_alone() -> None:
 
 def looks() -> None:
     model = sharded(Flat())
-    unowned = model[0]._fsdp_unit.unowned
+    unit = model[0]._fsdp_unit
+    unowned = unit.unowned
     forwards = []
     find = unowned.find
-    unowned.find = lambda *args: forwards.append(unowned._forwards) or find(*args)
+    unowned.find = lambda *args: forwards.append(unit.forwards) or find(*args)
     for _ in range(20):
         step(model)
     assert forwards == [1, 2, 4, 8, 16]

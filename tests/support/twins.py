@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_overlap import FsdpContext, MeshGroups
-from fsdp_overlap.comm import watchdog
+from fsdp_overlap.comm import comm_streams
 from fsdp_overlap.layout import Flat, LayoutRule
 from fsdp_overlap.optim import Muon
 from support.held import held_of
@@ -172,12 +172,12 @@ class Twins:
 @contextmanager
 def impatient() -> Iterator[None]:
     """Ranks ask each other sooner than users would like, so that tests are quick."""
-    patience = watchdog.FIRST_POLL
-    watchdog.FIRST_POLL = timedelta(seconds=0.1)
+    patience = comm_streams.FIRST_POLL
+    comm_streams.FIRST_POLL = timedelta(seconds=0.1)
     try:
         yield
     finally:
-        watchdog.FIRST_POLL = patience
+        comm_streams.FIRST_POLL = patience
 
 
 def loss_of(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
