@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from fsdp_overlap.comm.collectives import PendingCollective
-from fsdp_overlap.comm.graphs import capture_under_way
 from fsdp_overlap.comm.streams import has_streams, streams_of
 from fsdp_overlap.comm.watchdog import Watchdog, watchdogs
 from fsdp_overlap.tensor.flat_buffer import Buffer
@@ -100,11 +99,6 @@ class CommStream(ABC):
 
     runs_ahead = False
     """Whether the host goes on before what it enqueues has begun."""
-    is_captured = False
-    """Whether what is enqueued is captured in a graph, and does not run yet."""
-
-    def set_captured(self, is_captured: bool) -> None:
-        """Note that a capture that the stream takes part in has begun, or is about to end."""
 
     def after_compute(self) -> None:
         """Start what is enqueued from now on after the compute enqueued so far."""
@@ -292,58 +286,33 @@ class LaunchedCollective(NamedTuple):
     end: torch.Event
 
 
-class CapturedWorkHandle(DeviceWorkHandle):
-    """Work on a comm stream's stream that is captured in a graph. When the capture is over there is
-    nothing to wait for, because nothing has run."""
-
-    def __init__(self, event: torch.Event, streams: Any) -> None:
-        super().__init__(event, streams)
-        self._capture = capture_under_way()
-
-    def wait(self) -> None:
-        if self._is_under_way():
-            super().wait()
-
-    def wait_on_host(self) -> None:
-        if self._is_under_way():
-            super().wait_on_host()
-
-    def done(self) -> bool:
-        return not self._is_under_way()  # nobody may ask a captured event
-
-    def _is_under_way(self) -> bool:
-        return capture_under_way() is self._capture
-
-
 class DeviceCommStream(CommStream):
     """A stream of a device that has them."""
 
     runs_ahead = True
+    max_kept_back = MAX_KEPT_BACK
+    work_handle: type[DeviceWorkHandle] = DeviceWorkHandle
+    """What is made for each enqueued work."""
 
     def __init__(self, device: torch.device) -> None:
         self._streams = streams_of(device)
         # High priority, so that a collective's few blocks are placed before those of waiting GEMMs.
         self.stream = self._streams.Stream(device, priority=-1)
-        self._kept_back: list[torch.Event] = []
+        self.kept_back: list[torch.Event] = []
         """Marks of compute that memory was kept back for. Those that are past are dropped."""
         self.launched: deque[LaunchedCollective] = deque(maxlen=MAX_LAUNCHED)
         """For the desync monitor, which drops those that have ended."""
         self.count = 0
         """How many were ever launched."""
-        self._preceding: list[torch.Event] = []
+        self.preceding: list[torch.Event] = []
         """What the stream waits for before the next collective."""
-
-    def set_captured(self, is_captured: bool) -> None:
-        self.is_captured = is_captured
-        if not is_captured:
-            self._preceding = []  # nobody may ask events of the capture
 
     def after_compute(self) -> None:
         self.after_event(self._streams.current_stream().record_event())
 
     def after_event(self, event: torch.Event) -> None:
         self.stream.wait_event(event)
-        self._preceding.append(event)
+        self.preceding.append(event)
 
     def after_work(self, work: WorkHandle) -> None:
         with self._streams.stream(self.stream):
@@ -351,8 +320,8 @@ class DeviceCommStream(CommStream):
 
     def after_replay(self) -> None:
         self.after_compute()
-        end = self._preceding[-1]
-        self._preceding = [end]  # the others precede the replay
+        end = self.preceding[-1]
+        self.preceding = [end]  # the others precede the replay
         self.count += 1
         self.launched.append(LaunchedCollective(REPLAY, "", (), end))
 
@@ -374,12 +343,10 @@ class DeviceCommStream(CommStream):
             if accept is not None:
                 accept(result)
             end = self.stream.record_event()
-        preceding, self._preceding = self._preceding, []
-        if self.is_captured:
-            return CapturedWorkHandle(end, self._streams)
+        preceding, self.preceding = self.preceding, []
         self.count += 1
         self.launched.append(LaunchedCollective(kind, label, preceding, end))
-        return DeviceWorkHandle(end, self._streams)
+        return self.work_handle(end, self._streams)
 
     def free(self, label: str, buffer: Buffer, after: ComputeEvent, waits: bool = True) -> None:
         late = waits or buffer.keeps_storage or buffer.memory is not None or self._keeps_enough()
@@ -392,14 +359,12 @@ class DeviceCommStream(CommStream):
             compute = self._streams.current_stream()
             compute.wait_event(after)
             buffer.record_stream(compute)
-            self._kept_back.append(after)
+            self.kept_back.append(after)
         buffer.free()
 
     def _keeps_enough(self) -> bool:
-        if self.is_captured:
-            return True  # the allocator would keep memory back until the end of the capture
-        self._kept_back = [mark for mark in self._kept_back if not mark.query()]
-        return len(self._kept_back) >= MAX_KEPT_BACK
+        self.kept_back = [mark for mark in self.kept_back if not mark.query()]
+        return len(self.kept_back) >= self.max_kept_back
 
 
 def make_comm_stream(device: torch.device) -> CommStream:

@@ -74,12 +74,13 @@ class ConfirmingOrderCheck(OrderCheck):
         self,
         device: torch.device,
         explain: Callable[[str], str],
+        is_read_at_once: bool,
         groups: Callable[[], Sequence[dist.ProcessGroup]],
         confirmed: Callable[[], None],
     ) -> None:
         self._groups = groups
         self._confirmed = confirmed
-        super().__init__(device, explain)
+        super().__init__(device, explain, is_read_at_once)
 
     def _forget(self) -> None:
         super()._forget()

@@ -7,6 +7,7 @@ import zlib
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
+from operator import or_
 from typing import NamedTuple, Protocol
 
 import torch
@@ -76,16 +77,26 @@ class OrderCheck:
     that the host never waits for it.
 
     ``explain`` says what ranks did differently; it is given the unit, or an empty string if that is
-    not known.
+    not known. ``is_read_at_once``: whether the host waits for the check, because compute has.
     """
 
     confirms = False
     """Whether ranks ask each other before collectives too."""
+    is_enabled = True
+    """Whether the end of a backward runs the check."""
 
-    def __init__(self, device: torch.device, explain: Callable[[str], str]) -> None:
+    def __init__(
+        self, device: torch.device, explain: Callable[[str], str], is_read_at_once: bool = True
+    ) -> None:
         self.device = device
         self._explain = explain
+        self._is_read_at_once = is_read_at_once
         self._under_way: deque[tuple[WorkHandle, torch.Tensor]] = deque()
+        self.has_reduced = False
+        """Whether a reduce-scatter was issued since the last :meth:`validate_and_sync`."""
+        self.has_gradient = bytearray()
+        """For each parameter, whether this rank has reduced a gradient in the backward under
+        way."""
         self._forget()
 
     def _forget(self) -> None:
@@ -107,6 +118,14 @@ class OrderCheck:
 
     def record_new_param_group(self) -> None:
         """Record that a param group was added to the mesh. So the next check has another size."""
+
+    def record_gradients(self, first_flag: int, filled: Sequence[bool]) -> None:
+        """Note that this rank reduces gradients of the ``filled`` parameters of the param group
+        whose flags begin at ``first_flag``."""
+        flags = slice(first_flag, first_flag + len(filled))
+        if not all(filled):
+            filled = list(map(or_, self.has_gradient[flags], filled))
+        self.has_gradient[flags] = bytes(filled)
 
     def record_failure(self) -> None:
         """Make the next check of this mesh fail, because this rank found a difference on another
@@ -137,6 +156,29 @@ class OrderCheck:
     def _wait(self, work: dist.Work, group: dist.ProcessGroup, label: str) -> None:
         # Not by a work handle, which wakes up after a second: that would make NCCL give up.
         work.wait()
+
+    def validate_and_sync(
+        self, comm_stream: CommStream, groups: Sequence[dist.ProcessGroup], failed: bool
+    ) -> bytes | bytearray:
+        """Compare what the ranks issued, at the end of a backward that reduced. Return a flag for
+        each parameter: whether it has a gradient on some rank, if the check is read at once, and
+        otherwise on this one. ``failed``: whether this rank found a difference on another mesh.
+        Collective over ``groups``.
+
+        Raises:
+            RuntimeError: the ranks' collectives differ, in this backward or, where the host runs
+                ahead, in an earlier one.
+        """
+        flags, self.has_gradient = self.has_gradient, bytearray(len(self.has_gradient))
+        self.has_reduced = False
+        if not groups or not self.is_enabled:
+            return flags
+        if failed:
+            self.record_failure()
+        if not self._is_read_at_once:
+            self.read_arrived()  # the checks of earlier backwards
+        self.send(comm_stream, groups, flags)
+        return self.read() if self._is_read_at_once else flags
 
     def send(
         self, comm_stream: CommStream, groups: Sequence[dist.ProcessGroup], has_gradient: bytearray
@@ -194,6 +236,8 @@ class OrderCheck:
         """Forget checks under way and what was issued. Must be called on every rank."""
         self._under_way.clear()
         self._forget()
+        self.has_reduced = False
+        self.has_gradient = bytearray(len(self.has_gradient))
 
     @property
     def history(self) -> list[Interval]:

@@ -20,6 +20,7 @@ from fsdp_overlap.comm.comm_streams import (
     profiler_range,
 )
 from fsdp_overlap.comm.hosts import HostExchange
+from fsdp_overlap.comm.process_groups import alive
 from fsdp_overlap.desync.order_check import ALL_GATHER, N_KINDS
 from fsdp_overlap.engine.grads import CommPart, ParamGroupGradients, Part
 from fsdp_overlap.engine.mesh import MeshInfo
@@ -258,11 +259,11 @@ class CommContext:
         param_group = gradients.param_group
         if param_group in self._unread:  # hooks may edit the shard as soon as it is reduced
             self.reduce_scatter_stream.after_work(self._unread[param_group])
-        mesh_info, dtype = param_group.mesh_info, gradients.reduce_scatter_input.flat.dtype
-        mesh_info.has_reduced = True
+        check, dtype = param_group.mesh_info.order_check, gradients.reduce_scatter_input.flat.dtype
+        check.has_reduced = True
         kind = gradients.kinds[gradients.options.all_reduce_grads]
         code = param_group.index * N_KINDS + kind
-        mesh_info.order_check.record(code, param_group, dtype)
+        check.record(code, param_group, dtype)
         return gradients.reduce(self)
 
     def finish(self, gradients: interface.Gradients, work: interface.ReductionWork) -> None:
@@ -290,12 +291,13 @@ class CommContext:
         # Small meshes first: a failure there is an error on all ranks of the meshes that follow,
         # also on ranks that would otherwise wait for those that failed.
         for mesh_info in sorted(self._mesh_infos(), key=lambda mesh_info: mesh_info.mesh.size()):
-            if mesh_info.has_reduced:
-                is_checked = mesh_info.groups.per_dim and not self.reduce_scatter_stream.is_captured
-                self._stats.order_checks += bool(is_checked)
+            check = mesh_info.order_check
+            if check.has_reduced:
+                groups = [ref() or alive(ref) for ref in mesh_info.groups.refs_per_dim]
+                self._stats.order_checks += bool(groups and check.is_enabled)
                 try:
-                    agreed[mesh_info] = mesh_info.validate_and_sync(
-                        self.reduce_scatter_stream, failed=failure is not None
+                    agreed[mesh_info] = check.validate_and_sync(
+                        self.reduce_scatter_stream, groups, failed=failure is not None
                     )
                 except RuntimeError as error:
                     failure = failure or error
@@ -332,19 +334,6 @@ class CommContext:
         """Make all comm streams wait for the compute enqueued so far."""
         for comm_stream in self.comm_streams:
             comm_stream.after_compute()
-
-    def begin_capture(self) -> None:
-        """Take all comm streams into the capture of a graph that compute is in. Their memory then
-        comes from the graph's pool."""
-        self.let_comm_streams_wait()
-        for comm_stream in self.comm_streams:
-            comm_stream.set_captured(True)
-
-    def end_capture(self) -> None:
-        """Take all comm streams out of the capture, which waits for all that was enqueued there."""
-        for comm_stream in self.comm_streams:
-            comm_stream.set_captured(False)
-        self.wait_for_comm_streams()
 
     def rest(self) -> None:
         """Bring every unit to rest, from any state. The schedule must have dropped everything."""

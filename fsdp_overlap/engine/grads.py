@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import repeat
 from operator import attrgetter, is_
@@ -97,8 +97,6 @@ class ParamGroupGradients:
         # known whether another rank has one.
         self.unused: list[tuple[int, torch.Tensor]] = []
         self._pieces = self._plan_pieces()
-        self._give: Callable[[Any, Any], None]
-        self._give = param_group.sharded_parameters[0].give_grads
         # The gradient of a parameter of which this rank holds nothing. The first forward may run in
         # inference mode, and in-place ops refuse tensors made in it ever after.
         with torch.inference_mode(False):
@@ -209,7 +207,8 @@ class ParamGroupGradients:
             accept = accept or self._accept_filled(self.filled)
         elif accept is None:
             first, accept = param_group.first_flag, self._accept
-            param_group.mesh_info.has_gradient[first : first + self.count] = self._all_filled
+            flags = param_group.mesh_info.order_check.has_gradient
+            flags[first : first + self.count] = self._all_filled
         self.filled = [False] * self.count
         if self.reduce_scatter_input.gaps:  # they travel too
             torch._foreach_zero_(self.reduce_scatter_input.gaps)
@@ -240,7 +239,7 @@ class ParamGroupGradients:
         reduced gradients."""
         param_group = self.param_group
         mesh_info = param_group.mesh_info
-        mesh_info.record_gradients(param_group.first_flag, filled)
+        mesh_info.order_check.record_gradients(param_group.first_flag, filled)
         if all(filled):
             return self._accept
         keep = mesh_info.syncs_unused_params
@@ -278,7 +277,7 @@ class ParamGroupGradients:
         elif self.param_group.edits.has_hooks:
             self._give_hooked(parameters, locals_)
         else:
-            self._give(parameters, locals_)
+            self.param_group.give_grads(parameters, locals_)
 
     _keep = give
     """Does with a reduced gradient what the place where the shard rests asks for."""
@@ -297,7 +296,7 @@ class ParamGroupGradients:
         has_hooks = self.param_group.edits.has_hooks
         if has_hooks:
             call_gradient_hooks(parameters, locals_)
-        self._give(parameters, locals_)
+        self.param_group.give_grads(parameters, locals_)
         if has_hooks:
             call_hooks(parameters)
 

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from operator import or_
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp_overlap.comm.comm_streams import CommStream, WorkHandle
+from fsdp_overlap.comm.comm_streams import WorkHandle
 from fsdp_overlap.comm.process_groups import (
     CommGroups,
     GroupCache,
@@ -261,8 +260,6 @@ class MeshInfo:
     """The number of ranks that hold each shard."""
     shards_replicas = False
     """Whether the ranks that hold replicas of a shard divide it."""
-    has_reduced = False
-    """Whether a reduce-scatter was issued since the last :meth:`validate_and_sync`."""
     has_late_gradients = False
     """Whether some gradients are given to parameters only at the end of backward."""
     reading: WorkHandle | None = None
@@ -292,9 +289,6 @@ class MeshInfo:
         self.memories: dict[Any, Any] = {}
         """Memory that is registered with groups of the mesh, until these are renewed."""
         self._flags = 0
-        self.has_gradient = bytearray()
-        """For each parameter, whether this rank has reduced a gradient in the backward under
-        way."""
 
     @cached_property
     def shard_size(self) -> int:
@@ -355,12 +349,17 @@ class MeshInfo:
         explain = self.error_monitor.explain_difference
         shard = self.mesh.get_group(self.mesh.ndim - 1)
         if not (self.communicates and can_close(shard, self.device.type)):
-            return OrderCheck(self.device, explain)
+            check = OrderCheck(self.device, explain, self.syncs_unused_params)
+            check.has_gradient = bytearray(self._flags)
+            return check
         from fsdp_overlap.desync.confirmation import ConfirmingOrderCheck
 
         me = weakref.proxy(self)
         groups, confirmed = lambda: me.groups.to_confirm, self._stats.count_confirmation
-        return ConfirmingOrderCheck(self.device, explain, groups, confirmed)
+        at_once = self.syncs_unused_params
+        check = ConfirmingOrderCheck(self.device, explain, at_once, groups, confirmed)
+        check.has_gradient = bytearray(self._flags)
+        return check
 
     @cached_property
     def syncs_unused_params(self) -> bool:
@@ -412,7 +411,7 @@ class MeshInfo:
         self._flags += parameters
         if "order_check" in vars(self):
             self.order_check.record_new_param_group()
-        self.forget_gradients()
+            self.order_check.has_gradient = bytearray(self._flags)
         return index, first_flag
 
     def groups_for(self, separate: bool) -> CommGroups:
@@ -435,37 +434,6 @@ class MeshInfo:
         """The number of param groups so far, and of parameters in them."""
         return len(self._members), self._flags
 
-    def record_gradients(self, first_flag: int, filled: Sequence[bool]) -> None:
-        """Note that this rank reduces gradients of the ``filled`` parameters of the param group
-        whose flags begin at ``first_flag``."""
-        flags = slice(first_flag, first_flag + len(filled))
-        if not all(filled):
-            filled = list(map(or_, self.has_gradient[flags], filled))
-        self.has_gradient[flags] = bytes(filled)
-
-    def validate_and_sync(self, comm_stream: CommStream, failed: bool) -> bytes | bytearray:
-        """Compare what the ranks issued, at the end of a backward that reduced. Return a flag for
-        each parameter: whether it has a gradient on some rank or, without
-        :attr:`syncs_unused_params`, on this one. ``failed``: whether this rank found a difference
-        on another mesh. Collective over the mesh.
-
-        Raises:
-            RuntimeError: the ranks' collectives differ, in this backward or, where the host runs
-                ahead, in an earlier one.
-        """
-        flags = self.has_gradient
-        self.forget_gradients()
-        self.has_reduced = False
-        groups, check = self.groups.per_dim, self.order_check
-        if not groups or comm_stream.is_captured:  # the host could not read what a replay finds
-            return flags
-        if failed:
-            check.record_failure()
-        if not self.syncs_unused_params:
-            check.read_arrived()  # the checks of earlier backwards
-        check.send(comm_stream, groups, flags)
-        return check.read() if self.syncs_unused_params else flags
-
     def finish_reading(self) -> None:
         """Block the host until offloaded shards were copied to the device. They may be edited
         then."""
@@ -473,14 +441,10 @@ class MeshInfo:
             self.reading.wait_on_host()
             self.reading = None
 
-    def forget_gradients(self) -> None:
-        self.has_gradient = bytearray(self._flags)
-
     def reset(self) -> None:
         """Forget what was issued, and the groups. Call it on every rank."""
         self.order_check.drop()
         vars(self).pop("groups", None)
         self.memories.clear()
-        self.forget_gradients()
-        self.has_reduced = self.has_late_gradients = False
+        self.has_late_gradients = False
         self.reading = None

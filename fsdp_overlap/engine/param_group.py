@@ -519,6 +519,25 @@ class ParamGroup:
             "ctx.reset() on every rank"
         )
 
+    @staticmethod
+    def give_grads(parameters: Iterable[Any], locals_: Iterable[torch.Tensor]) -> None:
+        """Give each of ``parameters``, which are sharded, its gradient. ``locals_`` has what this
+        rank has of each gradient, flat. If a parameter has a gradient already, the two are
+        added."""
+        for parameter, local in zip(parameters, locals_, strict=True):
+            gradient = parameter._gradient
+            if gradient is not None:
+                gradient._local_tensor.add_(local)
+                continue
+            gradient = parameter._given_gradient
+            if gradient is None:
+                gradient = parameter._given_gradient = RaggedDTensor.wrap(
+                    local, parameter._grad_spec
+                )
+            else:
+                gradient._local_tensor = local
+            parameter._gradient = gradient
+
     def reset(self, comm_stream: CommStream) -> None:
         """Bring the param group to rest from any state, even if its all-gather failed."""
         if self.is_gathered:

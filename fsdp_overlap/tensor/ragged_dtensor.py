@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any, ClassVar, NoReturn, cast
 from weakref import WeakSet
@@ -130,22 +130,6 @@ class RaggedDTensor(ShardedParam):
             and gradient.placement == self.placement
             and gradient._shape == self._shape
         )
-
-    @staticmethod
-    def give_grads(parameters: Iterable[Any], locals_: Iterable[torch.Tensor]) -> None:
-        for parameter, local in zip(parameters, locals_, strict=True):
-            gradient = parameter._gradient
-            if gradient is not None:
-                gradient._local_tensor.add_(local)
-                continue
-            gradient = parameter._given_gradient
-            if gradient is None:
-                gradient = parameter._given_gradient = RaggedDTensor.wrap(
-                    local, parameter._grad_spec
-                )
-            else:
-                gradient._local_tensor = local
-            parameter._gradient = gradient
 
     def gradient_of(self, local: torch.Tensor) -> DTensor:
         return RaggedDTensor.wrap(local, self._grad_spec)

@@ -157,12 +157,6 @@ class ShardedParam(DTensor):
 
     # ---- gradients ----
 
-    @staticmethod
-    def give_grads(parameters: Iterable[Any], locals_: Iterable[torch.Tensor]) -> None:
-        """Give each of ``parameters`` of this class its gradient. ``locals_`` has what this rank
-        has of each gradient, flat. If a parameter has a gradient already, the two are added."""
-        raise NotImplementedError
-
     def gradient_of(self, local: torch.Tensor) -> DTensor:
         """Return the gradient of which this rank has ``local``, which is flat, as hooks see it."""
         raise NotImplementedError

@@ -50,7 +50,9 @@ def prepare(args: argparse.Namespace, checked: bool, shuffled: bool) -> Callable
     sharding.shard_ours(model, ctx)
     if not checked:
         for mesh_info in ctx.mesh_infos:
-            mesh_info.__dict__["order_check"] = Unchecked(mesh_info.device, str)
+            unchecked = Unchecked(mesh_info.device, str, is_read_at_once=True)
+            unchecked.has_gradient = mesh_info.order_check.has_gradient
+            mesh_info.__dict__["order_check"] = unchecked
     run = link_training.make_step(model, link_training.make_batch(args.rows))
     order = random.Random(0)  # the same on both ranks
 

@@ -23,11 +23,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp_overlap import FsdpContext, PerTensor, fully_shard
 from fsdp_overlap.checkpoint import ShardStager
 from fsdp_overlap.comm import graphs
-from fsdp_overlap.comm.comm_streams import REPLAY, CapturedWorkHandle, DeviceCommStream
-from fsdp_overlap.engine.comm_context import CommContext
-from fsdp_overlap.engine.mesh import MeshInfo
+from fsdp_overlap.comm.comm_streams import REPLAY
+from fsdp_overlap.desync.order_check import OrderCheck
 from fsdp_overlap.features.cuda_graphs import watching
-from fsdp_overlap.features.cuda_graphs.captured_steps import CapturedSteps, ReplayedSteps
+from fsdp_overlap.features.cuda_graphs.captured_steps import (
+    CapturedSteps,
+    CapturedWorkHandle,
+    CommStreamInCapture,
+    ReplayedSteps,
+)
 from fsdp_overlap.layout import TensorAtomic
 from fsdp_overlap.optim import AdamW, Muon, OverlapPolicy, clip_grad_norm_
 from fsdp_overlap.optim.adamw import KernelCall
@@ -410,7 +414,7 @@ def preceding(one: OneStep) -> list[Any]:
         event
         for comm_stream in comm_streams
         for event in (
-            *comm_stream._preceding,
+            *comm_stream.preceding,
             *(each for some in comm_stream.launched for each in some.waits),
         )
     ]
@@ -733,19 +737,19 @@ def test_the_example_in_the_documents_runs(device: EmulatedDevice) -> None:
 
 MISSED = {
     "comm streams are not forked": Defect(
-        CommContext, "begin_capture", "self.let_comm_streams_wait()", ""
+        CapturedSteps, "_begin", "comm.let_comm_streams_wait()", ""
     ),
     "comm streams are not joined": Defect(
-        CommContext, "end_capture", "self.wait_for_comm_streams()", ""
+        CapturedSteps, "_end", "comm.wait_for_comm_streams()", ""
     ),
     "a captured event is asked": Defect(
         CapturedWorkHandle, "done", "not self._is_under_way()", "", new="self._event.query()"
     ),
     "events keep memory back": Defect(
-        DeviceCommStream, "_keeps_enough", "if self.is_captured:", "", new="if False:"
+        CommStreamInCapture, "__init__", "comm_stream.max_kept_back = 0", ""
     ),
     "the host reads an order check": Defect(
-        MeshInfo, "validate_and_sync", " or comm_stream.is_captured", "", new=""
+        OrderCheck, "validate_and_sync", " or not self.is_enabled", "", new=""
     ),
     "compute does not wait for comm streams before a replay": Defect(
         ReplayedSteps, "before", "comm.wait_for_comm_streams()", ""

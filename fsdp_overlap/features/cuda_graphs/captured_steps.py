@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from typing import Any
 from weakref import WeakSet, ref
 
 import torch
 
+from fsdp_overlap.comm.comm_streams import DeviceCommStream, DeviceWorkHandle
 from fsdp_overlap.comm.graphs import before_capture_or_replay, capture_under_way
 from fsdp_overlap.engine.comm_context import CommContext
 from fsdp_overlap.engine.context import FsdpContext
@@ -38,6 +41,50 @@ def watch_captures(context: FsdpContext) -> CapturedSteps:
     return captured_steps
 
 
+class CapturedWorkHandle(DeviceWorkHandle):
+    """Work on a comm stream's stream that is captured in a graph. When the capture is over there is
+    nothing to wait for, because nothing has run."""
+
+    def __init__(self, event: torch.Event, streams: Any) -> None:
+        super().__init__(event, streams)
+        self._capture = capture_under_way()
+
+    def wait(self) -> None:
+        if self._is_under_way():
+            super().wait()
+
+    def wait_on_host(self) -> None:
+        if self._is_under_way():
+            super().wait_on_host()
+
+    def done(self) -> bool:
+        return not self._is_under_way()  # nobody may ask a captured event
+
+    def _is_under_way(self) -> bool:
+        return capture_under_way() is self._capture
+
+
+class CommStreamInCapture:
+    """A comm stream that takes part in a capture. It keeps what the stream knows of work outside of
+    it, because nobody may ask events of the capture."""
+
+    def __init__(self, comm_stream: DeviceCommStream) -> None:
+        self._comm_stream = comm_stream
+        self._launched, self._count = comm_stream.launched, comm_stream.count
+        self._kept_back = comm_stream.kept_back
+        comm_stream.launched, comm_stream.kept_back = deque(maxlen=0), []
+        comm_stream.max_kept_back = 0  # the allocator would keep it back until the capture ends
+        comm_stream.work_handle = CapturedWorkHandle
+
+    def end(self) -> None:
+        """Take the comm stream out of the capture."""
+        comm_stream = self._comm_stream
+        comm_stream.launched, comm_stream.count = self._launched, self._count
+        comm_stream.kept_back, comm_stream.preceding = self._kept_back, []
+        comm_stream.max_kept_back = type(comm_stream).max_kept_back
+        comm_stream.work_handle = type(comm_stream).work_handle
+
+
 class CapturedSteps:
     """What one context does about graphs. ``units``, ``mesh_infos`` and ``parts`` give what the
     context has now; ``parts`` is ``None`` before the first forward."""
@@ -56,6 +103,7 @@ class CapturedSteps:
         self._versions: dict[Unit, int] = {}
         self._left: str | None = None
         self._replays: WeakSet[ReplayedSteps] = WeakSet()
+        self._comm_streams: list[CommStreamInCapture] = []
 
     # What ``watching`` calls, as of a ``Watcher``
 
@@ -76,7 +124,7 @@ class CapturedSteps:
             for unit in self._units():
                 unit.mark_stale()  # a capture moves no data
             with suppress(RuntimeError):  # CUDA itself says what ended the capture
-                comm.end_capture()
+                self._end(comm)
         if was_under_way or edited:
             replays = ReplayedSteps(edited, comm)
             self._replays.add(replays)
@@ -123,8 +171,31 @@ class CapturedSteps:
             assert parts is not None
             for other in self._units():
                 other.mark_stale()  # outer shards are gathered in every replay
-            parts[1].begin_capture()
+            self._begin(parts[1])
             self.is_under_way = True
+
+    def _begin(self, comm: CommContext) -> None:
+        """Take all comm streams into the capture that compute is in. Their memory then comes from
+        the graph's pool."""
+        comm.let_comm_streams_wait()
+        self._comm_streams = [
+            CommStreamInCapture(comm_stream)
+            for comm_stream in comm.comm_streams
+            # Contexts may share comm streams.
+            if isinstance(comm_stream, DeviceCommStream)
+            and comm_stream.work_handle is not CapturedWorkHandle
+        ]
+        for mesh_info in self._mesh_infos():
+            mesh_info.order_check.is_enabled = False  # the host could not read what a replay finds
+
+    def _end(self, comm: CommContext) -> None:
+        """Take all comm streams out of the capture, which waits for all that was enqueued there."""
+        for comm_stream in self._comm_streams:
+            comm_stream.end()
+        self._comm_streams.clear()
+        for mesh_info in self._mesh_infos():
+            mesh_info.order_check.is_enabled = True
+        comm.wait_for_comm_streams()
 
     def check_backward(self) -> None:
         """Check a backward that begins on a stream that is captured.

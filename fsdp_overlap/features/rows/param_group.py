@@ -23,6 +23,7 @@ class RowsParamGroup(ParamGroup):
 
     plan: RowsPlan
     gather_plan: RowsPlan
+    give_grads = staticmethod(RowTensor.give_grads)
 
     def _make_sharded(self, item: ParamInfo, spec: ParamSpec, local: torch.Tensor) -> ShardedParam:
         rank, dtype = self.mesh_info.plan_rank, self.plan.specs[0].dtype
