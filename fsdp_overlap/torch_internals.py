@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -187,9 +187,6 @@ def allow_foreach(tensor_class: type[torch.Tensor]) -> None:
 # torch.compile
 
 
-HookT = TypeVar("HookT", bound=Callable[..., Any])
-
-
 def keep_from_compile(function: Callable[..., Any], reason: str) -> None:
     """Make ``torch.compile`` end its graph before ``function`` and run it, and all that it calls,
     as they are. ``torch.compiler.disable()`` would import ``torch._dynamo``, half a second in every
@@ -199,13 +196,6 @@ def keep_from_compile(function: Callable[..., Any], reason: str) -> None:
     marks: Any = function
     marks._torchdynamo_disable = True
     marks._torchdynamo_disable_msg = reason
-
-
-def dynamo_disable(hook: HookT) -> HookT:
-    """Make ``torch.compile`` end its graph before ``hook``, run it and all that it calls as they
-    are, and begin another graph behind it: Note [compile]."""
-    keep_from_compile(hook, "fsdp_overlap gathers, frees or reduces parameters here")
-    return hook
 
 
 def refuse_tracing(reason: str) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 
 from fsdp_overlap.comm.comm_streams import profiler_range
 from fsdp_overlap.engine.param import Registered, is_opaque
-from fsdp_overlap.engine.saved_tensors import SavedForward
+from fsdp_overlap.engine.saved_tensors import SavedForward, dynamo_disable
 from fsdp_overlap.engine.unit import Context, Unit, compare
 from fsdp_overlap.schedule.interface import ForwardRecord
 from fsdp_overlap.schedule.scheduler import Schedule
@@ -32,7 +32,6 @@ from fsdp_overlap.torch_internals import (
     current_graph_task_id,
     current_graph_task_keeps_graph,
     current_sequence_number,
-    dynamo_disable,
     is_checkpoint_valid,
     profiler_enabled,
     queue_callback,

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 from torch.autograd import graph
@@ -19,12 +19,22 @@ from fsdp_overlap.torch_internals import (
     DisableTorchFunctionSubclass,
     are_saved_tensors_hooks_enabled,
     current_graph_task_id,
-    dynamo_disable,
     intercept_pushed_hooks,
+    keep_from_compile,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     top_saved_tensors_default_hooks,
 )
+
+HookT = TypeVar("HookT", bound=Callable[..., Any])
+
+
+def dynamo_disable(hook: HookT) -> HookT:
+    """Make ``torch.compile`` end its graph before ``hook``, run it and all that it calls as they
+    are, and begin another graph behind it: Note [compile]."""
+    keep_from_compile(hook, "fsdp_overlap gathers, frees or reduces parameters here")
+    return hook
+
 
 Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 """What packs a saved tensor, and what unpacks it."""

@@ -33,13 +33,13 @@ from fsdp_overlap.engine.param import (
     unwrap,
 )
 from fsdp_overlap.engine.param_group import ParamGroup, ParamGroupState
-from fsdp_overlap.engine.saved_tensors import SavedTensors
+from fsdp_overlap.engine.saved_tensors import SavedTensors, dynamo_disable
 from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.tensor.flat_buffer import VersionCounters, version_of
 from fsdp_overlap.tensor.pytree import UnderWay
 from fsdp_overlap.tensor.ragged_dtensor import ShardEdits
 from fsdp_overlap.tensor.sharded_param import ShardedParam
-from fsdp_overlap.torch_internals import dynamo_disable, will_engine_execute_node
+from fsdp_overlap.torch_internals import will_engine_execute_node
 
 # ---- Edits of unsharded parameters, which would be lost: only shards last ----
 
