@@ -170,7 +170,11 @@ def reduce_into(
 ) -> None:
     """Fill ``own`` with this rank's range of all ranks' ``gradients``, reduced by ``op``, which is
     a sum or a mean. Ranges are equal. Collective over ``group``."""
-    end(group._reduce_scatter_base(as_real(own), as_real(gradients), REDUCE_SCATTER[op]))
+    if own.is_complex():
+        own, gradients = as_real(own), as_real(gradients)
+    work = group._reduce_scatter_base(own, gradients, REDUCE_SCATTER[op])
+    if work is not None:  # as end(), without a call for each collective
+        work.wait()
 
 
 def gather_into(full: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -202,27 +206,27 @@ class TensorCollectives(RangeCollectives):
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup
     ) -> PendingCollective:
-        sent = self._sent(full, shard, group)
-        if full.dtype in COMM_DTYPES:
-            end(group._allgather_base(full, sent, GATHER))
-        else:
-            gather_into(full, sent, group)
+        if shard.dtype != full.dtype or shard.is_cpu != full.is_cpu:
+            shard = self._cast(full, shard, group)
+        if full.dtype not in COMM_DTYPES:
+            gather_into(full, shard, group)
+        elif (work := group._allgather_base(full, shard, GATHER)) is not None:
+            work.wait()  # as in reduce_into()
         return PendingCollective((), lambda: full)
 
-    def _sent(
+    def _cast(
         self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup
     ) -> torch.Tensor:
-        if shard.dtype == full.dtype and shard.is_cpu == full.is_cpu:
-            return shard
+        """Copy ``shard``, of another dtype or on the host, to where it is sent from."""
         return own_range(full, self.plan, group).copy_(shard, non_blocking=True)
 
     def reduce_scatter(
         self, gradients: torch.Tensor, group: dist.ProcessGroup, divisor: float | None = None
     ) -> PendingCollective:
-        left = divide_early(gradients, divisor)
+        left = None if divisor is None else divide_early(gradients, divisor)
         own = gradients.new_empty(self.plan.shard_numels[group.rank()])
         self._reduce(own, gradients, group, AVG if divisor is None else SUM)
-        return PendingCollective((), lambda: divided(own, left))
+        return PendingCollective((), lambda: own if left is None else divided(own, left))
 
     _reduce = staticmethod(reduce_into)
 
@@ -233,7 +237,9 @@ class NcclCollectives(TensorCollectives, CoalescedGathers):
     def gather_tensors(
         self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup
     ) -> GatherTensors:
-        return [as_comm_dtype(full)], [as_comm_dtype(self._sent(full, shard, group))]
+        if shard.dtype != full.dtype or shard.is_cpu != full.is_cpu:
+            shard = self._cast(full, shard, group)
+        return [as_comm_dtype(full)], [as_comm_dtype(shard)]
 
 
 class RaggedTensorCollectives(TensorCollectives):

@@ -51,30 +51,6 @@ def gathers_of(unit: Unit, again: bool = False) -> list[tuple[str, list[ParamGro
     ]
 
 
-def gather(param_groups: Sequence[ParamGroup], comm_stream: CommStream, label: str) -> None:
-    """Enqueue the all-gather of ``param_groups`` into their full buffers. Collective over their
-    mesh.
-
-    Raises:
-        RuntimeError: one of them is on the meta device.
-    """
-    try:
-        for param_group in param_groups:
-            param_group.begin_gather(comm_stream)
-        if len(param_groups) == 1:
-            issue, accept, nbytes = param_groups[0].gatherer.collective_op(param_groups[0])
-        else:
-            issue, accept = partial(_issue, param_groups), None
-            nbytes = sum(param_group.comm_nbytes for param_group in param_groups)
-        work = comm_stream.enqueue("all_gather", label, issue, accept, nbytes)
-    except BaseException:
-        for param_group in param_groups:
-            param_group.cancel_gather()
-        raise
-    for param_group in param_groups:
-        param_group.record_gather(work)
-
-
 def _issue(param_groups: Sequence[ParamGroup]) -> PendingCollective:
     """Gather param groups of one group: in one launch those that can, and each of the others."""
     of_groups = [(param_group, param_group.gather_tensors()) for param_group in param_groups]
@@ -172,7 +148,7 @@ class CommContext:
         self, unit: interface.ScheduledUnit, again: bool = False, shadow: bool = False
     ) -> None:
         assert isinstance(unit, Unit)
-        stats = self._stats
+        stats, comm_stream = self._stats, self.all_gather_stream
         for label, param_groups in unit.single_all_gather or gathers_of(unit, again):
             for param_group in param_groups:
                 if param_group.edits.stepper is not None:
@@ -187,7 +163,24 @@ class CommContext:
                 if param_group.gatherer.prepares:
                     param_group.gatherer.prepare(self.all_reduce_stream)
             stats.all_gathers += 1
-            gather(param_groups, self.all_gather_stream, label + SHADOW if shadow else label)
+            try:
+                for param_group in param_groups:
+                    param_group.begin_gather(comm_stream)
+                if len(param_groups) == 1:
+                    issue, accept, nbytes = param_group.gatherer.collective_op(param_group)
+                else:
+                    issue, accept = partial(_issue, param_groups), None
+                    nbytes = sum(param_group.comm_nbytes for param_group in param_groups)
+                name = label + SHADOW if shadow else label
+                work = comm_stream.enqueue("all_gather", name, issue, accept, nbytes)
+            except BaseException:
+                for param_group in param_groups:
+                    param_group.cancel_gather()
+                unit.find_state()
+                raise
+            for param_group in param_groups:
+                param_group.record_gather(work)
+            unit.is_gathered = True
 
     def gather_outer_shards(self, unit: interface.ScheduledUnit) -> None:
         assert isinstance(unit, Unit)
@@ -209,6 +202,7 @@ class CommContext:
             if param_group.state is not ParamGroupState.SHARDED:
                 self._stats.current_full_buffers -= not param_group.full.keeps_storage
                 param_group.free(self.all_gather_stream, after, waits)
+        unit.is_gathered = False
 
     def free_unread(self, unit: interface.ScheduledUnit) -> None:
         assert isinstance(unit, Unit)

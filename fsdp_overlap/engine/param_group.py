@@ -462,7 +462,7 @@ class ParamGroup:
         """Note that ``work`` fills the full buffer."""
         self._work = work
         self._before = None
-        self.gathered_version = self.version
+        self.gathered_version = self.edits.values + self.shard._version  # as version, in each step
         if self.storage.is_on_host:
             self.mesh_info.reading = work
 

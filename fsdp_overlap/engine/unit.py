@@ -32,7 +32,7 @@ from fsdp_overlap.engine.param import (
     tp_local_tensor,
     unwrap,
 )
-from fsdp_overlap.engine.param_group import ParamGroup, ParamGroupState
+from fsdp_overlap.engine.param_group import ParamGroup
 from fsdp_overlap.engine.saved_tensors import SavedTensors, dynamo_disable
 from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.tensor.flat_buffer import VersionCounters, version_of
@@ -280,6 +280,7 @@ class Unit:
         """It is unsharded from the first of its modules that runs to the last."""
         self.param_groups = param_groups
         self.has_parameters = bool(param_groups)
+        self.is_gathered = False
         self.mp_policy = mp_policy
         self.offload_policy = offload_policy
         self.comm_policy = comm_policy
@@ -400,9 +401,9 @@ class Unit:
     def has_post_forward_shard(self) -> bool:
         return self.post_forward_size is not None
 
-    @property
-    def is_gathered(self) -> bool:
-        return self.has_parameters and self.param_groups[0].state is not ParamGroupState.SHARDED
+    def find_state(self) -> None:
+        """Set :attr:`is_gathered`, after a gather that raised or a reset."""
+        self.is_gathered = any(param_group.is_gathered for param_group in self.param_groups)
 
     @property
     def is_meta(self) -> bool:
@@ -464,8 +465,9 @@ class Unit:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` lies in a full buffer."""
+        storage = tensor.untyped_storage()._cdata
         for param_group in self.param_groups:  # noqa: SIM110, as in is_unsharded
-            if param_group.full.holds(tensor):
+            if storage in param_group.full.storage_ids:
                 return True
         return False
 
@@ -501,6 +503,7 @@ class Unit:
         """Bring the unit to rest from any state."""
         for param_group in self.param_groups:
             param_group.reset(comm_stream)
+        self.find_state()
         for gradients in self._known_gradients.values():
             gradients.drop()
         self.under_way.clear()

@@ -409,11 +409,13 @@ class Backward:
         if upcoming is None:
             prefetch = self._prefetcher.prefetch
             remaining = self.remaining[forward_pass] if forward_pass is not None else []
-            following = remaining[: -prefetch - 2 : -1]
-            others = [call.unit for call in following if call.needs_parameters]
-            if unit.index in others:  # an earlier call of it, until which it stays
-                others.remove(unit.index)
-            upcoming = others[:prefetch]
+            following, upcoming = remaining[: -prefetch - 2 : -1], []
+            for call in following:
+                if call.needs_parameters:
+                    upcoming.append(call.unit)
+            if unit.index in upcoming:  # an earlier call of it, until which it stays
+                upcoming.remove(unit.index)
+            del upcoming[prefetch:]
         return self._prefetcher.use(unit, upcoming, asked)
 
     def _release(self, unit: ScheduledUnit, is_passed: bool = True) -> None:

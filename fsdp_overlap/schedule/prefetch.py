@@ -183,7 +183,7 @@ class Prefetcher:
             if len(ahead) + len(self._asked) >= self.prefetch:
                 break
             other = self._refs[index]()
-            if other is not None and not other.is_unsharded:
+            if other is not None and not (other.is_gathered and other.is_unsharded):
                 self._gather(other)
                 ahead[index] = None
         return self._issued != issued

@@ -38,6 +38,8 @@ class Buffer:
     def __init__(self) -> None:
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
         """Each with its size."""
+        self.storage_ids: set[int] = set()
+        """Their addresses, by which torch's storage of a tensor is told to be one of them."""
         self._tensors: list[torch.Tensor] = []
         """One in each storage."""
         self._heap_bytes = 0
@@ -72,6 +74,7 @@ class Buffer:
         """Add the storage of ``tensor``."""
         storage = tensor.untyped_storage()
         self._storages.append((storage, storage.nbytes()))
+        self.storage_ids.add(storage._cdata)
         self._tensors.append(tensor)
         if tensor.device.type == "cpu" and storage.nbytes() < MMAP_BYTES:
             self._heap_bytes += storage.nbytes()
@@ -83,28 +86,25 @@ class Buffer:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` lies in this buffer's storages."""
-        mine = tensor.untyped_storage()._cdata
-        for storage, _ in self._storages:  # noqa: SIM110, asked often, and any() makes a generator
-            if storage._cdata == mine:
-                return True
-        return False
+        return tensor.untyped_storage()._cdata in self.storage_ids
 
     def allocate(self) -> None:
         """Give the buffer storage on the current stream; its contents are undefined."""
         if self._refuses:
             self._allow()
-        if self.memory is None:
-            self._resize()
+        if self.memory is not None:
+            self._allocate_in(self.memory)
         else:
-            with self.memory.use():
-                self._resize()
+            for storage, nbytes in self._storages:
+                storage.resize_(nbytes)
+                if nbytes >= MMAP_BYTES and storage.device.type == "cpu":
+                    use_huge_pages(storage.data_ptr(), nbytes)
         self.allocated = True
 
-    def _resize(self) -> None:
-        for storage, nbytes in self._storages:
-            storage.resize_(nbytes)
-            if nbytes >= MMAP_BYTES and storage.device.type == "cpu":
-                use_huge_pages(storage.data_ptr(), nbytes)
+    def _allocate_in(self, memory: MemorySource) -> None:
+        with memory.use():
+            for storage, nbytes in self._storages:
+                storage.resize_(nbytes)
 
     def record_stream(self, stream: Any) -> None:
         """Record ``stream``, as ``torch.Tensor.record_stream`` does, for all that is freed next."""
