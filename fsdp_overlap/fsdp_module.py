@@ -565,7 +565,7 @@ def _reshard(unit: Unit) -> None:
     unit.check_registrations()
     lost = unit.changed() if unit.is_gathered else None
     context.schedule.reshard(unit)
-    if unit.is_offloaded:
+    if unit.rests_on_host:
         context.comm_context.finish_reading()
     if lost is not None:
         raise RuntimeError(lost)

@@ -1,7 +1,7 @@
 """Collectives that gather and reduce a param group, chosen once per param group for its backend.
 
-These are for param groups of which each rank has one range. Those of rows, custom and quantized
-ones wrap them. ``docs/performance.md`` holds the measurements behind the choices.
+These are for param groups of which each rank has one range. Those of rows, custom ones and
+those of few bits wrap them. ``docs/performance.md`` holds the measurements behind the choices.
 """
 
 from __future__ import annotations

@@ -18,14 +18,14 @@ from fsdp_overlap.comm.streams import streams_of
 from fsdp_overlap.tensor.pending_steps import finish_pending_steps
 
 before_capture_or_replay: list[Callable[[], None]] = []
-"""Are called before a graph is captured, and before a replay edits weights."""
+"""Are called before a capture of a graph, and before a replay edits weights."""
 
 before_capture: list[Callable[[], None]] = [finish_pending_steps]
-"""Are called before a graph is captured. They end what other threads ask of the device: whatever
+"""Are called before a capture of a graph. They end what other threads ask of the device: whatever
 could wait or allocate there would end the capture."""
 
 querying = Lock()
-"""Is held while a graph is captured: a query of an event by another thread would end that."""
+"""Is held during the capture of a graph: a query of an event by another thread would end that."""
 
 _capture: object | None = None
 
@@ -43,11 +43,11 @@ def capture_under_way() -> object | None:
 
 
 def refuse_in_capture(what: str) -> None:
-    """Raise RuntimeError if a graph is captured: ``what``, which another thread does, would end
-    that."""
+    """Raise RuntimeError during the capture of a graph: ``what``, which another thread does, would
+    end that."""
     if _capture is not None:
         raise RuntimeError(
-            f"{what} while a CUDA graph is captured, whose thread would end the capture: do it "
+            f"{what} in a thread during the capture of a CUDA graph would end the capture: do it "
             "before the capture, or after it"
         )
 
@@ -64,8 +64,8 @@ _preparing = Lock()
 
 
 def before_first_capture(device: torch.device, subject: Subject) -> None:
-    """Prepare ``subject``, which it refers to weakly, before the next graph of ``device`` is
-    captured."""
+    """Prepare ``subject``, which it refers to weakly, before the next capture of a graph of
+    ``device``."""
     kind = getattr(streams_of(device), "CUDAGraph", None)
     if kind is None:
         return

@@ -54,7 +54,7 @@ def _sleeping(event: Any) -> dict[str, bool]:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Return whether the current stream is being captured into a graph, such as a CUDA graph."""
+    """Return whether a graph, such as a CUDA graph, captures the current stream."""
     if not has_streams(device):
         return False
     ask = getattr(streams_of(device), "is_current_stream_capturing", None)

@@ -182,14 +182,14 @@ class CommContext:
                 param_group.record_gather(work)
             unit.is_gathered = True
 
-    def gather_outer_shards(self, unit: interface.ScheduledUnit) -> None:
+    def prepare_gathers(self, unit: interface.ScheduledUnit) -> None:
         assert isinstance(unit, Unit)
         for param_group in unit.param_groups:
             if param_group.gatherer.prepares:
                 param_group.finish_step()
                 param_group.gatherer.prepare(self.all_reduce_stream)
 
-    def wait_for_outer_shards(self, raised: bool) -> None:
+    def wait_for_prepared(self, raised: bool) -> None:
         for unit in self._units():
             for param_group in unit.param_groups:
                 if param_group.gatherer.prepares:
@@ -314,7 +314,7 @@ class CommContext:
             mesh_info.has_late_gradients = False
 
     def finish_reading(self) -> None:
-        """Block the host until offloaded shards may be edited."""
+        """Block the host until shards that rest there may be edited."""
         for mesh_info in self._mesh_infos():
             mesh_info.finish_reading()
 

@@ -413,7 +413,7 @@ class FsdpContext:
             [self._groups.get_for_hosts(mesh, ranks) for ranks in host_ranks(mesh)]
         )
         for unit in self.units:
-            unit.set_negotiated(True)
+            unit.set_uneven(True)
             unit.sync_requires_grad()  # also where only other ranks run it
             assert unit.make_uneven is not None
             unit.make_uneven(self.schedule)
@@ -463,7 +463,7 @@ class FsdpContext:
                 if not any(unit.is_conditional for unit in self.units):
                     self.schedule.expect_same()
                     for unit in self.units:
-                        unit.set_negotiated(False)
+                        unit.set_uneven(False)
 
     def until_all_done(self, batches: Iterable[T]) -> Iterator[T | None]:
         """Yield this rank's ``batches``, then ``None`` until all ranks have run out. Call

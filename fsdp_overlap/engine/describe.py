@@ -106,7 +106,7 @@ def _kept(unit: Unit, is_outermost: bool) -> str:
             kept = f"always (stage {1 if unit.settings.reduces_last_only else 2})"
         else:
             kept = "after backward" if kept == "no" else f"{kept} and after it"
-    return kept + (", shards on the host" if unit.is_offloaded else "")
+    return kept + (", shards on the host" if unit.rests_on_host else "")
 
 
 def _mesh(mesh: DeviceMesh) -> str:

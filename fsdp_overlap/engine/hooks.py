@@ -244,7 +244,7 @@ def after_forward(
     context = unit.context
     end = _end_in_range if profiler_enabled() else context.schedule.after_forward
     call = end(unit, id(module))
-    if unit.is_offloaded:
+    if unit.rests_on_host:
         _finish_reading(unit)
     if lost is not None or context.uncompared:
         _raise_edit(unit, lost)
@@ -265,14 +265,14 @@ def _end_raised(
     call = _end_in_range(unit, id(module), raised=True)
     if _is_outermost(unit):
         _post_error(unit, error)
-    if unit.is_offloaded:
+    if unit.rests_on_host:
         _finish_reading(unit)
     if call is not None:
         _expect_backward(unit, call, tracked, ())
 
 
 def _finish_reading(unit: Unit) -> None:
-    # With gradients a backward may follow, and its end waits for offloaded shards to be read.
+    # With gradients a backward may follow, and its end waits for shards on the host to be read.
     if not torch.is_grad_enabled() and not unit.context.schedule.is_in_forward:
         unit.context.finish_reading()
 

@@ -31,5 +31,5 @@ def name_units(units: Sequence[Unit]) -> None:
     tops = [unit for unit in units if unit not in names]
     for unit in units:
         kind = unit.module_class_name
-        unit.set_root(tops == [unit] and not unit.is_list)
+        unit.set_root(tops == [unit] and not unit.has_several_modules)
         unit.rename(names.get(unit) or (kind if unit.is_root else f"{kind}[{unit.index}]"))

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_overlap.comm.comm_streams import CommStream
 from fsdp_overlap.desync.error_monitor import ErrorMonitor
@@ -224,7 +224,7 @@ class Context(Protocol):
     def require_lazy_init(self) -> None: ...
 
     def join_capture(self, unit: Unit) -> None:
-        """Make ``unit`` part of the graph that is captured."""
+        """Make ``unit`` part of the graph whose capture is under way."""
 
     def finish_reading(self) -> None:
         """Block the host until shards that rest on the host may be edited."""
@@ -267,7 +267,7 @@ class Unit:
         mesh: DeviceMesh,
         param_groups: list[ParamGroup],
         mp_policy: MixedPrecisionPolicy,
-        offload_policy: OffloadPolicy,
+        policy_at_rest: object,
         comm_policy: CommPolicy | None,
         reshard_after_forward: bool | int | None,
         unowned: UnownedParameters,
@@ -276,17 +276,19 @@ class Unit:
     ) -> None:
         self._modules = [weakref.ref(module) for module in modules]
         self.mesh = mesh
-        self.is_list = len(modules) > 1
+        self.has_several_modules = len(modules) > 1
         """It is unsharded from the first of its modules that runs to the last."""
         self.param_groups = param_groups
         self.has_parameters = bool(param_groups)
         self.is_gathered = False
         self.mp_policy = mp_policy
-        self.offload_policy = offload_policy
+        self.policy_at_rest = policy_at_rest
+        """What the user asked of where shards rest, for copies of the unit."""
         self.comm_policy = comm_policy
         self.reshard_after_forward = reshard_after_forward
         self.conditional = self.is_conditional = conditional
-        self._is_negotiated = False
+        self.keeps_parts = False
+        self._is_uneven = False
         self.schedule_class = Schedule
         """The class of schedules that know units such as this. Of two, one derives from the
         other."""
@@ -303,7 +305,7 @@ class Unit:
         """The units that the user wants gathered when this one runs, instead of those predicted."""
         self.unowned = unowned
         self._adopt = adopt
-        self.is_offloaded = any(param_group.storage.is_on_host for param_group in param_groups)
+        self.rests_on_host = any(param_group.storage.is_on_host for param_group in param_groups)
         # Tensor parallelism may take a collective before a reduction, at a point of its own.
         self.is_in_pieces = any(group.plan.specs[0].piece for group in param_groups) and not any(
             group.is_tensor_parallel for group in param_groups
@@ -352,6 +354,7 @@ class Unit:
         """Choose the groups, collectives and memory of its param groups. Collective over their
         meshes at the first call."""
         has_new = False
+        self.keeps_parts = self.post_forward_size is not None
         for param_group in self.param_groups:
             reduced_in = reduce_dtype(param_group.grad_dtype, self.mp_policy)
             param_group.connect(self.post_forward_size, self.settings, reduced_in)
@@ -388,18 +391,13 @@ class Unit:
         """How many neighbors keep a part each of the full buffer between forward and backward.
         ``None`` if it is freed then, or kept whole."""
         size = self.reshard_after_forward
-        return size if type(size) is int and not self._is_negotiated else None
+        return size if type(size) is int and not self._is_uneven else None
 
-    def set_negotiated(self, is_negotiated: bool) -> None:
-        """Set whether ranks agree by messages on the unit's all-gathers. Then only some of them may
-        have run it, so neighbors keep no parts."""
-        self._is_negotiated = is_negotiated
+    def set_uneven(self, is_uneven: bool) -> None:
+        """Set whether only some ranks may run the unit. Then neighbors keep no parts of it."""
+        self._is_uneven = is_uneven
         if type(self.reshard_after_forward) is int:
             self.connect()
-
-    @property
-    def has_post_forward_shard(self) -> bool:
-        return self.post_forward_size is not None
 
     def find_state(self) -> None:
         """Set :attr:`is_gathered`, after a gather that raised or a reset."""
@@ -495,7 +493,7 @@ class Unit:
         for param_group in self.param_groups:
             param_group.wait()
 
-    def free_post_forward_shards(self) -> None:
+    def free_parts(self) -> None:
         for param_group in self.param_groups:
             param_group.gatherer.drop_parts()
 

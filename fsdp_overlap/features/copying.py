@@ -86,7 +86,7 @@ def copy_unit(unit: Unit, memo: dict[int, Any], make_unit: Callable[..., Unit]) 
         reshard_after_forward=unit.reshard_after_forward,
         shard_placement_fn=meshes.__getitem__,
         mp_policy=_keeping_dtypes(unit.mp_policy, kept),
-        offload_policy=unit.offload_policy,
+        offload_policy=unit.policy_at_rest,
         comm_policy=unit.comm_policy,
         conditional=unit.conditional,
         # What the unit does not own, the copy does not: ignored, or frozen and added later.

@@ -36,7 +36,7 @@ def validate_cast(unit: Unit, param_group: ParamGroup, result: torch.Tensor) -> 
     if param_group.shares_shard:
         return f"{cast} once its weight is tied to that of another unit: load it in that dtype"
     has_run = unit.context.was_initialized
-    if has_run or unit.is_list or is_given_memory:
+    if has_run or unit.has_several_modules or is_given_memory:
         when = "when it has run" if has_run else "as one of several modules of a unit"
         when = "while it gets memory" if is_given_memory else when
         return (

@@ -48,7 +48,7 @@ def move_unit(
             apply()
     finally:
         unit.to_sharded()
-    if unit.is_offloaded:  # shards stay on the host, buffers do not
+    if unit.rests_on_host:  # shards stay on the host, buffers do not
         move_buffers([module], context_of(unit).device)
     if any(
         param_group.is_meta and not result.is_meta
@@ -70,7 +70,7 @@ def _shards_of(module: nn.Module, unit: Unit) -> list[tuple[ParamGroup, torch.Te
     own parameters. So it does if they are of a class of their own."""
     param_groups = [param_group for param_group in unit.param_groups if not param_group.is_opaque]
     mine = {id(inner._parameters) for _, inner in modules_outside_units([module])}
-    flat = [group for group in param_groups if not (unit.is_list or group.is_extension)]
+    flat = [group for group in param_groups if not (unit.has_several_modules or group.is_extension)]
     return [(param_group, param_group.shard) for param_group in flat] + [
         (param_group, sharded._local_tensor)
         for param_group in param_groups

@@ -104,12 +104,12 @@ class ScheduledUnit(Protocol):
         noticed."""
 
     @property
-    def is_offloaded(self) -> bool:
+    def rests_on_host(self) -> bool:
         """Whether shards rest on the host, and all-gathers copy them from there."""
 
     @property
-    def has_post_forward_shard(self) -> bool:
-        """Whether a part of the full buffer is kept between forward and backward."""
+    def keeps_parts(self) -> bool:
+        """Whether parts of full buffers are kept between forward and backward."""
 
     @property
     def is_kept_for_backward(self) -> bool:
@@ -152,7 +152,7 @@ class ScheduledUnit(Protocol):
     def hook_gradients(self) -> None:
         """Make every gradient of the unit be noticed when it arrives."""
 
-    def free_post_forward_shards(self) -> None:
+    def free_parts(self) -> None:
         """Free the parts of full buffers that were kept between forward and backward."""
 
 
@@ -264,10 +264,10 @@ class CommOps(Protocol):
         """Enqueue the all-gathers of the param groups that are not unsharded, or of all of them
         ``again``. ``shadow``: only other ranks need them."""
 
-    def gather_outer_shards(self, unit: ScheduledUnit) -> None:
-        """Enqueue the all-gathers of outer shards over replicas."""
+    def prepare_gathers(self, unit: ScheduledUnit) -> None:
+        """Enqueue what must come before all-gathers of ``unit``, if anything must."""
 
-    def wait_for_outer_shards(self, raised: bool) -> None:
+    def wait_for_prepared(self, raised: bool) -> None:
         """Make compute wait for all of these that nobody has waited for: it may edit shards. After
         a forward that ``raised`` they may fail, which is no other error."""
 

@@ -199,7 +199,7 @@ class Prefetcher:
         pass is expected to begin with them: Note [after a step]."""
         for unit in units:
             # The user may edit what rests on the host at any time, without waiting for reads.
-            if unit.is_offloaded or self._states[unit.index].synced_version == unit.version:
+            if unit.rests_on_host or self._states[unit.index].synced_version == unit.version:
                 continue
             is_for_pass = not unit.is_gathered
             if unit.index in self._for_next_pass:  # by the step before, and no pass came

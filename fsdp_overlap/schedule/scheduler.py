@@ -58,6 +58,7 @@ class Schedule:
 
     ``refs`` find the units, and ``units`` lists those that exist. ``sync_requires_grad`` finds out
     which param groups get gradients: the user may freeze parameters between forward and backward.
+    ``prepares``: whether something must come before all-gathers.
     """
 
     prefetcher_class = Prefetcher
@@ -71,7 +72,7 @@ class Schedule:
         units: Callable[[], Sequence[ScheduledUnit]],
         prefetch: int,
         max_reduce_inputs: int,
-        shards_replicas: bool,
+        prepares: bool,
         sync_requires_grad: Callable[[], None] = lambda: None,
     ) -> None:
         self._comm = comm
@@ -86,7 +87,7 @@ class Schedule:
         self.order = ForwardOrder()
         self._recompute_order: RecomputeOrder | None = None
         """The order of backwards in which units run again. ``None`` until one might."""
-        self._shards_replicas = shards_replicas
+        self._prepares = prepares
         self._sync_requires_grad = sync_requires_grad
         self._tick = count(1).__next__
         self._running: list[tuple[ScheduledUnit, int]] = []
@@ -213,8 +214,8 @@ class Schedule:
 
     def _end_outermost(self, unit: ScheduledUnit, raised: bool) -> None:
         """End a forward of ``unit`` that no other is around."""
-        if self._shards_replicas:
-            self._comm.wait_for_outer_shards(raised)  # for units that did not run
+        if self._prepares:
+            self._comm.wait_for_prepared(raised)  # for units that did not run
         if unit.is_root:
             self._is_pass_over = True
             self._end_pass(raised)
@@ -291,10 +292,10 @@ class Schedule:
     def _begin_pass(self, first: ScheduledUnit) -> None:
         self._is_pass_over = False
         self._prepare_pass(first)
-        if self._shards_replicas:
+        if self._prepares:
             # All at once: their memory is kept anyway, and so they are ready when they are read.
             for unit in self.predicted_units():
-                self._comm.gather_outer_shards(unit)
+                self._comm.prepare_gathers(unit)
         self.order.begin(first.index)
         self._pass = ForwardPass()
         if self._engine.is_grad_enabled():
@@ -399,8 +400,8 @@ class Schedule:
             self._finish_walk(backward)
             self.prefetcher.finish_pass()
             for unit in self._units():
-                if unit.has_post_forward_shard:
-                    unit.free_post_forward_shards()  # where backward did not come back to it
+                if unit.keeps_parts:
+                    unit.free_parts()  # where backward did not come back to it
             self.reducer.issue_rest(self._units())
             if self.finalizer.is_manual:
                 self.finalizer.is_due = True
@@ -485,7 +486,7 @@ class Schedule:
                 self.prefetcher.to_sharded(unit)
                 self.prefetcher.take_out_of_graphs(unit)
                 self.prefetcher.release(unit)
-                unit.free_post_forward_shards()
+                unit.free_parts()
         self.prefetcher.flush()
 
     # On the user's command

@@ -37,7 +37,7 @@ def pretending() -> Iterator[None]:
 def on_a_cpu() -> None:
     twins = Twins(Model, partial(shard_layers, offload_policy=CPUOffloadPolicy()))
     twins.train(3)
-    assert not any(unit.is_offloaded for unit in twins.ctx.units)
+    assert not any(unit.rests_on_host for unit in twins.ctx.units)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -48,7 +48,7 @@ def test_on_a_cpu_the_policy_changes_nothing(world_size: int) -> None:
 def train(name: str, optimizer: type[torch.optim.Optimizer] = AdamW) -> None:
     with pretending():
         twins = Twins.of(name, optimizer=optimizer)
-        assert all(unit.is_offloaded for unit in twins.ctx.units if unit.param_groups)
+        assert all(unit.rests_on_host for unit in twins.ctx.units if unit.param_groups)
         twins.train(3)
 
 
@@ -198,7 +198,7 @@ def copied() -> None:
         twins = Twins.of("layers")
         twins.backward(*next(twins.batches(1)))
         twins.model = copy.deepcopy(twins.model)
-    assert all(unit.is_offloaded for unit in twins.model._fsdp_unit.context.units)
+    assert all(unit.rests_on_host for unit in twins.model._fsdp_unit.context.units)
     twins.check_gradients()
     twins.check_parameters()
 

@@ -100,8 +100,8 @@ class Settings:
 
 
 class Unit:
-    is_offloaded = is_conditional = False
-    has_post_forward_shard = False
+    rests_on_host = is_conditional = False
+    keeps_parts = False
     has_parameters = accumulates = True
     forward_prefetch: Sequence[Callable[[], Any]] = ()
     backward_prefetch: Sequence[Callable[[], Any]] = ()
@@ -165,7 +165,7 @@ class Unit:
     def hook_gradients(self) -> None:
         pass
 
-    def free_post_forward_shards(self) -> None:
+    def free_parts(self) -> None:
         pass
 
 
@@ -315,10 +315,10 @@ class Rank:
         unit.gathered_version, unit.is_ready = unit.version, False
         self._check_memory()
 
-    def gather_outer_shards(self, unit: Unit) -> None:
+    def prepare_gathers(self, unit: Unit) -> None:
         pass
 
-    def wait_for_outer_shards(self, raised: bool) -> None:
+    def wait_for_prepared(self, raised: bool) -> None:
         pass
 
     def free(self, unit: Unit, after: int | None, waits: bool = True) -> None:

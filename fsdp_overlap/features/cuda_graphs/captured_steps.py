@@ -233,7 +233,7 @@ def _why_unit_is_refused(unit: Unit) -> str | None:
     settings = unit.settings
     if unit.is_conditional:
         return "is conditional, so that the host exchanges messages in each step"
-    if unit.is_offloaded:
+    if unit.rests_on_host:
         return "is offloaded, so that the host waits for copies: shard without CPUOffloadPolicy"
     transport = settings.transport
     if settings.memory_of is not None or not (transport is None or transport.is_capturable):

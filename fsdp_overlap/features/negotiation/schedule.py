@@ -92,7 +92,7 @@ class NegotiatedSchedule(ListSchedule):
     def _shadow(self, need: int) -> int:
         assert self._negotiation is not None
         chosen = self._negotiation.shadow(need)
-        self._comm.wait_for_outer_shards(False)
+        self._comm.wait_for_prepared(False)
         if chosen == BACKWARD:
             self._engine.run_backward(self._begin_shadowed_backward)
         else:
@@ -121,9 +121,9 @@ class NegotiatedSchedule(ListSchedule):
         self._pass = forward_pass = NegotiatedPass()
         if has_grad:
             self._open_passes.append(forward_pass)
-        if self._shards_replicas:
+        if self._prepares:
             for unit in self._units():
-                self._comm.gather_outer_shards(unit)
+                self._comm.prepare_gathers(unit)
         return forward_pass
 
     def after_forward(

@@ -355,7 +355,7 @@ DEFECTS = [
     Defect(stager, "_copy_remaining", "save.copy_remaining()", SAVED),
     Defect(
         CommContext,
-        "wait_for_outer_shards",
+        "wait_for_prepared",
         "param_group.gatherer.wait_for_prepared()",
         "an edit after a forward that raised over divided copies",
     ),
