@@ -78,7 +78,7 @@ class UnshardedEdits:
     """
 
     def __init__(self, param_group: ParamGroup, tables: Sequence[dict[str, Any]]) -> None:
-        self._param_group = param_group
+        self.param_group = param_group
         self._tiles = list(map(tp_local_tensor, param_group.parameters))
         # Opaque parameters have slow attributes, and share their counters with plain tensors.
         counted: list[torch.Tensor] = [*param_group.parameters]
@@ -86,63 +86,55 @@ class UnshardedEdits:
             counted = [*map(unwrap, counted)]
         if param_group.is_tensor_parallel:
             counted += self._tiles  # a DTensor does not count what is done to its own
-        self._counters = param_group.counters = VersionCounters(counted)
+        self.counters = param_group.counters = VersionCounters(counted)
         self._tables = tables
         self._registered = self._count()
-        self._forwards = 0
+        self.forwards = 0
         self._digest: torch.Tensor | None = None
 
     def begin_comparison(self) -> None:
         """Take digests of the parameters, which are unsharded, before a forward runs."""
-        self._digest = self._param_group.full.digests()
-        self._forwards = 0  # so that changed() looks for everything
+        self._digest = self.param_group.full.digests()
+        self.forwards = 0  # so that the end of it looks for everything
 
     def end_comparison(self, uncompared: Uncompared) -> None:
         """Compare with the digests after the forward. The result goes to ``uncompared``."""
         if self._digest is not None:
-            uncompared.append((self, self._digest != self._param_group.full.digests()))
+            uncompared.append((self, self._digest != self.param_group.full.digests()))
             self._digest = None
 
     def edited(self) -> str | None:
         """Return which parameter was edited in place since this was last asked, in words. ``None``
         if none was."""
-        index = self._counters.edited()
+        index = self.counters.edited()
         return None if index is None else self.describe(index % len(self._tiles))
 
-    def changed(self) -> str | None:
+    def look(self) -> str | None:
         """Return what :meth:`edited` does, and also find a parameter that was replaced, given other
         memory or registered again. The full buffer must exist."""
-        counters = self._counters  # as edited(), without a call in each forward
-        versions = tuple(map(version_of, counters.counted))
-        if versions != counters.versions and (edit := self.edited()) is not None:
+        if (edit := self.edited()) is not None:
             return edit
-        info = self._param_group.module_info
-        are_in_place = all(map(is_, map(dict.get, *info.places), info.unsharded))
-        if not are_in_place and (replaced := self._replaced()) is not None:
+        if (replaced := self._replaced()) is not None:
             return replaced
-        # What the checks below find lasts, so forwards 1, 2, 4, 8 ... of a mode are enough.
-        self._forwards += 1
-        if self._forwards & (self._forwards - 1):
-            return None
-        if moved := self._param_group.full.give_back(self._tiles):
+        if moved := self.param_group.full.give_back(self._tiles):
             return self._moved(moved[0])
         return None if self._count() == self._registered else self._registered_again()
 
     def _replaced(self) -> str | None:
-        if (name := self._param_group.module_info.replaced()) is None:
+        if (name := self.param_group.module_info.replaced()) is None:
             return None
         return (
-            f"parameter {name!r} of unit {self._param_group.label!r} was replaced while it was "
+            f"parameter {name!r} of unit {self.param_group.label!r} was replaced while it was "
             f"unsharded, and the new one would be lost. {INSTEAD}"
         )
 
     def forbid_old_graphs(self, tables: Collection[int]) -> None:
         """Make autograd refuse to read the parameters for a graph that was made before: those
         registered in ``tables``, which are ids, or all if there are none."""
-        self._counters.increment(
+        self.counters.increment(
             [
                 item.parameter
-                for item in self._param_group.owned
+                for item in self.param_group.owned
                 if not tables or any(id(table) in tables for table, _ in item.registrations)
             ]
         )
@@ -150,7 +142,7 @@ class UnshardedEdits:
     def describe(self, index: int) -> str:
         """Return an edit of parameter ``index``, in words. Make the next use of the full buffer,
         which has the edit, gather it again."""
-        self._param_group.mark_stale()
+        self.param_group.mark_stale()
         return (
             f"{self._name(index)} was edited in place while it was unsharded, by a forward, a "
             "backward or a hook, as nn.Embedding(max_norm=...) does. The edit would be lost, "
@@ -164,8 +156,8 @@ class UnshardedEdits:
         )
 
     def _registered_again(self) -> str | None:
-        known = {(id(table), name) for table, name, _, _ in self._param_group.module_info}
-        own = {id(parameter): index for index, parameter in enumerate(self._param_group.parameters)}
+        known = {(id(table), name) for table, name, _, _ in self.param_group.module_info}
+        own = {id(parameter): index for index, parameter in enumerate(self.param_group.parameters)}
         for table in self._tables:
             for name, parameter in table.items():
                 if id(parameter) in own and (id(table), name) not in known:
@@ -181,7 +173,7 @@ class UnshardedEdits:
         return sum(map(len, self._tables))
 
     def _name(self, index: int) -> str:
-        param_group = self._param_group
+        param_group = self.param_group
         return f"parameter {param_group.plan.specs[index].fqn!r} of unit {param_group.label!r}"
 
 
@@ -479,7 +471,15 @@ class Unit:
         """Return what :meth:`edited` does, and also find what was done otherwise, such as an
         assignment of other memory. The full buffers must exist."""
         for edits in self.edits:
-            if (change := edits.changed()) is not None:
+            # Only these two checks are made in each forward. What others find lasts, so forwards 1,
+            # 2, 4, 8 ... of a mode are enough.
+            edits.forwards += 1
+            counters, info = edits.counters, edits.param_group.module_info
+            if (
+                not edits.forwards & (edits.forwards - 1)
+                or tuple(map(version_of, counters.counted)) != counters.versions
+                or not all(map(is_, map(dict.get, *info.places), info.unsharded))
+            ) and (change := edits.look()) is not None:
                 return change
         return None
 
