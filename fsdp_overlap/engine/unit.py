@@ -252,6 +252,11 @@ class Unit:
     ``adopt`` takes over what was registered in place of the unit's parameters.
     """
 
+    is_gathered = False
+    keeps_parts = False
+    forwards = 0
+    """How many forwards with gradients have begun, without those that run again in backward."""
+
     def __init__(
         self,
         modules: Sequence[nn.Module],
@@ -272,14 +277,12 @@ class Unit:
         """It is unsharded from the first of its modules that runs to the last."""
         self.param_groups = param_groups
         self.has_parameters = bool(param_groups)
-        self.is_gathered = False
         self.mp_policy = mp_policy
         self.policy_at_rest = policy_at_rest
         """What the user asked of where shards rest, for copies of the unit."""
         self.comm_policy = comm_policy
         self.reshard_after_forward = reshard_after_forward
         self.conditional = self.is_conditional = conditional
-        self.keeps_parts = False
         self._is_uneven = False
         self.schedule_class = Schedule
         """The class of schedules that know units such as this. Of two, one derives from the
@@ -290,8 +293,6 @@ class Unit:
         self.under_way: list[UnderWay] = []
         """What is remembered of each forward under way."""
         self.saved_tensors = SavedTensors()
-        self.forwards = 0
-        """How many forwards with gradients have begun, without those that run again in backward."""
         self.forward_prefetch: Sequence[weakref.ref[Unit]] = ()
         self.backward_prefetch: Sequence[weakref.ref[Unit]] = ()
         """The units that the user wants gathered when this one runs, instead of those predicted."""

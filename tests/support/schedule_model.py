@@ -287,7 +287,7 @@ class Rank:
             lambda: self.units,
             options.prefetch,
             MAX_INPUTS if options.prefetch else 1,
-            shards_replicas=False,
+            prepares=False,
         )
 
     @property
