@@ -47,7 +47,7 @@ def refuse_in_capture(what: str) -> None:
     end that."""
     if _capture is not None:
         raise RuntimeError(
-            f"{what} in a thread during the capture of a CUDA graph would end the capture: do it "
+            f"{what} while a CUDA graph captures compute, which another thread would end: do it "
             "before the capture, or after it"
         )
 
