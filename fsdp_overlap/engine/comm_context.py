@@ -123,6 +123,7 @@ class CommContext:
         self.all_reduce_stream = other.all_reduce_stream
 
     def _use_comm_streams(self, gather: CommStream, reduce: CommStream) -> None:
+        # The last three are of the schedule's CommOps.
         self.all_gather_stream = gather
         self.reduce_scatter_stream = reduce
         self.runs_ahead = reduce.runs_ahead
@@ -149,6 +150,7 @@ class CommContext:
     ) -> None:
         assert isinstance(unit, Unit)
         stats, comm_stream = self._stats, self.all_gather_stream
+        # A single one is due, or asked for again: else nobody would call this.
         for label, param_groups in unit.single_all_gather or gathers_of(unit, again):
             for param_group in param_groups:
                 if param_group.edits.stepper is not None:

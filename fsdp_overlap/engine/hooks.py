@@ -137,6 +137,8 @@ def _begin_forward(unit: Unit, module: nn.Module) -> None:
         _initialize(context)
     unit.sync_requires_grad()
     schedule = context.schedule
+    # torch calls no hook after a KeyboardInterrupt. No forward is around a root, and rarely one of
+    # a unit around another of it, so what is noted as under way may have been interrupted.
     if (unit.is_root or len(unit.under_way) > 1) and schedule.is_in_forward:
         _end_interrupted(unit, module)
     schedule.before_forward(unit)

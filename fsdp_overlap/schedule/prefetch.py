@@ -105,10 +105,10 @@ class Prefetcher:
     """Keeps at most ``prefetch`` full buffers beside those in use. The user may ask for more. See
     Note [room] and, for how that overlaps with compute, Note [running ahead].
 
-    A buffer that is not in use was either gathered ahead or waits for its delayed release. Every
-    decision follows from the order of calls alone, so that all ranks enqueue the same all-gathers:
-    Note [pairing].
-    Units are named by index, so that none is kept alive.
+    A buffer that is not in use was either gathered ahead or waits for its delayed release.
+    :meth:`release` delays, :meth:`flush` and :meth:`finish_pass` free, and :meth:`drop` forgets.
+    Every decision follows from the order of calls alone, so that all ranks enqueue the same
+    all-gathers: Note [pairing]. Units are named by index, so that none is kept alive.
     """
 
     def __init__(
@@ -132,12 +132,15 @@ class Prefetcher:
         # The units that the next pass needs first. Each with its version after the last step, and
         # whether its full buffer is there for that alone.
         self._for_next_pass: dict[UnitIndex, tuple[int, bool]] = {}
-        self._are_edited_later = False
-        """Whether they were edited between the last step and the pass that followed."""
+        self._was_next_in_vain = False
+        """Whether they were edited again between the last step and the pass that followed. Then
+        they were gathered in vain, and are not gathered ahead until a pass finds them as the step
+        left them."""
         self.in_graphs: dict[UnitIndex, GraphUse] = {}
         """Units whose full buffers a graph may read at moments that no hook sees, as one that
         ``backward(create_graph=True)`` made: Note [graphs of gradients]."""
         self._issued = 0
+        """How many all-gathers were enqueued. By it :meth:`use` knows whether it enqueued any."""
         self._waits_for_event = False
 
     def use(
@@ -169,7 +172,7 @@ class Prefetcher:
             self.stats.prefetch_misses += 1
         if ahead:
             for index in [index for index in ahead if index not in upcoming]:
-                self._drop(index)
+                self._free_unused(index)
         if delayed:
             for index in upcoming:
                 if index in delayed:
@@ -205,7 +208,7 @@ class Prefetcher:
             if unit.index in self._for_next_pass:  # by the step before, and no pass came
                 _, is_for_pass = self._for_next_pass[unit.index]
             self._for_next_pass[unit.index] = unit.version, is_for_pass
-            if not self._are_edited_later:
+            if not self._was_next_in_vain:
                 self._gather(unit)
 
     def before_step(self) -> None:
@@ -260,21 +263,21 @@ class Prefetcher:
         self._delayed.clear()
 
     def finish_pass(
-        self, before_backward: bool = False, before: ScheduledUnit | None = None
+        self, backward_follows: bool = False, keep: ScheduledUnit | None = None
     ) -> None:
-        """Free every full buffer that is not in use, with two exceptions, whose release stays
-        delayed. With ``before_backward`` it is the unit that ran last, if the user left that
-        choice to the library: backward needs it first. ``before`` is the unit that begins the next
-        pass."""
+        """Free every full buffer that is not in use, at the end of a pass and before the next one,
+        with two exceptions, whose release stays delayed. If ``backward_follows`` it is the unit
+        that ran last, if the user left that choice to the library: backward needs it first.
+        ``keep`` is the unit that begins the next pass."""
         self._ahead.update(self._asked)
         self._asked.clear()
         for index in list(self._ahead):
-            self._drop(index)
+            self._free_unused(index)
         for index, mark in list(self._delayed.items()):
             unit = self._refs[index]()
-            if before_backward and self.prefetch and unit and unit.is_kept_for_backward:
+            if backward_follows and self.prefetch and unit and unit.is_kept_for_backward:
                 continue
-            if unit is not None and unit is before:
+            if unit is not None and unit is keep:
                 continue
             del self._delayed[index]
             self._free(index, mark, waits=not self.prefetch)
@@ -282,7 +285,7 @@ class Prefetcher:
     def drop(self) -> None:
         """Forget everything. The param groups' memory is freed elsewhere."""
         self._for_next_pass.clear()
-        self._are_edited_later = False
+        self._was_next_in_vain = False
         self._ahead.clear()
         self._asked.clear()
         self._delayed.clear()
@@ -323,7 +326,7 @@ class Prefetcher:
         if state.synced_version != version or unit.is_gathered:
             self._comm.after_compute()
             state.synced_version = version
-            self.take_out_of_graphs(unit)
+            self.take_out_of_graphs(unit)  # which must not read what is refilled
         self._issued += 1
         self._comm.gather(unit, shadow=shadow)
 
@@ -338,11 +341,11 @@ class Prefetcher:
 
     def _take_over(self) -> None:
         """Count what was gathered for a pass, which has begun, as gathered ahead."""
-        was_gathered = not self._are_edited_later
-        self._are_edited_later = False
+        was_gathered = not self._was_next_in_vain
+        self._was_next_in_vain = False
         for index, (version, is_for_pass) in self._for_next_pass.items():
             unit = self._refs[index]()
-            self._are_edited_later |= unit is not None and unit.version != version
+            self._was_next_in_vain |= unit is not None and unit.version != version
             if is_for_pass and was_gathered:
                 self._ahead[index] = None
         self._for_next_pass.clear()
@@ -371,11 +374,11 @@ class Prefetcher:
         for index in list(self._ahead):
             if len(self._ahead) + len(self._delayed) <= self.prefetch:
                 return
-            self._drop(index)
+            self._free_unused(index)
         if len(self._delayed) > self.prefetch:
             self.flush()
 
-    def _drop(self, index: UnitIndex) -> None:
+    def _free_unused(self, index: UnitIndex) -> None:
         self.stats.prefetches_unused += 1
         self._free(index, self._ahead.pop(index))
 

@@ -126,7 +126,7 @@ class Schedule:
     def before_forward(self, unit: ScheduledUnit) -> None:
         """Prepare ``unit``, whose forward is about to run. Afterwards compute may use its full
         buffers."""
-        if self._graph_task() != -1:
+        if self._graph_task() != -1:  # activation checkpointing runs it again
             self._recomputing_backward().before_recompute(unit, self._tick())
             return
         if self._backward is not None:
@@ -144,7 +144,7 @@ class Schedule:
         """Bring full buffers to rest before a pass that may begin."""
         if self.finalizer.pending is not None:
             self.finalizer.check_done("forward")
-        self.prefetcher.finish_pass(before=first)
+        self.prefetcher.finish_pass(keep=first)
         self.prefetcher.release_stale()
         self.prefetcher.begin_pass(self._units())
 
@@ -152,9 +152,9 @@ class Schedule:
         self, unit: ScheduledUnit, module: int, raised: bool = False
     ) -> ForwardRecord | None:
         """End a forward of ``unit``, which has run, or ``raised``. ``module`` is the id of the
-        module that ran. Return its call, or ``None`` if backward will not need the unit's full
-        buffers for it. If gradients will flow back through the call, the caller gives it to
-        :meth:`add_call`, and later to :meth:`before_backward`."""
+        module that ran, for schedules of units of several. Return its call, or ``None`` if backward
+        will not need the unit's full buffers for it. If gradients will flow back through the call,
+        the caller gives it to :meth:`add_call`, and later to :meth:`before_backward`."""
         if self._backward is not None and self._graph_task() != -1:
             return self._after_recompute(unit, self._backward)
         running = self._running
@@ -222,7 +222,7 @@ class Schedule:
 
     def _end_pass(self, raised: bool) -> None:
         has_grad = self._engine.is_grad_enabled() and not raised
-        self.prefetcher.finish_pass(before_backward=has_grad)
+        self.prefetcher.finish_pass(backward_follows=has_grad)
 
     def is_in_use(self, unit: ScheduledUnit) -> bool:
         """Return whether a forward or backward of ``unit`` is under way. A module may call itself,

@@ -122,7 +122,7 @@ class NegotiatedPrefetcher(Prefetcher):
     def drop_ahead(self, index: UnitIndex) -> None:
         """Free a unit that was gathered ahead, and that this rank does not run."""
         if index in self._ahead:
-            self._drop(index)
+            self._free_unused(index)
 
     def keep(self, index: UnitIndex) -> None:
         """Keep a unit whose release is delayed: ranks agreed that backward finds it gathered."""
@@ -156,10 +156,10 @@ class NegotiatedPrefetcher(Prefetcher):
         self._ahead[index] = self._comm.record_compute_event()
 
     def finish_pass(
-        self, before_backward: bool = False, before: ScheduledUnit | None = None
+        self, backward_follows: bool = False, keep: ScheduledUnit | None = None
     ) -> None:
         self._gathered_again.clear()
-        super().finish_pass(before_backward, before)
+        super().finish_pass(backward_follows, keep)
         self._comm.wait_for_unread()
 
     def drop(self) -> None:
