@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from fsdp_overlap._fully_shard import fully_shard, fully_shard_model
     from fsdp_overlap.blocks import find_blocks
     from fsdp_overlap.comm.process_groups import MeshGroups
-    from fsdp_overlap.engine.context import FsdpContext
+    from fsdp_overlap.context import FsdpContext
     from fsdp_overlap.features.quantized.policy import QuantizedCommPolicy
     from fsdp_overlap.features.rows.layout import PerTensor
     from fsdp_overlap.fsdp_module import (
@@ -63,7 +63,7 @@ _MODULE_OF = {
     "DataParallelMeshDims": "fsdp_overlap.tensor.spmd_mesh",
     "FSDPModule": "fsdp_overlap.fsdp_module",
     "Flat": "fsdp_overlap.layout",
-    "FsdpContext": "fsdp_overlap.engine.context",
+    "FsdpContext": "fsdp_overlap.context",
     "FsdpModule": "fsdp_overlap.fsdp_module",
     "GradientReductionHandle": "fsdp_overlap.schedule.finalization",
     "MeshGroups": "fsdp_overlap.comm.process_groups",

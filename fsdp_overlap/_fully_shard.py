@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from fsdp_overlap.engine.context import Captures, FsdpContext
+from fsdp_overlap.context import Captures, FsdpContext
 from fsdp_overlap.engine.unit import unit_of
 from fsdp_overlap.fsdp_module import FSDPModule
 from fsdp_overlap.schedule.scheduler import Schedule

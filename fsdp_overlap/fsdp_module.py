@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.distributed import fsdp as fsdp2
 
+from fsdp_overlap.context import context_of
 from fsdp_overlap.engine import hooks
-from fsdp_overlap.engine.context import context_of
 from fsdp_overlap.engine.naming import unit_names
 from fsdp_overlap.engine.param import plain_class
 from fsdp_overlap.engine.unit import Unit, unit_of

@@ -12,7 +12,7 @@ import torch.distributed.tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_overlap._fully_shard import fully_shard
-from fsdp_overlap.engine.context import FsdpContext
+from fsdp_overlap.context import FsdpContext
 from fsdp_overlap.features.rows.layout import PerTensor
 from fsdp_overlap.fsdp_module import (
     FSDPModule,

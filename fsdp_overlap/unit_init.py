@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+from fsdp_overlap.context import FsdpContext
 from fsdp_overlap.engine import hooks
-from fsdp_overlap.engine.context import FsdpContext
 from fsdp_overlap.engine.grads import ParamGroupGradients
 from fsdp_overlap.engine.mesh import MeshInfo, rollback_on_error
 from fsdp_overlap.engine.options import CommPolicy, compute_dtype, reduce_dtype

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
-from fsdp_overlap.engine.context import context_of
+from fsdp_overlap.engine.context import model_context_of
 from fsdp_overlap.engine.param import (
     parameter_like,
     parameters_outside_units,
@@ -62,7 +62,7 @@ def copy_unit(unit: Unit, memo: dict[int, Any], make_unit: Callable[..., Unit]) 
         state = _without_hooks(module.__getstate__(), unit)
         del state["_fsdp_unit"]
         duplicate.__setstate__(deepcopy(state, memo))
-    context = deepcopy(context_of(unit), memo)
+    context = deepcopy(model_context_of(unit), memo)
     meshes = {}
     for param_group in unit.param_groups:
         mesh_info = context.mesh_info_of(param_group.mesh_info.mesh)

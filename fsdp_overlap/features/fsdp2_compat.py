@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from fsdp_overlap.comm.comm_streams import CommStream
-from fsdp_overlap.engine.context import context_of
+from fsdp_overlap.engine.context import model_context_of
 from fsdp_overlap.engine.unit import Unit
 
 
@@ -35,12 +35,12 @@ class FSDPState:
     @property
     def _comm_ctx(self) -> CommStream:
         """The same object for units that share comm streams, and only for these."""
-        return context_of(self._unit).comm_context.reduce_scatter_stream
+        return model_context_of(self._unit).comm_context.reduce_scatter_stream
 
     def _root_post_backward_final_callback(self) -> None:
         """Complete the gradients of a step. Stages of torch 2.13 call it where those of 2.15 call
         ``finalize_backward()``."""
-        context = context_of(self._unit)
+        context = model_context_of(self._unit)
         if context.has_schedule:
             context.schedule.finalizer.complete()
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_overlap.engine.context import context_of
+from fsdp_overlap.engine.context import model_context_of
 from fsdp_overlap.engine.param import modules_outside_units, move_buffers
 from fsdp_overlap.engine.param_group import ParamGroup
 from fsdp_overlap.engine.unit import Unit
@@ -49,7 +49,7 @@ def move_unit(
     finally:
         unit.to_sharded()
     if unit.rests_on_host:  # shards stay on the host, buffers do not
-        move_buffers([module], context_of(unit).device)
+        move_buffers([module], model_context_of(unit).device)
     if any(
         param_group.is_meta and not result.is_meta
         for (param_group, _), result in zip(shards, applied, strict=True)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdp_overlap.engine.context import FsdpContext
+from fsdp_overlap.engine.context import ModelContext
 from fsdp_overlap.engine.mesh import MeshInfo
 from fsdp_overlap.engine.options import CommPolicy, reduce_dtype
 from fsdp_overlap.engine.param import ParamInfo, concatenate_meshes, tp_local_tensor
@@ -31,7 +31,7 @@ from fsdp_overlap.torch_internals import DTensorSpec
 def check_parameters(
     owned: list[ParamInfo],
     modules: Sequence[nn.Module],
-    ctx: FsdpContext,
+    ctx: ModelContext,
     mesh: DeviceMesh,
     spmd: SPMDMesh | None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None,
@@ -72,7 +72,7 @@ def check_parameters(
 # ---- Each parameter ----
 
 
-def _check_parameter(item: ParamInfo, first: ParamInfo, ctx: FsdpContext) -> None:
+def _check_parameter(item: ParamInfo, first: ParamInfo, ctx: ModelContext) -> None:
     """Raise TypeError or ValueError if a parameter cannot be sharded in ``ctx``, in one unit with
     ``first``."""
     where, parameter, device = item.where, item.parameter, ctx.device
@@ -110,7 +110,7 @@ def _check_parameter(item: ParamInfo, first: ParamInfo, ctx: FsdpContext) -> Non
         )
 
 
-def _check_opaque(item: ParamInfo, ctx: FsdpContext) -> None:
+def _check_opaque(item: ParamInfo, ctx: ModelContext) -> None:
     """Raise TypeError or ValueError if a parameter of a class of its own cannot be sharded with
     what its class knows."""
     where, parameter, device = item.where, item.parameter, ctx.device
@@ -161,7 +161,7 @@ def _check_gradient(item: ParamInfo, mp_policy: MixedPrecisionPolicy) -> None:
 
 def _check_extension(
     item: ParamInfo,
-    ctx: FsdpContext,
+    ctx: ModelContext,
     reshard_after_forward: bool | int | None,
     comm_policy: CommPolicy | None,
 ) -> None:
@@ -203,7 +203,7 @@ def _check_rows(item: ParamInfo, mesh_info: MeshInfo) -> None:
         )
 
 
-def _is_in_rows(item: ParamInfo, ctx: FsdpContext) -> bool:
+def _is_in_rows(item: ParamInfo, ctx: ModelContext) -> bool:
     return isinstance(layout_for(ctx.layout, item.spec), RowLayout)
 
 
@@ -225,7 +225,7 @@ def _checked_reshard_after_forward(value: bool | int | None, sizes: set[int]) ->
 
 def _by_mesh(
     owned: list[ParamInfo],
-    ctx: FsdpContext,
+    ctx: ModelContext,
     mesh: DeviceMesh,
     spmd: SPMDMesh | None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None,

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_overlap.engine.context import FsdpContext, context_of
+from fsdp_overlap.engine.context import ModelContext, model_context_of
 from fsdp_overlap.engine.options import compute_dtype
 from fsdp_overlap.engine.param import Owner, ParamInfo, owner_of
 from fsdp_overlap.engine.param_group import ParamGroup
@@ -25,7 +25,7 @@ from fsdp_overlap.layout import ParamSpec
 def find_ties(
     modules: Sequence[nn.Module],
     items: Sequence[ParamInfo],
-    ctx: FsdpContext,
+    ctx: ModelContext,
     mesh: DeviceMesh,
     mp_policy: MixedPrecisionPolicy,
 ) -> tuple[list[ParamInfo], list[Tie]]:
@@ -131,13 +131,13 @@ def _conflict(
     unit: Unit,
     param_group: ParamGroup,
     spec: ParamSpec,
-    ctx: FsdpContext,
+    ctx: ModelContext,
     mesh: DeviceMesh,
     mp_policy: MixedPrecisionPolicy,
 ) -> str | None:
     """Return why a forward of another unit cannot read the parameter ``spec`` as ``unit`` has it,
     in words. ``None`` if it can."""
-    its = context_of(unit)
+    its = model_context_of(unit)
     if its is not ctx and not (its.is_implicit and ctx.is_implicit):
         return "which has another FsdpContext: give both the same"
     if unit.mesh != mesh:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fsdp_overlap.comm.streams import is_capturing
-from fsdp_overlap.engine.context import context_of
+from fsdp_overlap.engine.context import model_context_of
 from fsdp_overlap.engine.unit import unit_of_edits
 from fsdp_overlap.optim.contiguous import edits_of
 from fsdp_overlap.tensor.sharded_param import ShardedParam
@@ -21,7 +21,7 @@ class PostOptimPrefetch:
 
     def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
         units = map(unit_of_edits, edits_of(p for group in groups for p in group["params"]))
-        contexts = dict.fromkeys(context_of(unit) for unit in units if unit is not None)
+        contexts = dict.fromkeys(model_context_of(unit) for unit in units if unit is not None)
         self._contexts = [ctx for ctx in contexts if ctx.is_initialized and ctx.has_schedule]
         for ctx in self._contexts:
             ctx.schedule.prefetcher.before_step()

@@ -21,7 +21,7 @@ from fsdp_overlap.comm.collectives import PendingCollective, all_to_all, choose
 from fsdp_overlap.comm.comm_streams import CommStream, WorkHandle, make_comm_stream
 from fsdp_overlap.comm.objects import all_equal, broadcast_object, gather_objects
 from fsdp_overlap.desync.error_monitor import ErrorMonitor
-from fsdp_overlap.engine.context import context_of
+from fsdp_overlap.engine.context import model_context_of
 from fsdp_overlap.engine.interruption import is_interrupted
 from fsdp_overlap.layout import ParamGroupPlan
 from fsdp_overlap.weights.chunks import Chunk, chunks_by_rank, full_chunk, local_chunks
@@ -371,7 +371,7 @@ def exchange_of(model: nn.Module, weights: Collection[torch.Tensor], what: str) 
             raise ValueError(f"{what}: no module of the model was given to fully_shard()")
         device = next((weight.device for weight in weights), torch.device("cpu"))
         return WeightExchange(what, None, device, make_comm_stream(device))
-    context = context_of(units[0])
+    context = model_context_of(units[0])
     comm_stream = context.comm_context.all_gather_stream
     if len(ranks) == 1:
         return WeightExchange(what, None, context.device, comm_stream, plans=plan_cache_of(context))

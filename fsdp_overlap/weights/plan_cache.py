@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp_overlap.engine.context import FsdpContext
+from fsdp_overlap.engine.context import ModelContext
 from fsdp_overlap.weights.transfer_plan import Layouts, TransferRound
 
 # Exports for evaluation and for generation may alternate, and weights be saved now and then.
@@ -60,12 +60,12 @@ class PlanCache:
         self._kept.clear()
 
 
-def plan_cache_of(context: FsdpContext) -> PlanCache:
+def plan_cache_of(context: ModelContext) -> PlanCache:
     """Return the plans of ``context``, which live as long as it."""
     return _of_contexts.setdefault(context, PlanCache())
 
 
-_of_contexts: WeakKeyDictionary[FsdpContext, PlanCache] = WeakKeyDictionary()
+_of_contexts: WeakKeyDictionary[ModelContext, PlanCache] = WeakKeyDictionary()
 
 
 def _layouts_of(weights: Mapping[str, torch.Tensor]) -> TensorLayouts:

@@ -14,7 +14,7 @@ from fsdp_overlap.comm.comm_streams import make_comm_stream
 from fsdp_overlap.comm.objects import gather_objects
 from fsdp_overlap.comm.process_groups import device_for_objects
 from fsdp_overlap.comm.streams import current_device
-from fsdp_overlap.engine.context import context_of
+from fsdp_overlap.engine.context import model_context_of
 from fsdp_overlap.tensor.pending_steps import finish_pending_steps
 from fsdp_overlap.weights.chunks import local_chunks
 from fsdp_overlap.weights.exchange import RankLayouts, WeightExchange
@@ -112,7 +112,7 @@ class WeightResharder:
         self.sent_bytes = self.received_bytes = 0
         if isinstance(self._sides[1], nn.Module):
             for unit in units_of(self._sides[1]):  # whose parameters may be prefetched
-                context_of(unit).comm_context.all_gather_stream.before_compute()
+                model_context_of(unit).comm_context.all_gather_stream.before_compute()
         with torch.no_grad():
             for done in self._exchange.run(
                 rounds,

@@ -30,11 +30,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_overlap import FsdpContext, fully_shard
+from fsdp_overlap import FsdpContext, context, fully_shard
 from fsdp_overlap.comm import hosts, objects
 from fsdp_overlap.comm.collectives import PendingCollective
 from fsdp_overlap.comm.process_groups import GroupCache
-from fsdp_overlap.engine import context
 from fsdp_overlap.engine.comm_context import CommContext
 from harness import link_training, options, processes, runner, sharding, turns
 from harness.measurement import Claim

@@ -14,7 +14,7 @@ import torch
 from fsdp_overlap.comm.comm_streams import DeviceCommStream, DeviceWorkHandle
 from fsdp_overlap.comm.graphs import before_capture_or_replay, capture_under_way
 from fsdp_overlap.engine.comm_context import CommContext
-from fsdp_overlap.engine.context import FsdpContext
+from fsdp_overlap.engine.context import ModelContext
 from fsdp_overlap.engine.mesh import MeshInfo
 from fsdp_overlap.engine.unit import Unit
 from fsdp_overlap.features.cuda_graphs.watching import watch
@@ -22,7 +22,7 @@ from fsdp_overlap.schedule.interface import ScheduledUnit
 from fsdp_overlap.schedule.scheduler import Schedule
 
 
-def watch_captures(context: FsdpContext) -> CapturedSteps:
+def watch_captures(context: ModelContext) -> CapturedSteps:
     """Make steps of ``context`` part of the graphs that are captured from now on."""
     me = ref(context)
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_overlap._fully_shard import fully_shard
-from fsdp_overlap.engine.context import FsdpContext
+from fsdp_overlap.context import FsdpContext
 
 RANKS = 2
 IMPORTING, MEETING, GATHERING, REDUCING = (

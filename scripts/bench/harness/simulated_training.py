@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp_overlap
 from fsdp_overlap import RaggedDTensor
-from fsdp_overlap.engine.context import unit_of
-from fsdp_overlap.engine.unit import Unit
+from fsdp_overlap.engine.unit import Unit, unit_of
 from harness import simulated_ranks
 from harness.simulated_link import Link, Transfer, repeated
 

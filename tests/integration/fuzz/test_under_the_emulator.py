@@ -307,7 +307,7 @@ DEFECTS = [
     Defect(
         WeightResharder,
         "run",
-        "context_of(unit).comm_context.all_gather_stream.before_compute()",
+        "model_context_of(unit).comm_context.all_gather_stream.before_compute()",
         PUT_IN,
     ),
     Defect(
