@@ -120,7 +120,7 @@ class FsdpContext:
         if hang_timeout is not None and not hang_timeout > 0:
             raise ValueError(f"hang_timeout={hang_timeout}: use seconds, or None for no monitor")
         if mesh is not None and mesh.ndim != 1:
-            from fsdp_overlap.engine.hsdp_mesh import check_mesh
+            from fsdp_overlap.features.hsdp.mesh import check_mesh
 
             check_mesh(mesh, shard_optimizer_over_replicas)
         if prefetch < 0:
@@ -258,7 +258,7 @@ class FsdpContext:
         parts = self.device, self.layout, self._groups, self.error_monitor, self._stats
         if mesh.ndim == 1:
             return MeshInfo(mesh, *parts)
-        from fsdp_overlap.engine.hsdp_mesh import ReplicatedMeshInfo
+        from fsdp_overlap.features.hsdp.mesh import ReplicatedMeshInfo
 
         shards_replicas = self.shard_optimizer_over_replicas
         return ReplicatedMeshInfo(mesh, *parts, shards_replicas=shards_replicas)
