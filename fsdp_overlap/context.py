@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_overlap.comm.comm_streams import CommStream, make_comm_stream
 from fsdp_overlap.comm.graphs import before_first_capture
-from fsdp_overlap.comm.hosts import HostExchange, host_ranks
 from fsdp_overlap.comm.process_groups import CommGroups, GroupCache, MeshGroups
 from fsdp_overlap.comm.store_mailbox import has_peers
 from fsdp_overlap.comm.streams import current_device, has_streams, is_capturing
@@ -30,14 +29,7 @@ from fsdp_overlap.engine.mesh import (
 )
 from fsdp_overlap.engine.naming import name_units
 from fsdp_overlap.engine.param_group import sync_grad_dtypes
-from fsdp_overlap.engine.unit import (
-    Uncompared,
-    Unit,
-    existing_units,
-    find_conditional,
-    sync_requires_grad,
-    unit_of,
-)
+from fsdp_overlap.engine.unit import Uncompared, Unit, existing_units, sync_requires_grad
 from fsdp_overlap.layout import Flat, LayoutRule
 from fsdp_overlap.schedule.backward import MAX_INPUTS
 from fsdp_overlap.schedule.interface import ScheduledUnit
@@ -162,8 +154,8 @@ class FsdpContext:
         self.is_initialized = False
         """Whether :meth:`lazy_init` has nothing left to do."""
         self.was_initialized = False
-        self._is_uneven = False
-        """Whether units have groups, as after a forward. The same on every rank."""
+        self.is_uneven = False
+        """Whether :meth:`uneven` is under way."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> FsdpContext:
         """Return a context for a copy of the model, with the same mesh and options and no units
@@ -380,7 +372,7 @@ class FsdpContext:
         a backward. Collective over the meshes."""
         if self.is_initialized or hooks.is_in_backward():
             return
-        is_complete = not self.is_implicit or self._init_shared_state()
+        is_complete = not self.is_implicit or self._take_in_units_within()
         name_units(self.units)
         for unit in self.units:
             unit.update_registrations()
@@ -390,7 +382,7 @@ class FsdpContext:
             unit.connect()
             unit.schedule_class.take_in(self.schedule, unit)
         self.sync_max_reduce_inputs()
-        if self._is_uneven or any(unit.is_conditional for unit in self.units):
+        if self.is_uneven or any(unit.is_conditional for unit in self.units):
             self._negotiate()
         if self.validate_layouts:
             for mesh_info in self.mesh_infos:
@@ -405,18 +397,15 @@ class FsdpContext:
             self._watch_for_hangs()
         self.is_initialized = is_complete
 
+    def _take_in_units_within(self) -> bool:
+        from fsdp_overlap.features.implicit_contexts import take_in_units_within
+
+        return take_in_units_within(self)
+
     def _negotiate(self) -> None:
-        """Prepare for units that only some ranks run."""
-        find_conditional(self.units)
-        mesh = _mesh_of_all(self._mesh_infos)
-        self.comm_context.hosts = HostExchange(
-            [self._groups.get_for_hosts(mesh, ranks) for ranks in host_ranks(mesh)]
-        )
-        for unit in self.units:
-            unit.set_uneven(True)
-            unit.sync_requires_grad()  # also where only other ranks run it
-            assert unit.make_uneven is not None
-            unit.make_uneven(self.schedule)
+        from fsdp_overlap.features.uneven.contexts import negotiate
+
+        negotiate(self)
 
     # Ranks that run different forwards
 
@@ -432,16 +421,11 @@ class FsdpContext:
         Raises:
             RuntimeError: no unit is conditional, and this is outside of :meth:`uneven`.
         """
-        self.lazy_init()
-        if not self.schedule.is_uneven:
-            raise RuntimeError(
-                "ctx.shadow(): other ranks expect all to run the same. Call it within "
-                "`with ctx.uneven():` on all ranks, or in a loop over ctx.until_all_done()"
-            )
-        self.schedule.shadow()
+        from fsdp_overlap.features.uneven.contexts import shadow
 
-    @contextmanager
-    def uneven(self) -> Iterator[None]:
+        shadow(self)
+
+    def uneven(self) -> AbstractContextManager[None]:
         """Within it ranks may run different numbers of forwards, as ``generate()`` does. A rank
         that leaves first takes part in what the others run, until all leave. All ranks enter it,
         between steps.
@@ -449,21 +433,9 @@ class FsdpContext:
         All units run on each rank that runs a forward, unless they are conditional. Each forward
         costs a message of a few bytes between hosts.
         """
-        is_outermost, self._is_uneven = not self._is_uneven, True
-        self.lazy_init()
-        if not self.schedule.is_uneven:
-            self._negotiate()
-        try:
-            yield
-            if is_outermost:
-                self.schedule.wait_for_all()
-        finally:
-            if is_outermost:
-                self._is_uneven = False
-                if not any(unit.is_conditional for unit in self.units):
-                    self.schedule.expect_same()
-                    for unit in self.units:
-                        unit.set_uneven(False)
+        from fsdp_overlap.features.uneven.contexts import uneven
+
+        return uneven(self)
 
     def until_all_done(self, batches: Iterable[T]) -> Iterator[T | None]:
         """Yield this rank's ``batches``, then ``None`` until all ranks have run out. Call
@@ -480,14 +452,9 @@ class FsdpContext:
 
         All ranks iterate, and none leaves the loop early by itself.
         """
-        iterator = iter(batches)
-        with self.uneven():
-            while True:
-                batch = next(iterator, None)
-                self.schedule.wait_for_all()
-                if not any(map(any, self.comm_context.exchange(bytes([batch is not None])))):
-                    return
-                yield batch
+        from fsdp_overlap.features.uneven.contexts import until_all_done
+
+        return until_all_done(self, batches)
 
     def _watch_for_hangs(self) -> None:
         has_others = any(
@@ -514,27 +481,6 @@ class FsdpContext:
     def require_lazy_init(self) -> None:
         """Make the next forward :meth:`lazy_init` again."""
         self.is_initialized = False
-
-    def _init_shared_state(self) -> bool:
-        """Take in the units that lie within those of this context. Return false if some have to
-        wait, because their own context awaits a backward."""
-        is_complete = True
-        for outer in self.units:
-            for child in (child for module in outer.modules for child in module.modules()):
-                unit = unit_of(child)
-                if unit is None or unit.context is self:
-                    continue
-                other = context_of(unit)
-                if not other.is_implicit:
-                    continue
-                if other.schedule.awaits_backward:
-                    is_complete = False
-                    continue
-                unit.check_registrations()
-                other.rest()
-                unit.context = self
-                unit.index = self.register(unit)
-        return is_complete
 
     @property
     def max_reduce_inputs(self) -> int:
@@ -611,22 +557,6 @@ class FsdpContext:
         self.uncompared.clear()
 
 
-def _mesh_of_all(meshes: Collection[DeviceMesh]) -> DeviceMesh:
-    """Return the mesh that holds the ranks of all others.
-
-    Raises:
-        ValueError: none does.
-    """
-    largest = max(meshes, key=lambda mesh: mesh.size())
-    ranks = set(largest.mesh.flatten().tolist())
-    for mesh in meshes:
-        if not ranks.issuperset(mesh.mesh.flatten().tolist()):
-            raise ValueError(
-                "where ranks may run different units all exchange messages, but no mesh of the "
-                f"context holds the ranks of both {mesh} and {largest}: shard the root on a mesh "
-                "of all ranks"
-            )
-    return largest
 
 
 def _begin_backward(

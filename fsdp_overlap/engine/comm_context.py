@@ -19,7 +19,6 @@ from fsdp_overlap.comm.comm_streams import (
     WorkHandle,
     profiler_range,
 )
-from fsdp_overlap.comm.hosts import HostExchange
 from fsdp_overlap.comm.process_groups import alive
 from fsdp_overlap.desync.order_check import ALL_GATHER, N_KINDS
 from fsdp_overlap.engine.grads import CommPart, ParamGroupGradients, Part
@@ -96,8 +95,8 @@ class CommContext:
         self._stats = stats
         self._mesh_infos = mesh_infos
         self._units = units
-        self.hosts: HostExchange | None = None
-        """On which the hosts of all ranks exchange messages, once they do."""
+        self.exchange_messages: Callable[[bytes], interface.Replies] | None = None
+        """Exchanges messages between the hosts of all ranks, if they do."""
         self._use_comm_streams(make_comm_stream("all_gather"), make_comm_stream("reduce_scatter"))
         self._unread: dict[ParamGroup, DeviceWorkHandle] = {}
         """All-gathers for other ranks that compute has to wait for before it edits shards, oldest
@@ -142,8 +141,8 @@ class CommContext:
     # Full buffers
 
     def exchange(self, message: bytes) -> interface.Replies:
-        assert self.hosts is not None
-        return self.hosts.exchange(message)
+        assert self.exchange_messages is not None
+        return self.exchange_messages(message)
 
     def gather(
         self, unit: interface.ScheduledUnit, again: bool = False, shadow: bool = False

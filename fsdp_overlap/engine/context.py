@@ -18,6 +18,7 @@ class ModelContext(Context, Protocol):
 
     layout: LayoutRule
     is_implicit: bool
+    is_uneven: bool
     sync_module_states: bool
 
     @property
@@ -27,6 +28,7 @@ class ModelContext(Context, Protocol):
     @property
     def mesh_infos(self) -> list[MeshInfo]: ...
     def mesh_info_of(self, mesh: DeviceMesh) -> MeshInfo: ...
+    def rest(self) -> None: ...
 
 
 def model_context_of(unit: Unit) -> ModelContext:

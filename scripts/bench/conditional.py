@@ -30,11 +30,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_overlap import FsdpContext, context, fully_shard
-from fsdp_overlap.comm import hosts, objects
+from fsdp_overlap import FsdpContext, fully_shard
+from fsdp_overlap.comm import objects
 from fsdp_overlap.comm.collectives import PendingCollective
 from fsdp_overlap.comm.process_groups import GroupCache
 from fsdp_overlap.engine.comm_context import CommContext
+from fsdp_overlap.features.uneven import contexts, hosts
 from harness import link_training, options, processes, runner, sharding, turns
 from harness.measurement import Claim
 from harness.runner import Results
@@ -174,7 +175,7 @@ def answered(ranks: int, said: Sequence[Sequence[Sequence[str]]] | None) -> Iter
     step: Sequence[Sequence[str]] = ()
     with ExitStack() as stack:
         patched = (
-            (context, "host_ranks", lambda _: hosts.host_ranks(mesh)),
+            (contexts, "host_ranks", lambda _: hosts.host_ranks(mesh)),
             (GroupCache, "get_for_hosts", group_of),
             (objects, "all_to_all", answer),
         )

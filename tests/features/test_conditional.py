@@ -29,11 +29,12 @@ from fsdp_overlap import (
     QuantizedCommPolicy,
     fully_shard,
 )
-from fsdp_overlap.comm import hosts, process_groups
+from fsdp_overlap.comm import process_groups
 from fsdp_overlap.comm.comm_streams import DeviceCommStream, DeviceWorkHandle
 from fsdp_overlap.comm.process_groups import NEGOTIATION
 from fsdp_overlap.engine.comm_context import SHADOW, CommContext
 from fsdp_overlap.features.negotiation.gathers import NegotiatedPrefetcher
+from fsdp_overlap.features.uneven import hosts
 from fsdp_overlap.layout import Flat, LayoutRule, TensorAtomic
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
 from fsdp_overlap.tools.emulator import EmulatedDevice, compare_issued, running

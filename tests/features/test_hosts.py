@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from greenlet import getcurrent, greenlet
 
-from fsdp_overlap.comm import hosts
-from fsdp_overlap.comm.hosts import HostExchange, host_ranks
+from fsdp_overlap.features.uneven import hosts
+from fsdp_overlap.features.uneven.hosts import HostExchange, host_ranks
 
 
 def groups_of(count: int, rank: int) -> list[list[int]]:

@@ -1,0 +1,1 @@
+"""Ranks that run different units, or different numbers of forwards: Note [negotiation]."""
