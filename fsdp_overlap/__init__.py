@@ -8,8 +8,8 @@ if TYPE_CHECKING:
 
     from fsdp_overlap._fully_shard import fully_shard, fully_shard_model
     from fsdp_overlap.blocks import find_blocks
-    from fsdp_overlap.comm.process_groups import MeshGroups
     from fsdp_overlap.context import FsdpContext
+    from fsdp_overlap.features.mesh_groups import MeshGroups
     from fsdp_overlap.features.quantized.policy import QuantizedCommPolicy
     from fsdp_overlap.features.rows.layout import PerTensor
     from fsdp_overlap.fsdp_module import (
@@ -66,7 +66,7 @@ _MODULE_OF = {
     "FsdpContext": "fsdp_overlap.context",
     "FsdpModule": "fsdp_overlap.fsdp_module",
     "GradientReductionHandle": "fsdp_overlap.schedule.finalization",
-    "MeshGroups": "fsdp_overlap.comm.process_groups",
+    "MeshGroups": "fsdp_overlap.features.mesh_groups",
     "MixedPrecisionPolicy": "torch.distributed.fsdp",
     "OffloadPolicy": "torch.distributed.fsdp",
     "PerTensor": "fsdp_overlap.features.rows.layout",

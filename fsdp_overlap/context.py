@@ -15,14 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_overlap.comm.comm_streams import CommStream, make_comm_stream
 from fsdp_overlap.comm.graphs import before_first_capture
-from fsdp_overlap.comm.process_groups import CommGroups, GroupCache, MeshGroups
+from fsdp_overlap.comm.process_groups import CommGroups, GroupCache
 from fsdp_overlap.comm.store_mailbox import has_peers
 from fsdp_overlap.comm.streams import current_device, has_streams, is_capturing
-from fsdp_overlap.desync.error_monitor import ErrorMonitor
 from fsdp_overlap.engine import hooks
-from fsdp_overlap.engine.checks import compare_plans, verify_params_across_ranks
+from fsdp_overlap.engine.checks import verify_params_across_ranks
 from fsdp_overlap.engine.comm_context import CommContext
 from fsdp_overlap.engine.mesh import (
+    Faults,
     LayoutRegistry,
     MeshInfo,
     default_mesh,
@@ -37,7 +37,10 @@ from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.schedule.stats import Stats
 
 if TYPE_CHECKING:
+    from fsdp_overlap.desync.error_monitor import ErrorMonitor
     from fsdp_overlap.desync.monitor import DesyncMonitor
+    from fsdp_overlap.features.mesh_groups import GivenGroups, MeshGroups
+    from fsdp_overlap.features.pg_options import GroupOptions
 
 T = TypeVar("T")
 
@@ -131,20 +134,17 @@ class FsdpContext:
         self.comm_stream_factory: Callable[[str, torch.device], CommStream] = lambda _, device: (
             make_comm_stream(device)
         )
-        given = {self.mesh: groups} if isinstance(groups, MeshGroups) else groups
-        self._groups = GroupCache(separate_reduce_scatter_group, given, pg_options)
-        if pg_options:
-            self._groups.check_options(self.mesh)
+        self._groups = GroupCache(separate_reduce_scatter_group)
+        self._given_groups = self._hand_in(groups) if groups is not None else None
+        self._pg_options = self._set_options(pg_options) if pg_options else None
         self._refs: list[weakref.ref[Unit]] = []
         """The units by index. They are not kept alive."""
         self._mesh_infos: dict[DeviceMesh, MeshInfo] = {}
         # What the context has does not refer to it. Without a reference cycle, groups are freed
         # together with the context, and not when Python next collects cycles.
         me = weakref.ref(self)
-        self.error_monitor = ErrorMonitor(
-            lambda: own.mesh_infos if (own := me()) else (), self._groups
-        )
-        self._groups.watchdog = weakref.ref(self.error_monitor)
+        self.faults = Faults(lambda: own.mesh_infos if (own := me()) else (), self._groups)
+        self._groups.watchdog = weakref.ref(self.faults)
         self.toggled: weakref.WeakSet[Unit] = weakref.WeakSet()
         self.uncompared: Uncompared = []
         self.hang_timeout = hang_timeout
@@ -157,6 +157,20 @@ class FsdpContext:
         self.is_uneven = False
         """Whether :meth:`uneven` is under way."""
 
+    def _hand_in(self, groups: MeshGroups | Mapping[DeviceMesh, MeshGroups]) -> GivenGroups:
+        from fsdp_overlap.features.mesh_groups import GivenGroups, MeshGroups
+
+        given = {self.mesh: groups} if isinstance(groups, MeshGroups) else groups
+        return GivenGroups(self._groups, given)
+
+    def _set_options(self, pg_options: Mapping[str, object]) -> GroupOptions:
+        from fsdp_overlap.features.pg_options import GroupOptions
+
+        options = GroupOptions(pg_options)
+        options.check(self.mesh)
+        options.apply_to(self._groups)
+        return options
+
     def __deepcopy__(self, memo: dict[int, object]) -> FsdpContext:
         """Return a context for a copy of the model, with the same mesh and options and no units
         yet. Without ``sync_module_states``: the copy takes its values from this rank's shards."""
@@ -167,8 +181,8 @@ class FsdpContext:
             layout=self.layout,
             validate_layouts=self.validate_layouts,
             shard_optimizer_over_replicas=self.shard_optimizer_over_replicas,
-            groups=self._groups.given,
-            pg_options=self._groups.options,
+            groups=given.by_mesh() if (given := self._given_groups) is not None else None,
+            pg_options=own.given if (own := self._pg_options) is not None else None,
             hang_timeout=self.hang_timeout,
         )
         duplicate.is_implicit = self.is_implicit
@@ -215,6 +229,10 @@ class FsdpContext:
         return partial(is_capturing, self.device) if self.has_streams else None
 
     @property
+    def error_monitor(self) -> ErrorMonitor:
+        return self.faults.monitor
+
+    @property
     def stats(self) -> Stats:
         """What was gathered, reduced and prefetched. ``stats.reset()`` counts anew."""
         return self._stats
@@ -247,7 +265,9 @@ class FsdpContext:
         return mesh_info
 
     def _make_mesh_info(self, mesh: DeviceMesh) -> MeshInfo:
-        parts = self.device, self.layout, self._groups, self.error_monitor, self._stats
+        if self._pg_options is not None:
+            self._pg_options.check(mesh)
+        parts = self.device, self.layout, self._groups, self.faults, self._stats
         if mesh.ndim == 1:
             return MeshInfo(mesh, *parts)
         from fsdp_overlap.features.hsdp.mesh import ReplicatedMeshInfo
@@ -385,8 +405,7 @@ class FsdpContext:
         if self.is_uneven or any(unit.is_conditional for unit in self.units):
             self._negotiate()
         if self.validate_layouts:
-            for mesh_info in self.mesh_infos:
-                compare_plans(self.units, mesh_info)
+            self._compare_plans()
         verify_params_across_ranks(
             (param_group for item in self.units for param_group in item.param_groups),
             self.keeps_own_values,
@@ -406,6 +425,12 @@ class FsdpContext:
         from fsdp_overlap.features.uneven.contexts import negotiate
 
         negotiate(self)
+
+    def _compare_plans(self) -> None:
+        from fsdp_overlap.features.plan_checks import compare_plans
+
+        for mesh_info in self.mesh_infos:
+            compare_plans(self.units, mesh_info)
 
     # Ranks that run different forwards
 
@@ -555,8 +580,6 @@ class FsdpContext:
         for mesh_info in self.mesh_infos:
             mesh_info.reset()
         self.uncompared.clear()
-
-
 
 
 def _begin_backward(

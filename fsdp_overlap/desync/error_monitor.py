@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from threading import Lock
 from typing import Protocol
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 
+from fsdp_overlap.comm.optimizer_groups import own_groups_of_optimizers
 from fsdp_overlap.comm.process_groups import GroupCache, group_timeout
 from fsdp_overlap.comm.store_mailbox import StoreMailbox, has_peers
 from fsdp_overlap.desync.order_check import Interval, OrderCheck
@@ -22,10 +22,6 @@ from fsdp_overlap.desync.order_differences import describe_difference, first_dif
 
 # How long the others have to post what they issued, once it is known that ranks differ.
 GRACE_SECONDS = 2.0
-
-# Those of all contexts, because a rank that waits in the reset of one context does not come to the
-# collectives of another.
-_all: WeakSet[ErrorMonitor] = WeakSet()
 
 
 class Fault(RuntimeError):
@@ -107,7 +103,7 @@ class OptimizerRanks:
 
 
 class ErrorMonitor:
-    """What one context knows of faults. It is the watchdog of its collectives.
+    """What one context knows of faults.
 
     A rank that waits long posts what it issued, and reads what the others issued. It waits in vain
     if their collectives differ, or if a rank gave up. After a fault the groups of the context are
@@ -115,9 +111,16 @@ class ErrorMonitor:
     many collectives each has issued when they meet to reset.
     """
 
-    def __init__(self, rank_groups: Callable[[], Iterable[RankGroup]], groups: GroupCache) -> None:
+    def __init__(
+        self,
+        rank_groups: Callable[[], Iterable[RankGroup]],
+        groups: GroupCache,
+        monitors: Callable[[], Iterable[ErrorMonitor]],
+    ) -> None:
         self._rank_groups = rank_groups
         self._groups = groups
+        self._monitors = monitors
+        """Return those of all contexts whose groups can be closed."""
         self.position = self.hang_report = ""
         """Where this rank stands still, and where all do, for the others."""
         self._failure = ""
@@ -135,7 +138,6 @@ class ErrorMonitor:
         what the last time was for, by the name of their group."""
         self._posting = Lock()
         """Is held while a status is made and posted, so that none replaces a later one."""
-        _all.add(self)
 
     def poll(self) -> None:
         """Look for a reason why a collective lasts. Do not wait for the others.
@@ -336,7 +338,7 @@ class ErrorMonitor:
         """Yield the groups in which ranks compare themselves, with a name for the mailbox of each.
         Two meshes over the same ranks share a group, so the name also counts the group's uses."""
         seen: Counter[str] = Counter()
-        serving = self._groups.of_optimizers
+        serving = own_groups_of_optimizers(self._groups)
         others = [OptimizerRanks(own.device_type, [own.group]) for own in serving]
         for rank_group in [*self._rank_groups(), *others]:
             for group in rank_group.groups_per_dim:
@@ -449,7 +451,7 @@ class ErrorMonitor:
         )
 
     def _other_monitors(self) -> list[ErrorMonitor]:
-        return [other for other in _all if other is not self and other._groups.can_close]
+        return [other for other in self._monitors() if other is not self]
 
     def _events(self) -> str:
         events = {

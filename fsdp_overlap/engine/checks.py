@@ -5,59 +5,13 @@ from __future__ import annotations
 import warnings
 from array import array
 from collections.abc import Iterable, Sequence
-from itertools import zip_longest
-from typing import cast
 
-import torch
 import torch.distributed as dist
 
-from fsdp_overlap.comm.objects import gather_objects
-from fsdp_overlap.desync.order_check import START, greatest
+from fsdp_overlap.desync.order_check import START
 from fsdp_overlap.engine.mesh import MeshInfo
-from fsdp_overlap.engine.param import UNKNOWN, hash_of
+from fsdp_overlap.engine.param import hash_of
 from fsdp_overlap.engine.param_group import ParamGroup
-from fsdp_overlap.engine.unit import Unit
-
-# ---- Whether ranks planned the same ----
-
-
-def compare_plans(units: Sequence[Unit], mesh_info: MeshInfo) -> None:
-    """Check that the ranks of ``mesh_info`` planned ``units`` alike. Collective over its mesh.
-
-    Raises:
-        RuntimeError: ranks planned differently.
-    """
-    mine = [
-        (f"{unit.name!r} ({unit.module_class_name})", hash_of(repr(plans).encode()))
-        for unit in units
-        if (
-            plans := [
-                f"{param_group.plan!r} {param_group.comm_policy}"
-                for param_group in unit.param_groups
-                if param_group.mesh_info is mesh_info
-            ]
-        )
-    ]
-    of_all = {dist.get_rank(): mine}
-    # The plans of all ranks are collected first, so that every rank finds the same difference.
-    for group in mesh_info.groups.per_dim:  # which together connect all ranks
-        known = gather_objects(of_all, group, mesh_info.device, "the comparison of plans")
-        of_all = {rank: theirs for part in known for rank, theirs in part.items()}
-    first = min(of_all)
-    for rank, theirs in sorted(of_all.items()):
-        for ours, other in zip_longest(of_all[first], theirs, fillvalue=("none", 0)):
-            if ours != other:
-                what = f"where rank {first} has unit {ours[0]}, rank {rank} has {other[0]}"
-                if ours[0] == other[0]:
-                    what = (
-                        f"unit {ours[0]} has other parameters, dtypes or layouts on rank {first} "
-                        f"than on rank {rank}"
-                    )
-                raise RuntimeError(
-                    f"ranks planned differently: {what}; every rank must build the same model and "
-                    "shard it in the same order, and ctx.plan_layout() it or not"
-                )
-
 
 # ---- Whether ranks start from the same values: Note [starts] ----
 
@@ -108,15 +62,13 @@ def _difference(mesh_info: MeshInfo, param_groups: Sequence[ParamGroup], failure
     """Return what differs between ranks of ``mesh_info``, or was found on another mesh, in words.
     ``failure`` is what this rank found there. Empty if nothing differs, and if ranks have different
     models, which the check of the order finds."""
-    names = [f"{spec.fqn!r} of unit {b.label!r}" for b in param_groups for spec in b.plan.specs]
     hashes: list[int] = []
     for param_group in param_groups:
         assert param_group.init_hashes is not None
         hashes += param_group.init_hashes.hashes(param_group.version)
     shapes = hash_of(repr([param_group.plan.specs for param_group in param_groups]).encode())
     summary = DIFFERENT if failure else hash_of(array("q", hashes).tobytes())
-    groups = mesh_info.groups_to_check
-    for group in groups:
+    for group in mesh_info.groups_to_check:
         # What differs in one group is made known to the next.
         for _, its_shapes, its_summary in mesh_info.order_check.exchange(
             [START, shapes, summary], group
@@ -125,31 +77,6 @@ def _difference(mesh_info: MeshInfo, param_groups: Sequence[ParamGroup], failure
             summary = summary if its_summary == summary else DIFFERENT
     if shapes == DIFFERENT or summary != DIFFERENT:
         return ""
+    from fsdp_overlap.engine.start_differences import describe_difference
 
-    def over_ranks(numbers: Sequence[int]) -> list[int]:
-        here = torch.tensor(numbers, device=mesh_info.device)
-        return cast(list[int], greatest(here, groups).tolist())
-
-    # The greatest of a number and the greatest of its complement tell whether all ranks agree.
-    complements = [UNKNOWN if number == UNKNOWN else ~number for number in hashes]
-    has_failed, *of_all = over_ranks([bool(failure), *hashes, *complements])
-    high, low = of_all[: len(hashes)], of_all[len(hashes) :]
-    different = [
-        index
-        for index, (most, least) in enumerate(zip(high, low, strict=True))
-        if UNKNOWN != most != ~least
-    ]
-    if not different:
-        elsewhere = "ranks of another mesh were given different weights, as they tell"
-        return failure or (elsewhere if has_failed else "")
-    first = different[0]
-    is_known, is_high = hashes[first] != UNKNOWN, hashes[first] == high[first]
-    rank = dist.get_rank()
-    ranks = over_ranks([rank if is_high else -1, rank if is_known and not is_high else -1])
-    others = len(different) - 1
-    differ = f"(and {others} other{'s'[: others > 1]}) differ" if others else "differs"
-    return (
-        f"Parameter {names[first]} {differ} across ranks {min(ranks)} and {max(ranks)} at "
-        "fully_shard(). Seed or load every rank identically, or pass "
-        "FsdpContext(sync_module_states=True)."
-    )
+    return describe_difference(mesh_info, param_groups, hashes, failure)

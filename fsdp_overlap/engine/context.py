@@ -6,6 +6,7 @@ from typing import Protocol, cast
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_overlap.desync.error_monitor import ErrorMonitor
 from fsdp_overlap.engine.comm_context import CommContext
 from fsdp_overlap.engine.mesh import MeshInfo
 from fsdp_overlap.engine.unit import Context, Unit
@@ -23,6 +24,8 @@ class ModelContext(Context, Protocol):
 
     @property
     def comm_context(self) -> CommContext: ...
+    @property
+    def error_monitor(self) -> ErrorMonitor: ...
     @property
     def units(self) -> list[Unit]: ...
     @property

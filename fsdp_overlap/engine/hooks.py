@@ -175,7 +175,7 @@ def _begin_with_gradients(unit: Unit, schedule: Schedule) -> None:
 
 
 def _initialize(context: Context) -> None:
-    context.error_monitor.check()
+    context.faults.check()
     context.lazy_init()
 
 
@@ -354,7 +354,7 @@ def _raise_edit(unit: Unit, lost: str | None) -> None:
 
 def _post_error(unit: Unit, error: BaseException) -> None:
     """Tell other ranks of ``error``, which leaves the model."""
-    unit.context.error_monitor.post_error(f"forward of unit {unit.name!r}", error)
+    unit.context.faults.monitor.post_error(f"forward of unit {unit.name!r}", error)
 
 
 def _holds_part_of(unit: Unit, tensor: torch.Tensor) -> bool:

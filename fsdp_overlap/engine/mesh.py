@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Protocol
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,6 @@ from fsdp_overlap.comm.process_groups import (
     end_threads_before_python,
 )
 from fsdp_overlap.comm.streams import has_streams
-from fsdp_overlap.desync.error_monitor import ErrorMonitor
 from fsdp_overlap.desync.order_check import OrderCheck, Subject
 from fsdp_overlap.engine.param import (
     ParamInfo,
@@ -41,6 +41,9 @@ from fsdp_overlap.tensor.pending_steps import PendingStep
 from fsdp_overlap.tensor.placement import RaggedShard, contiguous_spec
 from fsdp_overlap.tensor.ragged_dtensor import ShardEdits
 from fsdp_overlap.torch_internals import DTensorSpec
+
+if TYPE_CHECKING:
+    from fsdp_overlap.desync.error_monitor import ErrorMonitor
 
 # ---- The default mesh ----
 
@@ -245,15 +248,59 @@ def mesh_info_of(edits: ShardEdits | None) -> MeshInfo | None:
     return edits.mesh_info() if isinstance(edits, ParamGroupEdits) else None
 
 
+class Faults:
+    """Errors of one context, here and on other ranks. The error monitor that knows of them is made
+    at the first, or when this rank has waited long: few runs need it.
+
+    It is the watchdog of the context's collectives.
+    """
+
+    def __init__(self, mesh_infos: Callable[[], Iterable[MeshInfo]], groups: GroupCache) -> None:
+        self._mesh_infos = mesh_infos
+        self._groups = groups
+        self._monitor: ErrorMonitor | None = None
+        _faults.add(self)
+
+    @property
+    def monitor(self) -> ErrorMonitor:
+        with _making:
+            if self._monitor is None:
+                from fsdp_overlap.desync.error_monitor import ErrorMonitor
+
+                self._monitor = ErrorMonitor(self._mesh_infos, self._groups, _others)
+            return self._monitor
+
+    def check(self) -> None:
+        """Raise RuntimeError after a fault that nobody has reset the context since."""
+        if self._monitor is not None:
+            self._monitor.check()
+
+    def poll(self) -> None:
+        self.monitor.poll()
+
+    def explain(self, failure: RuntimeError) -> str:
+        return self.monitor.explain(failure)
+
+    def explain_difference(self, unit: str) -> str:
+        return self.monitor.explain_difference(unit)
+
+
+# Those of all contexts, because a rank that waits in the reset of one context does not come to the
+# collectives of another.
+_faults: weakref.WeakSet[Faults] = weakref.WeakSet()
+_making = Lock()
+
+
+def _others() -> list[ErrorMonitor]:
+    return [faults.monitor for faults in list(_faults) if faults._groups.can_close]
+
+
 class MeshInfo:
     """One mesh that param groups of a context are spread over.
 
     Its ranks share process groups and plans, check the order of their collectives, and tell each
     other which parameters have a gradient on some rank. Parameters are sharded along ``mesh``, of
     one dimension.
-
-    Raises:
-        TypeError: groups over ``mesh`` cannot be made with the options that the user gave.
     """
 
     num_replicas = 1
@@ -271,18 +318,16 @@ class MeshInfo:
         device: torch.device,
         layout: LayoutRule,
         groups: GroupCache,
-        error_monitor: ErrorMonitor,
+        faults: Faults,
         stats: Stats,
     ) -> None:
-        if groups.options:
-            groups.check_options(mesh)
         end_threads_before_python()
         self.mesh = mesh
         self.device = device
         self.plans = LayoutRegistry(self.num_places, layout)
         """Plans over all ranks that hold different elements at rest."""
         self.group_cache = groups
-        self.error_monitor = error_monitor
+        self.faults = faults
         self._stats = stats
         self._members: list[weakref.ref[Subject]] = []
         self._with_other: dict[DeviceMesh, DeviceMesh] = {}  # by the parameter's own mesh
@@ -331,7 +376,11 @@ class MeshInfo:
 
     @cached_property
     def groups(self) -> CommGroups:
-        return self.group_cache.get(self.mesh)
+        return self.make_groups(separate=True)
+
+    def make_groups(self, separate: bool) -> CommGroups:
+        """Return process groups of the mesh. Collective over it at the first call."""
+        return self.group_cache.get(self.mesh, separate)
 
     @property
     def groups_per_dim(self) -> list[dist.ProcessGroup]:
@@ -346,7 +395,7 @@ class MeshInfo:
 
     @cached_property
     def order_check(self) -> OrderCheck:
-        explain = self.error_monitor.explain_difference
+        explain = self.faults.explain_difference
         shard = self.mesh.get_group(self.mesh.ndim - 1)
         if not (self.communicates and can_close(shard, self.device.type)):
             check = OrderCheck(self.device, explain, self.syncs_unused_params)
@@ -421,7 +470,7 @@ class MeshInfo:
         """
         if separate or self.order_check.confirms:  # needed from the first collective on
             groups = self.groups
-        return groups if separate else self.group_cache.get(self.mesh, separate=False)
+        return groups if separate else self.make_groups(separate=False)
 
     @property
     def labels(self) -> list[str]:

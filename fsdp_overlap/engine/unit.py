@@ -17,10 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_overlap.comm.comm_streams import CommStream
-from fsdp_overlap.desync.error_monitor import ErrorMonitor
 from fsdp_overlap.engine.casts import cast_of_inputs, cast_of_output
 from fsdp_overlap.engine.grads import ParamGroupGradients
-from fsdp_overlap.engine.mesh import ParamGroupEdits
+from fsdp_overlap.engine.mesh import Faults, ParamGroupEdits
 from fsdp_overlap.engine.options import CommPolicy, UnitSettings, reduce_dtype
 from fsdp_overlap.engine.param import (
     ParamInfo,
@@ -192,6 +191,7 @@ class Context(Protocol):
     is_initialized: bool
     """Whether a forward may begin at once."""
     uncompared: Uncompared
+    faults: Faults
 
     @property
     def is_capturing(self) -> Callable[[], bool] | None:
@@ -203,9 +203,6 @@ class Context(Protocol):
     @property
     def is_in_capture(self) -> bool:
         """Whether units run in the capture of a graph that is under way."""
-
-    @property
-    def error_monitor(self) -> ErrorMonitor: ...
 
     def register(self, unit: Unit) -> int:
         """Take ``unit`` in and return its index."""

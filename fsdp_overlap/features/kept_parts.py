@@ -13,6 +13,7 @@ import torch.distributed as dist
 from fsdp_overlap.comm.collectives import PendingCollective, choose
 from fsdp_overlap.comm.comm_streams import CollectiveOp, CommStream
 from fsdp_overlap.comm.process_groups import alive
+from fsdp_overlap.engine.mesh import MeshInfo
 from fsdp_overlap.engine.param_group import DIRECT, Gatherer, ParamGroup
 from fsdp_overlap.layout import ParamGroupPlan
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
@@ -31,7 +32,7 @@ class FromNeighbors(Gatherer):
     def __init__(self, among_shards: Gatherer, param_group: ParamGroup, size: int) -> None:
         mesh_info, full = param_group.mesh_info, param_group.full
         assert isinstance(full, FlatBuffer)
-        group = mesh_info.group_cache.get_neighbors(mesh_info.mesh, size)
+        group = neighbors_group(mesh_info, size)
         self._among_shards = among_shards
         self.prepares = among_shards.prepares
         self.plan = plan = full.plan.merged(size)
@@ -104,3 +105,17 @@ def make_gatherer(param_group: ParamGroup, size: int | None) -> Gatherer:
     """Return the gatherer of a param group of which ``size`` neighbors keep a part each, if any
     do."""
     return DIRECT if size is None else FromNeighbors(DIRECT, param_group, size)
+
+
+def neighbors_group(mesh_info: MeshInfo, size: int) -> dist.ProcessGroup:
+    """Return the group of ``size`` neighbours that this rank belongs to, along the dimension that
+    parameters are sharded over. ``size`` divides that dimension. Collective over the mesh at its
+    first call."""
+    mesh, cache = mesh_info.mesh, mesh_info.group_cache
+    shard = mesh.get_group(mesh.ndim - 1)
+    first = shard.rank() // size * size
+    ranks = dist.get_process_group_ranks(shard)[first : first + size]
+    key = "part", tuple(ranks)
+    if key not in cache.groups:
+        cache.make(key, shard, mesh.device_type, "all_gather", color=first)
+    return alive(cache.groups[key])

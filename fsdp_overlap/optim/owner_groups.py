@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from fsdp_overlap.comm.comm_streams import CommStream, make_comm_stream
 from fsdp_overlap.comm.objects import gather_objects
+from fsdp_overlap.comm.optimizer_groups import find_for_optimizer, get_for_optimizer
 from fsdp_overlap.comm.process_groups import GroupCache, alive
 from fsdp_overlap.comm.streams import current_device
 from fsdp_overlap.engine.mesh import MeshInfo, mesh_info_of
@@ -62,14 +63,14 @@ class OwnerGroup:
     def connect(self, groups: GroupCache) -> None:
         """Get the process group from ``groups``. Collective over the ranks at the first call."""
         if not self.is_connected:
-            group = groups.get_for_optimizer(self.ranks, alive(self._like), self._device_type)
+            group = get_for_optimizer(groups, self.ranks, alive(self._like), self._device_type)
             self._group = ref(group)
 
     def has_ended(self, groups: GroupCache) -> bool:
         """Return whether ``groups`` no longer has the process group."""
         if self._group is None:
             return False
-        current = groups.find_for_optimizer(self.ranks, alive(self._like), self._device_type)
+        current = find_for_optimizer(groups, self.ranks, alive(self._like), self._device_type)
         return current is None or current is not self._group()
 
     @property
@@ -136,7 +137,7 @@ class OwnerGroups:
         """Connect ``group``, and report to the error monitor that this rank begins to exchange."""
         self.connect([group])
         if group.mesh_info is not None:
-            group.mesh_info.error_monitor.begin_exchange("an optimizer's step", group.group)
+            group.mesh_info.faults.monitor.begin_exchange("an optimizer's step", group.group)
 
     def add(self, parameters: Iterable[tuple[torch.Tensor, Split]]) -> None:
         """Find the owner groups of ``parameters``, each given with its split. Collective at the
@@ -189,7 +190,7 @@ class OwnerGroups:
         connected = [group for group in self._groups.values() if group.is_connected]
         for mesh_info in {group.mesh_info for group in connected}:
             if mesh_info is not None:
-                mesh_info.error_monitor.give_up(f"{self._optimizer}.step()", error)
+                mesh_info.faults.monitor.give_up(f"{self._optimizer}.step()", error)
         self._own_cache.close()
         self._own_cache = GroupCache(separate=False)
 

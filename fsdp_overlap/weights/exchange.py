@@ -20,6 +20,7 @@ from fsdp_overlap.checkpoint.checksums import checksum_of
 from fsdp_overlap.comm.collectives import PendingCollective, all_to_all, choose
 from fsdp_overlap.comm.comm_streams import CommStream, WorkHandle, make_comm_stream
 from fsdp_overlap.comm.objects import all_equal, broadcast_object, gather_objects
+from fsdp_overlap.comm.optimizer_groups import get_for_optimizer
 from fsdp_overlap.desync.error_monitor import ErrorMonitor
 from fsdp_overlap.engine.context import model_context_of
 from fsdp_overlap.engine.interruption import is_interrupted
@@ -378,7 +379,7 @@ def exchange_of(model: nn.Module, weights: Collection[torch.Tensor], what: str) 
     context.error_monitor.before_save(what, is_interrupted(context), uses_groups=True)
     mesh_info = context.mesh_info_of(units[0].mesh)
     like = mesh_info.mesh.get_group(mesh_info.mesh.ndim - 1)
-    group = mesh_info.group_cache.get_for_optimizer(ranks, like, mesh_info.device_type)
+    group = get_for_optimizer(mesh_info.group_cache, ranks, like, mesh_info.device_type)
     return WeightExchange(
         what, group, context.device, comm_stream, context.error_monitor, plan_cache_of(context)
     )

@@ -150,7 +150,7 @@ def answered(ranks: int, said: Sequence[Sequence[Sequence[str]]] | None) -> Iter
     steps = iter(said or ())
     to_come: list[int] = []
 
-    def group_of(self: GroupCache, _: Any, members: Sequence[int]) -> Any:
+    def group_of(cache: GroupCache, _: Any, members: Sequence[int]) -> Any:
         groups.append(Group(len(members)))
         return groups[-1]
 
@@ -176,7 +176,7 @@ def answered(ranks: int, said: Sequence[Sequence[Sequence[str]]] | None) -> Iter
     with ExitStack() as stack:
         patched = (
             (contexts, "host_ranks", lambda _: hosts.host_ranks(mesh)),
-            (GroupCache, "get_for_hosts", group_of),
+            (contexts, "group_of_hosts", group_of),
             (objects, "all_to_all", answer),
         )
         for owner, name, instead in patched:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
@@ -16,6 +17,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp_overlap.comm import process_groups
+from fsdp_overlap.features.kept_parts import neighbors_group
+from fsdp_overlap.features.pg_options import GroupOptions
 from fsdp_overlap.tools.emulator import EmulatedDevice, running
 from fsdp_overlap.tools.emulator.nccl_like import BACKEND, NcclLikeGroup, Options
 from support.emulated_twins import Trained
@@ -27,7 +30,7 @@ def nothing(*_: object) -> None:
     pass
 
 
-connect, with_fields = process_groups.connect, process_groups.with_fields
+connect, copied_options = process_groups.connect, process_groups.copied_options
 
 
 def connect_users(group: dist.ProcessGroup, device_type: str) -> None:
@@ -35,8 +38,8 @@ def connect_users(group: dist.ProcessGroup, device_type: str) -> None:
         connect(group, device_type)
 
 
-def without_priority(options: Any, fields: dict[str, Any]) -> Any:
-    made = with_fields(options, fields)
+def without_priority(options: Any, timeout: timedelta) -> Any:
+    made = copied_options(options, timeout)
     made.is_high_priority_stream = False
     return made
 
@@ -45,7 +48,7 @@ DEFECTS: dict[str, tuple[str, Callable[..., Any]]] = {
     "": ("connect", connect),
     "own groups not connected": ("connect", connect_users),
     "not split": ("splits_apart", lambda *_: False),
-    "of normal priority": ("with_fields", without_priority),
+    "of normal priority": ("copied_options", without_priority),
 }
 
 
@@ -74,7 +77,7 @@ def connect_in_settle(options: dict[str, Any], defect: str) -> None:
         for more in ({}, given):
             twins = Trained.of("layers", **options)
             cache = twins.ctx.mesh_infos[0].group_cache
-            cache.options.update(more)
+            GroupOptions(more).apply_to(cache)
             twins.ctx.lazy_init()
             before = check_groups(twins)
             assert before[0] is not before[1]
@@ -147,7 +150,7 @@ def split_parts() -> None:
     with running(EmulatedDevice()):
         twins = Trained.of("layers")
         cache, shard = twins.ctx.mesh_infos[0].group_cache, twins.ctx.mesh.get_group()
-        part: Any = cache.get_neighbors(twins.ctx.mesh, 2)
+        part: Any = neighbors_group(twins.ctx.mesh_infos[0], 2)
         first = dist.get_rank() // 2 * 2
         assert dist.get_process_group_ranks(part) == [first, first + 1]
         assert (part.options.split_from, part.options.split_color) == (shard, first)
@@ -156,7 +159,7 @@ def split_parts() -> None:
         if first == 0:
             cache.abort(part.group_name)
             cache.renew()
-        other: Any = cache.get_neighbors(twins.ctx.mesh, 2)
+        other: Any = neighbors_group(twins.ctx.mesh_infos[0], 2)
         assert (other is part) == (first > 0)
         assert other.options.split_from is (shard if first else None)
         values = torch.ones(2, device="emulated")

@@ -142,7 +142,9 @@ def both_on_one() -> None:
         twins.train(2)
         fully_shard(
             nn.Linear(2, 2),
-            FsdpContext(separate_reduce_scatter_group=False, groups=twins.ctx._groups.given),
+            FsdpContext(
+                separate_reduce_scatter_group=False, groups=twins.ctx._given_groups.by_mesh()
+            ),
         )
     assert twins.ctx.groups.gather is twins.ctx.groups.reduce is group
 

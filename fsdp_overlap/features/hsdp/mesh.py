@@ -11,6 +11,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_overlap.engine.mesh import MeshInfo
+from fsdp_overlap.features.hsdp.groups import ReplicatedGroups, replicated_groups
 from fsdp_overlap.layout import ParamGroupPlan
 from fsdp_overlap.tensor.placement import RaggedShard
 
@@ -41,6 +42,9 @@ class ReplicatedMeshInfo(MeshInfo):
     def tensor_mesh(self) -> DeviceMesh:
         """:attr:`mesh`, flattened if shards are divided over replicas."""
         return self.mesh._flatten() if self.shards_replicas else self.mesh
+
+    def make_groups(self, separate: bool) -> ReplicatedGroups:
+        return replicated_groups(self.group_cache, self.mesh, separate)
 
     @property
     def num_places(self) -> int:

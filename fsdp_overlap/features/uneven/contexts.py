@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_overlap.engine.context import ModelContext
 from fsdp_overlap.engine.unit import find_conditional
 from fsdp_overlap.features.negotiation import schedule
-from fsdp_overlap.features.uneven.hosts import HostExchange, host_ranks
+from fsdp_overlap.features.uneven.hosts import HostExchange, group_of_hosts, host_ranks
 
 T = TypeVar("T")
 
@@ -22,7 +22,7 @@ def negotiate(ctx: ModelContext) -> None:
     mesh_infos = {mesh_info.mesh: mesh_info for mesh_info in ctx.mesh_infos}
     mesh = _mesh_of_all(mesh_infos)
     cache = mesh_infos[mesh].group_cache
-    hosts = HostExchange([cache.get_for_hosts(mesh, ranks) for ranks in host_ranks(mesh)])
+    hosts = HostExchange([group_of_hosts(cache, mesh, ranks) for ranks in host_ranks(mesh)])
     ctx.comm_context.exchange_messages = hosts.exchange
     for unit in ctx.units:
         unit.set_uneven(True)
