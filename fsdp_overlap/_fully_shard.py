@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from fsdp_overlap.context import Captures, FsdpContext
+from fsdp_overlap.context import FsdpContext
 from fsdp_overlap.engine.unit import unit_of
 from fsdp_overlap.fsdp_module import FSDPModule
 from fsdp_overlap.schedule.scheduler import Schedule
@@ -139,7 +139,6 @@ def fully_shard(
     if ctx is None:
         ctx = FsdpContext(mesh)
         ctx.is_implicit = True
-    ctx.make_captures = _watch_captures
     unit = make_unit(
         modules,
         ctx,
@@ -153,18 +152,11 @@ def fully_shard(
         spmd=spmd,
         conditional=conditional,
     )
-    unit.make_uneven = _make_uneven
     unit.schedule_class = _schedule_class(len(modules) > 1, conditional)
     for member, fsdp_class in zip(modules, classes, strict=True):
         object.__setattr__(member, "__class__", fsdp_class)  # modules may guard their attributes
         record_fully_sharded(member)
     return cast(FSDPModule | Sequence[FSDPModule], module)
-
-
-def _watch_captures(ctx: FsdpContext) -> Captures:
-    from fsdp_overlap.features.cuda_graphs.captured_steps import watch_captures
-
-    return watch_captures(ctx)
 
 
 def _schedule_class(is_list: bool, conditional: bool) -> type[Schedule]:
@@ -178,12 +170,6 @@ def _schedule_class(is_list: bool, conditional: bool) -> type[Schedule]:
 
         return ListSchedule
     return Schedule
-
-
-def _make_uneven(schedule: Schedule) -> None:
-    from fsdp_overlap.features.negotiation.schedule import negotiate
-
-    negotiate(schedule)
 
 
 def fully_shard_model(

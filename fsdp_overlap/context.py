@@ -7,16 +7,14 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_overlap.comm.comm_streams import CommStream, make_comm_stream
-from fsdp_overlap.comm.graphs import before_first_capture
 from fsdp_overlap.comm.process_groups import CommGroups, GroupCache
-from fsdp_overlap.comm.store_mailbox import has_peers
 from fsdp_overlap.comm.streams import current_device, has_streams, is_capturing
 from fsdp_overlap.engine import hooks
 from fsdp_overlap.engine.checks import verify_params_across_ranks
@@ -32,27 +30,17 @@ from fsdp_overlap.engine.param_group import sync_grad_dtypes
 from fsdp_overlap.engine.unit import Uncompared, Unit, existing_units, sync_requires_grad
 from fsdp_overlap.layout import Flat, LayoutRule
 from fsdp_overlap.schedule.backward import MAX_INPUTS
-from fsdp_overlap.schedule.interface import ScheduledUnit
 from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.schedule.stats import Stats
 
 if TYPE_CHECKING:
     from fsdp_overlap.desync.error_monitor import ErrorMonitor
     from fsdp_overlap.desync.monitor import DesyncMonitor
+    from fsdp_overlap.features.cuda_graphs.captured_steps import CapturedSteps
     from fsdp_overlap.features.mesh_groups import GivenGroups, MeshGroups
     from fsdp_overlap.features.pg_options import GroupOptions
 
 T = TypeVar("T")
-
-
-class Captures(Protocol):
-    """What a context does about captures of graphs. ``is_under_way``: whether units run in one."""
-
-    is_under_way: bool
-
-    def join(self, unit: ScheduledUnit) -> None: ...
-    def check_backward(self) -> None: ...
-    def lose_groups(self) -> None: ...
 
 
 class FsdpContext:
@@ -149,8 +137,7 @@ class FsdpContext:
         self.uncompared: Uncompared = []
         self.hang_timeout = hang_timeout
         self._monitor: DesyncMonitor | None = None
-        self.make_captures: Callable[[FsdpContext], Captures] | None = None
-        self._captures: Captures | None = None
+        self._captures: CapturedSteps | None = None
         self.is_initialized = False
         """Whether :meth:`lazy_init` has nothing left to do."""
         self.was_initialized = False
@@ -187,7 +174,6 @@ class FsdpContext:
         )
         duplicate.is_implicit = self.is_implicit
         duplicate.keeps_own_values = self.keeps_own_values
-        duplicate.make_captures = self.make_captures
         if self.has_schedule and self.schedule.finalizer.is_manual:
             duplicate.schedule.finalizer.set_manual(True)
         return duplicate
@@ -318,11 +304,12 @@ class FsdpContext:
             return partial(sync_requires_grad, self.toggled)
         return partial(_begin_backward, self.toggled, weakref.ref(self), self.is_capturing)
 
-    def prepare_for_captures(self) -> Captures:
+    def prepare_for_captures(self) -> CapturedSteps:
         """Take part in captures of graphs from now on."""
+        from fsdp_overlap.features.cuda_graphs.captured_steps import watch_captures
+
         if self._captures is None:
-            assert self.make_captures is not None  # by fully_shard()
-            self._captures = self.make_captures(self)
+            self._captures = watch_captures(self)
         return self._captures
 
     @property
@@ -411,9 +398,7 @@ class FsdpContext:
             self.keeps_own_values,
         )
         if self.has_streams:
-            if self._captures is None:
-                before_first_capture(self.device, self)
-            self._watch_for_hangs()
+            self._watch_device()
         self.is_initialized = is_complete
 
     def _take_in_units_within(self) -> bool:
@@ -481,14 +466,19 @@ class FsdpContext:
 
         return until_all_done(self, batches)
 
-    def _watch_for_hangs(self) -> None:
+    def _watch_device(self) -> None:
+        """Take part in captures of graphs, and watch for hangs, which on a CPU the host sees."""
+        from fsdp_overlap.comm.graphs import before_first_capture
+        from fsdp_overlap.comm.store_mailbox import has_peers
+        from fsdp_overlap.desync.monitor import DesyncMonitor
+
+        if self._captures is None:
+            before_first_capture(self.device, self)
         has_others = any(
             has_peers(g) for mesh_info in self.mesh_infos for g in mesh_info.groups_per_dim
         )
         if self.hang_timeout is None or self._monitor is not None or not has_others:
             return
-        from fsdp_overlap.desync.monitor import DesyncMonitor
-
         comm, context = weakref.ref(self.comm_context), weakref.ref(self)
 
         def comm_streams() -> Sequence[CommStream]:

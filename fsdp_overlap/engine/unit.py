@@ -284,8 +284,6 @@ class Unit:
         self.schedule_class = Schedule
         """The class of schedules that know units such as this. Of two, one derives from the
         other."""
-        self.make_uneven: Callable[[Schedule], None] | None = None
-        """What makes a schedule one for ranks that run different units."""
         self.settings = UnitSettings()
         self.under_way: list[UnderWay] = []
         """What is remembered of each forward under way."""

@@ -117,7 +117,6 @@ def _copy_state(unit: Unit, other: Unit) -> None:
             duplicate.grad = deepcopy(parameter.grad)
     unit.settings.copy_to(other.settings)
     other.schedule_class = unit.schedule_class
-    other.make_uneven = unit.make_uneven
 
 
 def _copy_parameters(unit: Unit, memo: dict[int, Any]) -> set[nn.Parameter]:
