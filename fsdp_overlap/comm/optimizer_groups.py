@@ -12,7 +12,7 @@ from fsdp_overlap.comm.process_groups import GroupCache, OwnGroup, alive, can_cl
 OPTIMIZER = "optimizer"
 """The purpose of these groups."""
 
-NEGOTIATION = "negotiation"
+MESSAGES = "message"
 """The purpose of groups on which hosts exchange messages. They serve nothing else."""
 
 
@@ -23,7 +23,7 @@ def find_for_optimizer(
     serve another purpose too, because ranks issue all they issue on it in the same order. ``like``
     itself serves if it connects them and cannot be closed. ``None`` if there is none yet."""
     for (purpose, its), group in cache.groups.items():
-        if its == tuple(ranks) and purpose != NEGOTIATION:
+        if its == tuple(ranks) and purpose != MESSAGES:
             return alive(group)
     is_enough = list(ranks) == dist.get_process_group_ranks(like)
     return like if is_enough and not can_close(like, device_type) else None

@@ -163,7 +163,7 @@ class DesyncMonitor:
             self._since = time.monotonic()  # ranks that reset wait for each other, and say so
             return
         if not querying.acquire(blocking=False):
-            return  # a graph is captured
+            return  # within the capture of a graph
         try:
             comm_streams = [
                 comm_stream

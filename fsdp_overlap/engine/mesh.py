@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_overlap.comm.comm_streams import WorkHandle
@@ -29,7 +28,6 @@ from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.desync.order_check import OrderCheck, Subject
 from fsdp_overlap.engine.param import (
     ParamInfo,
-    concatenate_meshes,
     module_class_name,
     owned_parameters,
     owner_of,
@@ -310,7 +308,7 @@ class MeshInfo:
     has_late_gradients = False
     """Whether some gradients are given to parameters only at the end of backward."""
     reading: WorkHandle | None = None
-    """The last all-gather that reads an offloaded shard, on the host."""
+    """The last all-gather that reads a shard on the host."""
 
     def __init__(
         self,
@@ -330,7 +328,6 @@ class MeshInfo:
         self.faults = faults
         self._stats = stats
         self._members: list[weakref.ref[Subject]] = []
-        self._with_other: dict[DeviceMesh, DeviceMesh] = {}  # by the parameter's own mesh
         self.memories: dict[Any, Any] = {}
         """Memory that is registered with groups of the mesh, until these are renewed."""
         self._flags = 0
@@ -425,31 +422,14 @@ class MeshInfo:
         """Return how the sharded form of a parameter lies over :attr:`tensor_mesh`, and over its
         own mesh too if it has one. ``placement`` is that along the dimension of the mesh that
         shards."""
-        if item.spmd is not None or isinstance(item.parameter, DTensor):
-            return self._spec_over_both(item, placement, dtype)
-        placements = self._placements(placement)
+        if item.make_spec is not None:
+            return item.make_spec(self, item, placement, dtype)
+        placements = self.placements(placement)
         return contiguous_spec(self.tensor_mesh, placements, item.parameter.shape, dtype)
 
-    def _placements(self, placement: Placement) -> tuple[Placement, ...]:
+    def placements(self, placement: Placement) -> tuple[Placement, ...]:
         """Return the placements over :attr:`tensor_mesh` of which ``placement`` is the last."""
         return (placement,)
-
-    def _spec_over_both(
-        self, item: ParamInfo, placement: Placement, dtype: torch.dtype
-    ) -> DTensorSpec:
-        mesh, parameter = self.tensor_mesh, item.parameter
-        if (spmd := item.spmd) is not None:
-            placements = spmd.sharded_placements(mesh, placement)
-            full = spmd.full.mesh
-            if full not in self._with_other:
-                self._with_other[full] = spmd.full.sharded_mesh(mesh)
-            return contiguous_spec(self._with_other[full], placements, spmd.shape, dtype)
-        assert isinstance(parameter, DTensor)
-        other = parameter.device_mesh
-        if other not in self._with_other:
-            self._with_other[other] = concatenate_meshes(mesh, other)
-        placements = (*self._placements(placement), *parameter.placements)
-        return contiguous_spec(self._with_other[other], placements, parameter.shape, dtype)
 
     def register(self, param_group: Subject, parameters: int) -> tuple[int, int]:
         """Take in ``param_group``, which has so many ``parameters``. Call it in the same order on
@@ -484,8 +464,8 @@ class MeshInfo:
         return len(self._members), self._flags
 
     def finish_reading(self) -> None:
-        """Block the host until offloaded shards were copied to the device. They may be edited
-        then."""
+        """Block the host until shards that rest on it were copied to the device. They may be
+        edited then."""
         if self.reading is not None:
             self.reading.wait_on_host()
             self.reading = None

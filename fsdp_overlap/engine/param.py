@@ -179,6 +179,8 @@ class ParamInfo:
     is_opaque: bool = False
     spmd: SPMDPlacement | None = None
     """How it lies over the mesh of all parallelism, if the user named dimensions of that."""
+    make_spec: Callable[..., DTensorSpec] | None = None
+    """Returns the spec of its sharded form, if it lies over a mesh of its own too."""
 
     @property
     def where(self) -> str:

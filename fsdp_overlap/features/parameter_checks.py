@@ -19,6 +19,7 @@ from fsdp_overlap.engine.mesh import MeshInfo
 from fsdp_overlap.engine.options import CommPolicy, reduce_dtype
 from fsdp_overlap.engine.param import ParamInfo, concatenate_meshes, tp_local_tensor
 from fsdp_overlap.features.opaque_parameters import with_aliases
+from fsdp_overlap.features.tensor_parallel_specs import spec_over_both
 from fsdp_overlap.layout.layouts import RowLayout, layout_for
 from fsdp_overlap.tensor.comm_dtypes import REDUCE_DTYPES
 from fsdp_overlap.tensor.placement import tile_of
@@ -61,6 +62,8 @@ def check_parameters(
         for item in items:
             if item.spec.is_extension:
                 _check_extension(item, ctx, reshard_after_forward, comm_policy)
+            if isinstance(item.parameter, DTensor) or item.spmd is not None:
+                item.make_spec = spec_over_both
             if isinstance(item.parameter, DTensor):
                 _check_tensor_parallel(item.where, item.parameter)
                 if item.spmd is None:

@@ -31,7 +31,7 @@ from fsdp_overlap import (
 )
 from fsdp_overlap.comm import process_groups
 from fsdp_overlap.comm.comm_streams import DeviceCommStream, DeviceWorkHandle
-from fsdp_overlap.comm.optimizer_groups import NEGOTIATION
+from fsdp_overlap.comm.optimizer_groups import MESSAGES
 from fsdp_overlap.engine.comm_context import SHADOW, CommContext
 from fsdp_overlap.features.negotiation.gathers import NegotiatedPrefetcher
 from fsdp_overlap.features.uneven import hosts
@@ -690,7 +690,7 @@ def an_error_on_one_rank(raises_on: int) -> None:
     pair = Pair()
     orders = first_only(("expert", "tower", *SAME), ("expert", *SAME))
     pair.train([orders] * 2)
-    groups = [row for (purpose, row) in pair.ctx._groups.groups if purpose == NEGOTIATION]
+    groups = [row for (purpose, row) in pair.ctx._groups.groups if purpose == MESSAGES]
     assert [len(group) for group in groups] == [2, 2]
     handle = None
     if dist.get_rank() == raises_on:

@@ -75,7 +75,7 @@ class ReplicatedMeshInfo(MeshInfo):
             tuple((self._replica_ranks[rank], start, stop) for rank, start, stop in ranges)
         )
 
-    def _placements(self, placement: Placement) -> tuple[Placement, ...]:
+    def placements(self, placement: Placement) -> tuple[Placement, ...]:
         return (Replicate(), placement) if self.tensor_mesh.ndim == 2 else (placement,)
 
 

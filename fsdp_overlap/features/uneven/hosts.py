@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_overlap.comm.objects import exchange_bytes
-from fsdp_overlap.comm.optimizer_groups import NEGOTIATION
+from fsdp_overlap.comm.optimizer_groups import MESSAGES
 from fsdp_overlap.comm.process_groups import GroupCache, GroupConfig, alive
 
 # With how many others a rank is connected at most before ranks lie in a grid.
@@ -41,12 +41,12 @@ def host_ranks(mesh: DeviceMesh) -> list[list[int]]:
 def group_of_hosts(cache: GroupCache, mesh: DeviceMesh, ranks: Sequence[int]) -> dist.ProcessGroup:
     """Return a group on which the hosts of these ``ranks`` of ``mesh`` exchange messages.
     Collective over ``ranks`` at its first call."""
-    key = NEGOTIATION, tuple(ranks)
+    key = MESSAGES, tuple(ranks)
     if key not in cache.groups:
         like = mesh.get_group(mesh.ndim - 1)
         timeout = GroupConfig.like(like, mesh.device_type).timeout
         config = GroupConfig(dist.Backend("gloo"), timeout, None)
-        cache.make(key, like, "cpu", NEGOTIATION, config)
+        cache.make(key, like, "cpu", MESSAGES, config)
     return alive(cache.groups[key])
 
 
