@@ -35,8 +35,8 @@ from fsdp_overlap.schedule.stats import Stats
 
 if TYPE_CHECKING:
     from fsdp_overlap.desync.error_monitor import ErrorMonitor
-    from fsdp_overlap.desync.monitor import DesyncMonitor
     from fsdp_overlap.features.cuda_graphs.captured_steps import CapturedSteps
+    from fsdp_overlap.features.desync_monitor import DesyncMonitor
     from fsdp_overlap.features.mesh_groups import GivenGroups, MeshGroups
     from fsdp_overlap.features.pg_options import GroupOptions
 
@@ -75,8 +75,8 @@ class FsdpContext:
             ``{"max_ctas": 8}``. Contexts that are given the same object, or equal mappings, share a
             group.
         hang_timeout: on a device with streams, the seconds after which ranks that do not move say
-            where they stand (:class:`~fsdp_overlap.desync.monitor.DesyncMonitor`). ``None``: the
-            backend's timeout ends a hang.
+            where they stand (``features/desync_monitor``). ``None``: the backend's timeout ends a
+            hang.
 
     Streams, groups and events are made at first use.
 
@@ -468,9 +468,9 @@ class FsdpContext:
 
     def _watch_device(self) -> None:
         """Take part in captures of graphs, and watch for hangs, which on a CPU the host sees."""
-        from fsdp_overlap.comm.graphs import before_first_capture
         from fsdp_overlap.comm.store_mailbox import has_peers
-        from fsdp_overlap.desync.monitor import DesyncMonitor
+        from fsdp_overlap.features.cuda_graphs.graphs import before_first_capture
+        from fsdp_overlap.features.desync_monitor import DesyncMonitor
 
         if self._captures is None:
             before_first_capture(self.device, self)

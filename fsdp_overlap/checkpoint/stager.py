@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, Sta
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_overlap.checkpoint.staged_save import Offsets, StagedSave, StagedShard, StagingBuffers
-from fsdp_overlap.comm.graphs import (
+from fsdp_overlap.features.cuda_graphs.graphs import (
     before_capture,
     before_capture_or_replay,
     refuse_in_capture,

@@ -51,8 +51,7 @@ class RankStatus:
     """The labels of the mesh's param groups, in the order in which they were made."""
     history: tuple[Interval, ...] = ()
     position: str = ""
-    """Where the rank stands still, a ``RankPosition`` of
-    :mod:`~fsdp_overlap.desync.monitor` as JSON. Empty if it does not, or has no monitor."""
+    """Where the rank stands still, as JSON. Empty if it does not, or nothing watches for hangs."""
     hang_report: str = ""
     """Where all ranks stand, as this one has found."""
 

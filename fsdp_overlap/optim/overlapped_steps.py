@@ -11,13 +11,13 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
-from fsdp_overlap.comm.graphs import refuse_in_capture
 from fsdp_overlap.comm.host_copies import D2HCopy, copy_to_host
 from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.engine.grads import ParamGroupGradients
 from fsdp_overlap.engine.mesh import ParamGroupEdits
 from fsdp_overlap.engine.param_group import ParamGroup
 from fsdp_overlap.engine.unit import unit_of_edits
+from fsdp_overlap.features.cuda_graphs.graphs import refuse_in_capture
 from fsdp_overlap.features.offload import HostStorage
 from fsdp_overlap.optim.clipping import (
     clip_coefficient,

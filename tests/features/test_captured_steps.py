@@ -22,10 +22,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from fsdp_overlap import FsdpContext, PerTensor, fully_shard
 from fsdp_overlap.checkpoint import ShardStager
-from fsdp_overlap.comm import graphs
 from fsdp_overlap.comm.comm_streams import REPLAY
 from fsdp_overlap.desync.order_check import OrderCheck
-from fsdp_overlap.features.cuda_graphs import watching
+from fsdp_overlap.features.cuda_graphs import graphs, watching
 from fsdp_overlap.features.cuda_graphs.captured_steps import (
     CapturedSteps,
     CapturedWorkHandle,

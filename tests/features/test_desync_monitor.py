@@ -23,9 +23,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp_overlap import FsdpContext, fully_shard
 from fsdp_overlap.comm.comm_streams import REPLAY
 from fsdp_overlap.comm.store_mailbox import StoreMailbox
-from fsdp_overlap.desync import monitor
 from fsdp_overlap.desync.error_monitor import ErrorMonitor
-from fsdp_overlap.desync.monitor import RankPosition, describe_hang
+from fsdp_overlap.features import desync_monitor as monitor
+from fsdp_overlap.features.desync_monitor import RankPosition, describe_hang
 from fsdp_overlap.tools.emulator import EmulatedDevice, running
 from fsdp_overlap.tools.emulator.nccl_like import BACKEND, NcclLikeGroup
 from support.late_nccl import Late, late_collectives
@@ -291,7 +291,7 @@ from contextlib import suppress
 from datetime import timedelta
 import torch
 from torch.distributed import TCPStore
-from fsdp_overlap.desync.monitor import DesyncMonitor
+from fsdp_overlap.features.desync_monitor import DesyncMonitor
 from fsdp_overlap.tools.emulator import EmulatedDevice, running
 
 server = TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)

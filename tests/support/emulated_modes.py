@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_overlap import FsdpContext, PerTensor, QuantizedCommPolicy, fully_shard
 from fsdp_overlap.checkpoint import ShardStager
-from fsdp_overlap.desync.monitor import DesyncMonitor
 from fsdp_overlap.engine import grads
+from fsdp_overlap.features.desync_monitor import DesyncMonitor
 from fsdp_overlap.layout import BlockAtomic, Flat, LayoutRule, TensorAtomic, planner
 from fsdp_overlap.optim import AdamW, LayerWise, Muon, OverlapPolicy, clip_grad_norm_, exchange
 from fsdp_overlap.tools.emulator import Stream, current_stream, fake_ranks, stream

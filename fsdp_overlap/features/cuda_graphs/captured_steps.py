@@ -12,11 +12,11 @@ from weakref import WeakSet, ref
 import torch
 
 from fsdp_overlap.comm.comm_streams import DeviceCommStream, DeviceWorkHandle
-from fsdp_overlap.comm.graphs import before_capture_or_replay, capture_under_way
 from fsdp_overlap.engine.comm_context import CommContext
 from fsdp_overlap.engine.context import ModelContext
 from fsdp_overlap.engine.mesh import MeshInfo
 from fsdp_overlap.engine.unit import Unit
+from fsdp_overlap.features.cuda_graphs.graphs import before_capture_or_replay, capture_under_way
 from fsdp_overlap.features.cuda_graphs.watching import watch
 from fsdp_overlap.schedule.interface import ScheduledUnit
 from fsdp_overlap.schedule.scheduler import Schedule

@@ -12,8 +12,8 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
-from fsdp_overlap.comm import graphs
 from fsdp_overlap.comm.streams import streams_of
+from fsdp_overlap.features.cuda_graphs import graphs
 
 
 class Replays(Protocol):

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 
 from fsdp_overlap.comm.comm_streams import REPLAY, CommStream, DeviceCommStream, LaunchedCollective
-from fsdp_overlap.comm.graphs import querying
 from fsdp_overlap.comm.store_mailbox import ANSWER_SECONDS, in_barrier
 from fsdp_overlap.comm.threads import make_thread
 from fsdp_overlap.desync.error_monitor import ErrorMonitor, Fault
+from fsdp_overlap.features.cuda_graphs.graphs import querying
 
 POLLS = 5
 """How often a rank looks at itself within the timeout."""

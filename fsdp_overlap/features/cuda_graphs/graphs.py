@@ -1,7 +1,7 @@
 """Captures of device graphs, such as CUDA graphs: whether one is under way, and what other threads
 must not do meanwhile.
 
-``features/cuda_graphs`` is loaded before the first capture.
+The rest of the folder is loaded before the first capture.
 """
 
 from __future__ import annotations
