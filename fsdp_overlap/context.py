@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -26,7 +26,6 @@ from fsdp_overlap.engine.mesh import (
     default_mesh,
 )
 from fsdp_overlap.engine.naming import name_units
-from fsdp_overlap.engine.param_group import sync_grad_dtypes
 from fsdp_overlap.engine.unit import Uncompared, Unit, existing_units, sync_requires_grad
 from fsdp_overlap.layout import Flat, LayoutRule
 from fsdp_overlap.schedule.backward import MAX_INPUTS
@@ -86,6 +85,18 @@ class FsdpContext:
             does not suit its mesh, or there is no such option.
     """
 
+    is_implicit = False
+    """Whether :func:`fully_shard` made the context. Those of one tree are merged."""
+    keeps_own_values = False
+    """Whether ranks that start from different weights are only warned."""
+    is_uneven = False
+    """Whether :meth:`uneven` is under way."""
+    is_initialized = False
+    """Whether :meth:`lazy_init` has nothing left to do."""
+    was_initialized = False
+    _monitor: DesyncMonitor | None = None
+    _captures: CapturedSteps | None = None
+
     def __init__(
         self,
         mesh: DeviceMesh | None = None,
@@ -115,10 +126,6 @@ class FsdpContext:
         self.shard_optimizer_over_replicas = shard_optimizer_over_replicas
         self.sync_module_states = sync_module_states
         self._stats = Stats()
-        self.is_implicit = False
-        """Whether :func:`fully_shard` made the context. Those of one tree are merged."""
-        self.keeps_own_values = False
-        """Whether ranks that start from different weights are only warned."""
         self.comm_stream_factory: Callable[[str, torch.device], CommStream] = lambda _, device: (
             make_comm_stream(device)
         )
@@ -136,13 +143,6 @@ class FsdpContext:
         self.toggled: weakref.WeakSet[Unit] = weakref.WeakSet()
         self.uncompared: Uncompared = []
         self.hang_timeout = hang_timeout
-        self._monitor: DesyncMonitor | None = None
-        self._captures: CapturedSteps | None = None
-        self.is_initialized = False
-        """Whether :meth:`lazy_init` has nothing left to do."""
-        self.was_initialized = False
-        self.is_uneven = False
-        """Whether :meth:`uneven` is under way."""
 
     def _hand_in(self, groups: MeshGroups | Mapping[DeviceMesh, MeshGroups]) -> GivenGroups:
         from fsdp_overlap.features.mesh_groups import GivenGroups, MeshGroups
@@ -240,26 +240,26 @@ class FsdpContext:
         Raises:
             ValueError: parameters cannot be sharded over the mesh, or it is of another device.
         """
-        mesh_info = self._mesh_infos.get(mesh)
-        if mesh_info is None:
+        if mesh not in self._mesh_infos:
             if mesh.device_type != self.device.type:
-                raise ValueError(
-                    f"{mesh} is a mesh of {mesh.device_type}, the context's of {self.device.type}; "
-                    "use one context for each"
-                )
-            mesh_info = self._mesh_infos[mesh] = self._make_mesh_info(mesh)
-        return mesh_info
+                self._refuse_device(mesh)
+            if self._pg_options is not None:
+                self._pg_options.check(mesh)
+            make = MeshInfo if mesh.ndim == 1 else self._replicated_mesh_info()
+            parts = self.device, self.layout, self._groups, self.faults, self._stats
+            self._mesh_infos[mesh] = make(mesh, *parts)
+        return self._mesh_infos[mesh]
 
-    def _make_mesh_info(self, mesh: DeviceMesh) -> MeshInfo:
-        if self._pg_options is not None:
-            self._pg_options.check(mesh)
-        parts = self.device, self.layout, self._groups, self.faults, self._stats
-        if mesh.ndim == 1:
-            return MeshInfo(mesh, *parts)
+    def _refuse_device(self, mesh: DeviceMesh) -> NoReturn:
+        raise ValueError(
+            f"{mesh} is a mesh of {mesh.device_type}, the context's of {self.device.type}; use one "
+            "context for each"
+        )
+
+    def _replicated_mesh_info(self) -> Callable[..., MeshInfo]:
         from fsdp_overlap.features.hsdp.mesh import ReplicatedMeshInfo
 
-        shards_replicas = self.shard_optimizer_over_replicas
-        return ReplicatedMeshInfo(mesh, *parts, shards_replicas=shards_replicas)
+        return partial(ReplicatedMeshInfo, shards_replicas=self.shard_optimizer_over_replicas)
 
     @cached_property
     def comm_context(self) -> CommContext:
@@ -380,23 +380,23 @@ class FsdpContext:
         if self.is_initialized or hooks.is_in_backward():
             return
         is_complete = not self.is_implicit or self._take_in_units_within()
-        name_units(self.units)
-        for unit in self.units:
+        units = self.units
+        name_units(units)
+        for unit in units:
             unit.update_registrations()
-        sync_grad_dtypes([param_group for unit in self.units for param_group in unit.param_groups])
+        if any(p._given_grad_dtype is not None for u in units for p in u.sharded_parameters):
+            self._sync_grad_dtypes()
         self.was_initialized = True
-        for unit in self.units:
+        for unit in units:
             unit.connect()
             unit.schedule_class.take_in(self.schedule, unit)
         self.sync_max_reduce_inputs()
-        if self.is_uneven or any(unit.is_conditional for unit in self.units):
+        if self.is_uneven or any(unit.is_conditional for unit in units):
             self._negotiate()
         if self.validate_layouts:
             self._compare_plans()
-        verify_params_across_ranks(
-            (param_group for item in self.units for param_group in item.param_groups),
-            self.keeps_own_values,
-        )
+        param_groups = [param_group for unit in units for param_group in unit.param_groups]
+        verify_params_across_ranks(param_groups, self.keeps_own_values)
         if self.has_streams:
             self._watch_device()
         self.is_initialized = is_complete
@@ -405,6 +405,11 @@ class FsdpContext:
         from fsdp_overlap.features.implicit_contexts import take_in_units_within
 
         return take_in_units_within(self)
+
+    def _sync_grad_dtypes(self) -> None:
+        from fsdp_overlap.features.grad_dtypes import sync_grad_dtypes
+
+        sync_grad_dtypes([param_group for unit in self.units for param_group in unit.param_groups])
 
     def _negotiate(self) -> None:
         from fsdp_overlap.features.uneven.contexts import negotiate

@@ -22,8 +22,8 @@ from fsdp_overlap.engine.param import (
     plain_class,
     tp_local_tensor,
 )
-from fsdp_overlap.engine.param_group import sync_grad_dtypes
 from fsdp_overlap.engine.unit import Unit
+from fsdp_overlap.features.grad_dtypes import sync_grad_dtypes
 from fsdp_overlap.features.opaque_parameters import OpaqueParamInfo
 from fsdp_overlap.features.tied_parameters import copy_owners
 from fsdp_overlap.tensor.ragged_dtensor import attributes_of
