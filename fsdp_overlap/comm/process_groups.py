@@ -245,8 +245,9 @@ class GroupConfig:
     def like(cls, group: dist.ProcessGroup, device_type: str) -> GroupConfig:
         """Return that of ``group``, with high priority."""
         backend = dist.Backend(registered_backend(group, device_type))
-        timeout = group_timeout(group, device_type) or default_timeout(backend)
-        return cls(backend, timeout, copied_options(options_of(group, device_type), timeout))
+        options = options_of(group, device_type)
+        timeout = getattr(options, "_timeout", None) or default_timeout(backend)
+        return cls(backend, timeout, copied_options(options, timeout))
 
 
 def copied_options(options: Any, timeout: timedelta, is_prior: bool = True) -> Any:
@@ -308,16 +309,10 @@ def own_group(
     # theirs. Only its own ranks ask for an optimizer's group.
     takes_all = [*ranks] == dist.get_process_group_ranks(like) or (color is not None and not number)
     try:
-        split_from = _split_source(like, device_type) if takes_all else None
-        group = make_group(
-            f"{name}_{number}",
-            [*ranks],
-            config.backend,
-            config.options,
-            config.timeout,
-            split_from,
-            color or 0,
-        )
+        is_split = takes_all and can_split(like, device_type)
+        split_from = _split_source(like, device_type) if is_split else None
+        made = config.backend, config.options, config.timeout
+        group = make_group(f"{name}_{number}", [*ranks], *made, split_from, color or 0)
         connect(group, device_type)
     except RuntimeError as error:
         raise _late(ranks, config.timeout, purpose, error) from error
@@ -532,7 +527,7 @@ class GroupCache:
         if comm_stream in self.configs:
             config = self.configs[comm_stream](like, device_type)
         own = own_group(key[0], like, key[1], device_type, config, color)
-        group = own.group
+        group = alive(own.reference)
         self.groups[key] = own.reference
         self.own[group.group_name] = own
         self._count_use(group)

@@ -301,6 +301,14 @@ class MeshInfo:
     one dimension.
     """
 
+    shard_size: int
+    """The number of ranks that parameters are sharded among."""
+    shard_rank: int
+    """This rank's place among these."""
+    num_places: int
+    """The number of ranks in plans."""
+    plan_rank: int
+    """This rank's place in plans."""
     num_replicas = 1
     """The number of ranks that hold each shard."""
     shards_replicas = False
@@ -322,6 +330,7 @@ class MeshInfo:
         end_threads_before_python()
         self.mesh = mesh
         self.device = device
+        self.find_places()
         self.plans = LayoutRegistry(self.num_places, layout)
         """Plans over all ranks that hold different elements at rest."""
         self.group_cache = groups
@@ -332,25 +341,10 @@ class MeshInfo:
         """Memory that is registered with groups of the mesh, until these are renewed."""
         self._flags = 0
 
-    @cached_property
-    def shard_size(self) -> int:
-        """The number of ranks that parameters are sharded among."""
-        return self.mesh.size(self.mesh.ndim - 1)
-
-    @cached_property
-    def shard_rank(self) -> int:
-        """This rank's place among the ranks that parameters are sharded among."""
-        return self.mesh.get_local_rank(self.mesh.ndim - 1)
-
-    @property
-    def num_places(self) -> int:
-        """The number of ranks in plans."""
-        return self.shard_size
-
-    @property
-    def plan_rank(self) -> int:
-        """This rank's place in plans."""
-        return self.shard_rank
+    def find_places(self) -> None:
+        """Find this rank's place among those that parameters are sharded over."""
+        self.num_places = self.shard_size = self.mesh.size()
+        self.plan_rank = self.shard_rank = self.mesh.get_local_rank()
 
     @cached_property
     def shard_mesh(self) -> DeviceMesh:

@@ -46,15 +46,12 @@ class ReplicatedMeshInfo(MeshInfo):
     def make_groups(self, separate: bool) -> ReplicatedGroups:
         return replicated_groups(self.group_cache, self.mesh, separate)
 
-    @property
-    def num_places(self) -> int:
-        return self.shard_size * (self.num_replicas if self.shards_replicas else 1)
-
-    @property
-    def plan_rank(self) -> int:
-        if not self.shards_replicas:
-            return self.shard_rank
-        return self.shard_rank * self.num_replicas + self.mesh.get_local_rank(0)
+    def find_places(self) -> None:
+        self.num_places = self.shard_size = self.mesh.size(1)
+        self.plan_rank = self.shard_rank = self.mesh.get_local_rank(1)
+        if self.shards_replicas:
+            self.num_places *= self.num_replicas
+            self.plan_rank = self.plan_rank * self.num_replicas + self.mesh.get_local_rank(0)
 
     @cached_property
     def _replica_ranks(self) -> list[int]:
