@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch.distributed as dist
 
@@ -48,14 +48,18 @@ def verify_params_across_ranks(
     for mesh_info in sorted(by_mesh, key=lambda mesh_info: mesh_info.mesh.size()):
         failure = _difference(mesh_info, by_mesh[mesh_info], failure) or failure
     if failure:
-        if not keeps_own_values:
-            raise RuntimeError(failure)
-        if any(dist.get_rank() == int(mesh_info.mesh.mesh.min()) for mesh_info in by_mesh):
-            has_copies = any(mesh_info.num_replicas > 1 for mesh_info in by_mesh)
-            warnings.warn(f"{failure} {KEPT}{COPIES if has_copies else ''}", stacklevel=2)
+        _report(failure, by_mesh, keeps_own_values)
     for compared in by_mesh.values():
         for param_group in compared:
             param_group.init_hashes = None
+
+
+def _report(failure: str, mesh_infos: Collection[MeshInfo], keeps_own_values: bool) -> None:
+    if not keeps_own_values:
+        raise RuntimeError(failure)
+    if any(dist.get_rank() == int(mesh_info.mesh.mesh.min()) for mesh_info in mesh_infos):
+        has_copies = any(mesh_info.num_replicas > 1 for mesh_info in mesh_infos)
+        warnings.warn(f"{failure} {KEPT}{COPIES if has_copies else ''}", stacklevel=3)
 
 
 def _difference(mesh_info: MeshInfo, param_groups: Sequence[ParamGroup], failure: str) -> str:

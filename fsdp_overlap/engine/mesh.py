@@ -386,20 +386,21 @@ class MeshInfo:
 
     @cached_property
     def order_check(self) -> OrderCheck:
-        explain = self.faults.explain_difference
         shard = self.mesh.get_group(self.mesh.ndim - 1)
-        if not (self.communicates and can_close(shard, self.device.type)):
-            check = OrderCheck(self.device, explain, self.syncs_unused_params)
-            check.has_gradient = bytearray(self._flags)
-            return check
+        confirms = self.communicates and can_close(shard, self.device.type)
+        make = self._confirming_check if confirms else OrderCheck
+        check = make(self.device, self.faults.explain_difference, self.syncs_unused_params)
+        check.has_gradient = bytearray(self._flags)
+        return check
+
+    def _confirming_check(
+        self, device: torch.device, explain: Callable[[str], str], at_once: bool
+    ) -> OrderCheck:
         from fsdp_overlap.desync.confirmation import ConfirmingOrderCheck
 
         me = weakref.proxy(self)
         groups, confirmed = lambda: me.groups.to_confirm, self._stats.count_confirmation
-        at_once = self.syncs_unused_params
-        check = ConfirmingOrderCheck(self.device, explain, at_once, groups, confirmed)
-        check.has_gradient = bytearray(self._flags)
-        return check
+        return ConfirmingOrderCheck(device, explain, at_once, groups, confirmed)
 
     @cached_property
     def syncs_unused_params(self) -> bool:
