@@ -245,9 +245,8 @@ class GroupConfig:
     def like(cls, group: dist.ProcessGroup, device_type: str) -> GroupConfig:
         """Return that of ``group``, with high priority."""
         backend = dist.Backend(registered_backend(group, device_type))
-        options = options_of(group, device_type)
-        timeout = getattr(options, "_timeout", None) or default_timeout(backend)
-        return cls(backend, timeout, copied_options(options, timeout))
+        timeout = group_timeout(group, device_type) or default_timeout(backend)
+        return cls(backend, timeout, copied_options(options_of(group, device_type), timeout))
 
 
 def copied_options(options: Any, timeout: timedelta, is_prior: bool = True) -> Any:
