@@ -1,4 +1,4 @@
-"""How the values differ that ranks start from, in words: Note [starts]."""
+"""Differences between initial values across ranks, in words: Note [starts]."""
 
 from __future__ import annotations
 
