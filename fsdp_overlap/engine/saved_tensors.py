@@ -1,4 +1,4 @@
-"""What autograd saves in a unit's forward and reads in backward: Note [saved tensors]."""
+"""Tensors that autograd saves in a unit's forward and reads in backward: Note [saved tensors]."""
 
 from __future__ import annotations
 
