@@ -507,9 +507,8 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
             RuntimeError: the unit is a list of modules, and one of them was deleted.
         """
         from fsdp_overlap.features.copying import copy_unit
-        from fsdp_overlap.unit_init import make_unit
 
-        copy_unit(self._fsdp_unit, memo, make_unit)
+        copy_unit(self._fsdp_unit, memo)
         return cast(nn.Module, memo[id(self)])
 
     def _units(self, recurse: bool) -> Iterable[Unit]:

@@ -103,6 +103,7 @@ def make_unit(
         _adopt,
         conditional,
     )
+    unit.make_unit = make_unit
     _mark_owners(unit, owned, originals)
     if ties:
         from fsdp_overlap.features.tied_parameters import connect_ties

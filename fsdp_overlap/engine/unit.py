@@ -284,6 +284,8 @@ class Unit:
         self.schedule_class = Schedule
         """The class of schedules that know units such as this. Of two, one derives from the
         other."""
+        self.make_unit: Callable[..., Unit] | None = None
+        """What has made it, and makes copies."""
         self.settings = UnitSettings()
         self.under_way: list[UnderWay] = []
         """What is remembered of each forward under way."""

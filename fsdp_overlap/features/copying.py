@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -29,8 +28,8 @@ from fsdp_overlap.features.tied_parameters import copy_owners
 from fsdp_overlap.tensor.ragged_dtensor import attributes_of
 
 
-def copy_unit(unit: Unit, memo: dict[int, Any], make_unit: Callable[..., Unit]) -> None:
-    """Put copies of the modules of ``unit``, of which ``make_unit`` makes a unit, into ``memo``."""
+def copy_unit(unit: Unit, memo: dict[int, Any]) -> None:
+    """Put copies of the modules of ``unit``, which become a unit too, into ``memo``."""
     for each in (unit, *unit.owners):
         if not each.is_complete:
             raise RuntimeError(
@@ -79,7 +78,8 @@ def copy_unit(unit: Unit, memo: dict[int, Any], make_unit: Callable[..., Unit]) 
                 placement=Shard(spec.cut_dim),
             )
     tied = {memo[id(table[name])] for tie in unit.ties for table, name in tie.registrations}
-    copied_unit = make_unit(
+    assert unit.make_unit is not None
+    copied_unit = unit.make_unit(
         duplicates,
         context,
         unit.mesh,
