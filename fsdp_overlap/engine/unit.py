@@ -253,6 +253,10 @@ class Unit:
     keeps_parts = False
     forwards = 0
     """How many forwards with gradients have begun, without those that run again in backward."""
+    schedule_class = Schedule
+    """The class of schedules that know units such as this. Of two, one derives from the other."""
+    make_unit: Callable[..., Unit] | None = None
+    """What has made it, and makes copies."""
 
     def __init__(
         self,
@@ -281,11 +285,6 @@ class Unit:
         self.reshard_after_forward = reshard_after_forward
         self.conditional = self.is_conditional = conditional
         self._is_uneven = False
-        self.schedule_class = Schedule
-        """The class of schedules that know units such as this. Of two, one derives from the
-        other."""
-        self.make_unit: Callable[..., Unit] | None = None
-        """What has made it, and makes copies."""
         self.settings = UnitSettings()
         self.under_way: list[UnderWay] = []
         """What is remembered of each forward under way."""
