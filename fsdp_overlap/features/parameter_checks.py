@@ -42,7 +42,7 @@ def check_parameters(
 ) -> tuple[dict[MeshInfo, list[ParamInfo]], bool | int | None]:
     """Note what the user asked of parameters of ``modules``, which become a unit. Return them by
     the mesh that they are sharded over, and ``reshard_after_forward`` as the unit needs it. The
-    arguments mean what they mean to :func:`~fsdp_overlap.unit_init.make_unit`.
+    arguments mean what they mean to :func:`~fsdp_overlap._fully_shard.make_unit`.
 
     Raises:
         TypeError, ValueError: a parameter cannot be sharded.

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_overlap import CPUOffloadPolicy, FsdpContext, RaggedDTensor, unit_init
+from fsdp_overlap import CPUOffloadPolicy, FsdpContext, RaggedDTensor, _fully_shard
 from fsdp_overlap.features.offload import HostStorage
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_, contiguous
 from fsdp_overlap.tensor import ragged_dtensor, sums_and_norms
@@ -28,7 +28,7 @@ from support.zoo import Model, shard_layers
 def pretending() -> Iterator[None]:
     storage = HostStorage(pin_memory=False)
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(unit_init, "_storage_on", return_value=storage))
+        stack.enter_context(mock.patch.object(_fully_shard, "_storage_on", return_value=storage))
         for module in (ragged_dtensor, sums_and_norms, contiguous):
             stack.enter_context(mock.patch.object(module, "is_on_mesh", return_value=False))
         yield
