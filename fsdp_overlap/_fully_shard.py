@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from fsdp_overlap.context import FsdpContext
 from fsdp_overlap.engine import hooks
 from fsdp_overlap.engine.grads import ParamGroupGradients
-from fsdp_overlap.engine.mesh import MeshInfo, rollback_on_error
+from fsdp_overlap.engine.mesh import MeshInfo
 from fsdp_overlap.engine.options import CommPolicy, compute_dtype, reduce_dtype
 from fsdp_overlap.engine.param import (
     Owner,
@@ -37,6 +37,7 @@ from fsdp_overlap.engine.unit import Tie, Unit, unit_of
 from fsdp_overlap.fsdp_module import FSDPModule
 from fsdp_overlap.layout import ParamGroupPlan, Plan
 from fsdp_overlap.layout.layouts import RowLayout
+from fsdp_overlap.layout.planner import rollback_on_error
 from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.tensor.comm_dtypes import REDUCE_DTYPES
 from fsdp_overlap.torch_internals import (

@@ -21,13 +21,13 @@ from fsdp_overlap.engine.checks import verify_params_across_ranks
 from fsdp_overlap.engine.comm_context import CommContext
 from fsdp_overlap.engine.mesh import (
     Faults,
-    LayoutRegistry,
     MeshInfo,
     default_mesh,
 )
 from fsdp_overlap.engine.naming import name_units
 from fsdp_overlap.engine.unit import Uncompared, Unit, existing_units, sync_requires_grad
 from fsdp_overlap.layout import Flat, LayoutRule
+from fsdp_overlap.layout.planner import Planner
 from fsdp_overlap.schedule.backward import MAX_INPUTS
 from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.schedule.stats import Stats
@@ -350,7 +350,7 @@ class FsdpContext:
         """
         from fsdp_overlap.engine.joint_plans import plan_jointly
 
-        def plans_of(first: nn.Module) -> LayoutRegistry:
+        def plans_of(first: nn.Module) -> Planner:
             return self.mesh_info_of((meshes or {}).get(first, self.mesh)).plans
 
         made = [mesh_info.plans for mesh_info in self.mesh_infos]

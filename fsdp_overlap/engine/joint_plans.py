@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from torch import nn
 
-from fsdp_overlap.engine.mesh import LayoutRegistry, rollback_on_error
+from fsdp_overlap.engine.param import ParamInfo, owned_parameters, owner_of
 from fsdp_overlap.engine.unit import unit_of
+from fsdp_overlap.layout.planner import Planner, rollback_on_error
 
 
 def plan_jointly(
     units: Sequence[nn.Module | Sequence[nn.Module]],
     ignored_params: Collection[nn.Parameter],
-    plans_of: Callable[[nn.Module], LayoutRegistry],
-    made: Sequence[LayoutRegistry],
+    plans_of: Callable[[nn.Module], Planner],
+    made: Sequence[Planner],
 ) -> None:
     """Do ``ctx.plan_layout()``. ``plans_of`` returns the plans over the mesh of the unit that has
     this first module, and ``made`` has those that exist.
@@ -32,9 +33,22 @@ def plan_jointly(
             )
     if len(set(modules)) != len(modules):
         raise ValueError("plan_layout() was given a module twice; name each unit once")
-    by_plans: dict[LayoutRegistry, list[list[nn.Module]]] = {}
+    by_plans: dict[Planner, list[list[nn.Module]]] = {}
     for members in lists:
         by_plans.setdefault(plans_of(members[0]), []).append(members)
     with rollback_on_error(by_plans):
         for plans, planned in by_plans.items():
-            plans.plan(planned, ignored_params, set(modules))
+            among = set(modules)
+            owned = _untied(owned_parameters(unit, ignored_params, among) for unit in planned)
+            plans.plan_ahead(planned, [[item.spec for item in items] for items in owned])
+
+
+def _untied(units: Iterable[Sequence[ParamInfo]]) -> list[list[ParamInfo]]:
+    """Return the parameters of each of ``units`` that no unit before it owns."""
+    owned: set[int] = set()
+    found = []
+    for items in units:
+        own = [i for i in items if id(i.parameter) not in owned and owner_of(i.parameter) is None]
+        owned.update(id(item.parameter) for item in own)
+        found.append(own)
+    return found

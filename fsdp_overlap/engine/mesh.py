@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Placement
 
@@ -28,12 +25,9 @@ from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.desync.order_check import OrderCheck, Subject
 from fsdp_overlap.engine.param import (
     ParamInfo,
-    module_class_name,
-    owned_parameters,
-    owner_of,
 )
-from fsdp_overlap.layout import LayoutRule, ParamGroupPlan, ParamSpec, Plan
-from fsdp_overlap.layout.planner import Planner, in_pieces
+from fsdp_overlap.layout import LayoutRule, ParamGroupPlan
+from fsdp_overlap.layout.planner import BalancedPlanner, Planner
 from fsdp_overlap.schedule.stats import Stats
 from fsdp_overlap.tensor.pending_steps import PendingStep
 from fsdp_overlap.tensor.placement import RaggedShard, contiguous_spec
@@ -66,120 +60,6 @@ def _device_type() -> str:
     # The text is like "cpu:gloo,cuda:nccl".
     backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
     return "cpu" if backends.get(device.type, "gloo") == "gloo" else device.type
-
-
-# ---- The layouts of a context's units, planned together or one by one ----
-
-
-class LayoutRegistry:
-    """How units are laid out, also those that are not made yet."""
-
-    def __init__(self, world_size: int, layout: LayoutRule) -> None:
-        self._world_size = world_size
-        self._layout = layout
-        self._planner = Planner(world_size, layout)
-        self._ahead: weakref.WeakKeyDictionary[nn.Module, list[Plan]]
-        self._ahead = weakref.WeakKeyDictionary()
-        self._is_first = True
-        """Whether no unit with parameters was planned yet."""
-
-    def has(self, module: nn.Module) -> bool:
-        """Return whether ``module`` is the first of a unit that was planned ahead and is not made
-        yet."""
-        return module in self._ahead
-
-    def plan(
-        self,
-        units: Sequence[Sequence[nn.Module]],
-        ignored: Collection[nn.Parameter],
-        among: Collection[nn.Module],
-    ) -> None:
-        """Plan ``units`` together: each will be a unit of these modules. ``among``: all modules
-        that will be units, or belong to one that is a list."""
-        owned = _untied(owned_parameters(unit, ignored, among) for unit in units)
-        specs = self._begin_in_pieces([[item.spec for item in items] for items in owned])
-        planned = self._planner.plan(specs)
-        for unit, plans in zip(units, planned, strict=True):
-            self.place(unit, plans)
-
-    def place(self, modules: Sequence[nn.Module], plans: list[Plan]) -> None:
-        """Note how ``modules`` are to be laid out when they become a unit."""
-        self._ahead[modules[0]] = [*self._ahead.get(modules[0], []), *plans]
-
-    def plan_unit(
-        self, modules: Sequence[nn.Module], specs: Sequence[ParamSpec], may_be_first: bool = True
-    ) -> list[Plan]:
-        """Return the plans for ``modules``, which are becoming a unit of the parameters ``specs``.
-        They are made now unless they were made ahead. ``may_be_first``: whether the unit is the
-        first of its model if it is the first here.
-
-        Raises:
-            ValueError: the unit was planned ahead with other parameters.
-        """
-        if modules[0] in self._ahead:
-            return self._plans_made_ahead(modules, specs)
-        is_first = self._is_first and may_be_first and bool(specs)
-        [plans] = self._planner.plan([in_pieces(specs, self._world_size) if is_first else specs])
-        self._is_first &= not is_first
-        return plans
-
-    def _plans_made_ahead(
-        self, modules: Sequence[nn.Module], specs: Sequence[ParamSpec]
-    ) -> list[Plan]:
-        plans = self._ahead[modules[0]]
-        made_of = _as_known_ahead(spec for plan in plans for spec in plan.specs)
-        different = made_of ^ _as_known_ahead(specs)
-        if different:
-            names = sorted({spec.fqn for spec in different})
-            more = ", ..." if len(names) > 3 else ""
-            raise ValueError(
-                f"{module_class_name(modules)} was planned with other parameters "
-                f"({', '.join(names[:3])}{more}): give plan_layout() all modules that will be "
-                "units, the same ignored_params, and parameters as frozen as they will be; units "
-                "with a param_dtype_override_fn cannot be planned ahead"
-            )
-        del self._ahead[modules[0]]
-        return plans
-
-    def _begin_in_pieces(
-        self, units: Sequence[Sequence[ParamSpec]]
-    ) -> Sequence[Sequence[ParamSpec]]:
-        """Return ``units``, the first of all that are planned in pieces: see Note [pieces]."""
-        for index, specs in enumerate(units if self._is_first else ()):
-            if specs:
-                self._is_first = False
-                return [*units[:index], in_pieces(specs, self._world_size), *units[index + 1 :]]
-        return units
-
-
-def _untied(units: Iterable[Sequence[ParamInfo]]) -> list[list[ParamInfo]]:
-    """Return the parameters of each of ``units`` that no unit before it owns."""
-    owned: set[int] = set()
-    found = []
-    for items in units:
-        own = [i for i in items if id(i.parameter) not in owned and owner_of(i.parameter) is None]
-        owned.update(id(item.parameter) for item in own)
-        found.append(own)
-    return found
-
-
-def _as_known_ahead(specs: Iterable[ParamSpec]) -> set[ParamSpec]:
-    """Return ``specs`` without what travels how, because ahead of a unit nobody knows that."""
-    return {replace(spec, block=1, is_kept=False, piece=0) for spec in specs}
-
-
-@contextmanager
-def rollback_on_error(registries: Iterable[LayoutRegistry]) -> Iterator[None]:
-    """Take back what is planned in the ``with`` block if the block raises."""
-    before = [
-        (plans, plans._planner.copy(), plans._ahead.copy(), plans._is_first) for plans in registries
-    ]
-    try:
-        yield
-    except BaseException:
-        for plans, planner, ahead, is_first in before:
-            plans._planner, plans._ahead, plans._is_first = planner, ahead, is_first
-        raise
 
 
 # ---- Meshes, and what their ranks share ----
@@ -293,6 +173,12 @@ def _others() -> list[ErrorMonitor]:
     return [faults.monitor for faults in list(_faults) if faults._groups.can_close]
 
 
+def _balanced_planner(world_size: int, layout: LayoutRule) -> BalancedPlanner:
+    from fsdp_overlap.layout import balanced_planner  # Flat() needs none of it
+
+    return balanced_planner.BalancedPlanner(world_size, layout)
+
+
 class MeshInfo:
     """One mesh that param groups of a context are spread over.
 
@@ -331,7 +217,7 @@ class MeshInfo:
         self.mesh = mesh
         self.device = device
         self.find_places()
-        self.plans = LayoutRegistry(self.num_places, layout)
+        self.plans = Planner(self.num_places, layout, _balanced_planner)
         """Plans over all ranks that hold different elements at rest."""
         self.group_cache = groups
         self.faults = faults

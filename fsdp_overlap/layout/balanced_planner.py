@@ -25,11 +25,30 @@ from fsdp_overlap.layout.pack import (
     plan_of,
 )
 from fsdp_overlap.layout.param_group_plan import ParamGroupPlan, Plan, equal_shards
+from fsdp_overlap.layout.planner import Planner
 from fsdp_overlap.layout.spec import ParamSpec
 
 # A parameter of at most this fraction of a rank's fair share, of bytes and of work, is not worth
 # cutting.
 SMALL_FRACTION = 0.01
+
+
+def plan_units(
+    units: Sequence[Sequence[ParamSpec]], world_size: int, layout: LayoutRule
+) -> list[Plan]:
+    """Plan the param groups of ``units``, in order. Parameters of a unit share a param group if
+    they have the same dtype at rest, the same dtype in compute and the same trainability, if all of
+    them or none are opaque, and in ``PerTensor()``, and if they are of the same piece.
+
+    Loads are balanced over all units. The same input gives the same plan on every rank.
+
+    Raises:
+        ValueError: ``world_size`` is not positive.
+        TypeError: ``layout`` gives a parameter something that is no layout.
+    """
+    return [
+        plan for plans in Planner(world_size, layout, BalancedPlanner).plan(units) for plan in plans
+    ]
 
 
 class BalancedPlanner:

@@ -20,6 +20,7 @@ from fsdp_overlap.layout import (
     plan_units,
 )
 from fsdp_overlap.layout.balance import water_level
+from fsdp_overlap.layout.balanced_planner import BalancedPlanner
 from fsdp_overlap.layout.layouts import layout_for
 from fsdp_overlap.layout.planner import Planner
 from fsdp_overlap.tensor.boxes import bounded_boxes, boxes
@@ -113,7 +114,7 @@ def test_plans_keep_what_layouts_promise(
 def test_plans_made_one_by_one_keep_it_too(
     specs: list[list[ParamSpec]], world_size: int, layout: LayoutRule, copies: int
 ) -> None:
-    planner = Planner(world_size, layout)
+    planner = Planner(world_size, layout, BalancedPlanner)
     specs = [unit for unit in specs for _ in range(copies)]
     plans = [plan for unit in specs for plan in planner.plan([unit])[0]]
     validate_layouts(plans, specs, world_size, layout)
@@ -232,7 +233,7 @@ def test_experts_are_balanced_beside_attention(stacked: bool, world_size: int) -
 
 
 def test_units_planned_one_by_one_are_still_spread() -> None:
-    planner = Planner(8, TensorAtomic())
+    planner = Planner(8, TensorAtomic(), BalancedPlanner)
     plans = [planner.plan([block(64, 16, 224)])[0][0] for _ in range(40)]
     elements, work = loads_of(plans, TensorAtomic())
     assert imbalance(elements) <= 1.2

@@ -25,10 +25,9 @@ from fsdp_overlap import (
     fully_shard,
     fully_shard_model,
 )
-from fsdp_overlap.engine.mesh import LayoutRegistry, rollback_on_error
 from fsdp_overlap.layout import ParamSpec
 from fsdp_overlap.layout.balanced_planner import BalancedPlanner
-from fsdp_overlap.layout.planner import Planner
+from fsdp_overlap.layout.planner import Planner, rollback_on_error
 from fsdp_overlap.optim import Muon
 from support.fake_group import run_on_fake_group
 from support.ranks import expect_rank_errors, run_ranks
@@ -214,13 +213,13 @@ def test_ranks_that_planned_differently_are_told_at_the_first_forward(
 
 
 def test_a_plan_that_failed_leaves_planning_as_it_was() -> None:
-    plans = LayoutRegistry(4, TensorAtomic())
+    plans = Planner(4, TensorAtomic(), BalancedPlanner)
     layers = [nn.Linear(32, 32, bias=False) for _ in range(8)] + [nn.Linear(64, 64, bias=False)]
     specs = [[ParamSpec("weight", tuple(each.weight.shape), torch.float32)] for each in layers]
     with suppress(KeyError), rollback_on_error([plans]):
-        plans.plan([[layers[0]]], (), layers)
+        plans.plan_ahead([[layers[0]]], specs[:1])
         raise KeyError
-    fresh = LayoutRegistry(4, TensorAtomic())
+    fresh = Planner(4, TensorAtomic(), BalancedPlanner)
     for layer, spec in zip(layers, specs, strict=True):
         assert not plans.has(layer)
         assert plans.plan_unit([layer], spec) == fresh.plan_unit([layer], spec)
@@ -231,7 +230,7 @@ def test_a_unit_that_could_not_be_planned_is_not_the_first() -> None:
         return None if fqn == "unknown" else Flat()
 
     parts = [ParamSpec(name, (2**19,), torch.float32) for name in ("one", "two")]
-    plans, layers = LayoutRegistry(2, layout), [nn.Linear(1, 1), nn.Linear(1, 1)]
+    plans, layers = Planner(2, layout, BalancedPlanner), [nn.Linear(1, 1), nn.Linear(1, 1)]
     with pytest.raises(TypeError, match="unknown"):
         plans.plan_unit(layers[:1], [ParamSpec("unknown", (4,), torch.float32)])
     assert [plan.specs[0].piece for plan in plans.plan_unit(layers[1:], parts)] == [1, 2]
@@ -239,7 +238,7 @@ def test_a_unit_that_could_not_be_planned_is_not_the_first() -> None:
 
 def test_what_was_planned_anywhere_counts_when_blocks_come() -> None:
     """Until then the planner keeps no loads of ranks."""
-    planner, balanced = Planner(4, Flat()), BalancedPlanner(4, Flat())
+    planner, balanced = Planner(4, Flat(), BalancedPlanner), BalancedPlanner(4, Flat())
     specs = [ParamSpec("weight", (64, 30), torch.float32), ParamSpec("bias", (30,), torch.bfloat16)]
     units = [specs, specs[:1], [replace(spec, block=spec.shape[-1]) for spec in specs], specs]
     for unit in units[:2]:
