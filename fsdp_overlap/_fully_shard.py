@@ -36,8 +36,7 @@ from fsdp_overlap.engine.storage import DEVICE, Storage
 from fsdp_overlap.engine.unit import Tie, Unit, unit_of
 from fsdp_overlap.fsdp_module import FSDPModule
 from fsdp_overlap.layout import ParamGroupPlan, Plan
-from fsdp_overlap.layout.layouts import RowLayout
-from fsdp_overlap.layout.planner import rollback_on_error
+from fsdp_overlap.layout.plan import RowLayout, rollback_on_error
 from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.tensor.comm_dtypes import REDUCE_DTYPES
 from fsdp_overlap.torch_internals import (

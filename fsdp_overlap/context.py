@@ -27,7 +27,7 @@ from fsdp_overlap.engine.mesh import (
 from fsdp_overlap.engine.naming import name_units
 from fsdp_overlap.engine.unit import Uncompared, Unit, existing_units, sync_requires_grad
 from fsdp_overlap.layout import Flat, LayoutRule
-from fsdp_overlap.layout.planner import Planner
+from fsdp_overlap.layout.plan import Planner
 from fsdp_overlap.schedule.backward import MAX_INPUTS
 from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.schedule.stats import Stats

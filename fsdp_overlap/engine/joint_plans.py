@@ -8,7 +8,7 @@ from torch import nn
 
 from fsdp_overlap.engine.param import ParamInfo, owned_parameters, owner_of
 from fsdp_overlap.engine.unit import unit_of
-from fsdp_overlap.layout.planner import Planner, rollback_on_error
+from fsdp_overlap.layout.plan import Planner, rollback_on_error
 
 
 def plan_jointly(

@@ -27,7 +27,7 @@ from fsdp_overlap.engine.param import (
     ParamInfo,
 )
 from fsdp_overlap.layout import LayoutRule, ParamGroupPlan
-from fsdp_overlap.layout.planner import BalancedPlanner, Planner
+from fsdp_overlap.layout.plan import BalancedPlanner, Planner
 from fsdp_overlap.schedule.stats import Stats
 from fsdp_overlap.tensor.pending_steps import PendingStep
 from fsdp_overlap.tensor.placement import RaggedShard, contiguous_spec

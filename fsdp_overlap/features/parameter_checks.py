@@ -20,7 +20,8 @@ from fsdp_overlap.engine.options import CommPolicy, reduce_dtype
 from fsdp_overlap.engine.param import ParamInfo, concatenate_meshes, tp_local_tensor
 from fsdp_overlap.features.opaque_parameters import with_aliases
 from fsdp_overlap.features.tensor_parallel_specs import spec_over_both
-from fsdp_overlap.layout.layouts import RowLayout, layout_for
+from fsdp_overlap.layout.layouts import layout_for
+from fsdp_overlap.layout.plan import RowLayout
 from fsdp_overlap.tensor.comm_dtypes import REDUCE_DTYPES
 from fsdp_overlap.tensor.placement import tile_of
 from fsdp_overlap.tensor.sharded_param import refused_grad_dtype

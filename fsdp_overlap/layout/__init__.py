@@ -4,9 +4,7 @@ tensors."""
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fsdp_overlap.layout.layouts import Flat, Layout, LayoutRule
-from fsdp_overlap.layout.param_group_plan import ParamGroupPlan, Plan
-from fsdp_overlap.layout.spec import ParamSpec
+from fsdp_overlap.layout.plan import Flat, Layout, LayoutRule, ParamGroupPlan, ParamSpec, Plan
 
 if TYPE_CHECKING:
     from fsdp_overlap.layout.balanced_planner import plan_units

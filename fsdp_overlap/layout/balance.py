@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from fsdp_overlap.layout.spec import ParamSpec
+from fsdp_overlap.layout.plan import ParamSpec
 
 # Ranks are even if their bytes differ by at most this part of what each gets next.
 _EVEN = 0.001

@@ -14,7 +14,7 @@ from functools import cached_property
 from math import lcm
 
 from fsdp_overlap.layout.balance import Item, Loads, assign_owners, assign_to_adjacent_ranks
-from fsdp_overlap.layout.layouts import LayoutRule, RowLayout, layout_for
+from fsdp_overlap.layout.layouts import layout_for
 from fsdp_overlap.layout.pack import (
     DEFAULT_PADDING,
     ItemsByRank,
@@ -24,9 +24,15 @@ from fsdp_overlap.layout.pack import (
     pack_equal,
     plan_of,
 )
-from fsdp_overlap.layout.param_group_plan import ParamGroupPlan, Plan, equal_shards
-from fsdp_overlap.layout.planner import Planner
-from fsdp_overlap.layout.spec import ParamSpec
+from fsdp_overlap.layout.plan import (
+    LayoutRule,
+    ParamGroupPlan,
+    ParamSpec,
+    Plan,
+    Planner,
+    RowLayout,
+    equal_shards,
+)
 
 # A parameter of at most this fraction of a rank's fair share, of bytes and of work, is not worth
 # cutting.

@@ -2,41 +2,11 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
-from typing import Protocol
 
-from fsdp_overlap.layout.param_group_plan import Plan
-from fsdp_overlap.layout.spec import ParamSpec
-
-
-class Layout(Protocol):
-    """Says where its parameters may be cut between ranks."""
-
-    def block_size(self, spec: ParamSpec) -> int:
-        """Return the number of elements between allowed cuts, counted from the parameter's first
-        element. It is at least 1. A parameter whose block size is its size or more is never cut."""
-        ...
-
-    def work(self, spec: ParamSpec) -> int:
-        """Return what the optimizer's step costs the rank that holds the parameter, beyond what
-        every element costs. The planner balances it. 0 if every element costs the same."""
-        return 0
-
-
-LayoutRule = Layout | Callable[[str, ParamSpec], Layout]
-"""A layout for all parameters, or a function that takes ``(fqn, spec)`` and returns a layout."""
-
-
-@dataclass(frozen=True)
-class Flat(Layout):
-    """Ranks hold equal ranges of elements, cut anywhere. For element-wise optimizers."""
-
-    def block_size(self, spec: ParamSpec) -> int:
-        return 1
+from fsdp_overlap.layout.plan import Layout, LayoutRule, ParamSpec
 
 
 @dataclass(frozen=True)
@@ -57,15 +27,6 @@ class BlockAtomic(Layout):
 
     def block_size(self, spec: ParamSpec) -> int:
         return max(1, self.rows * prod(spec.shape[1:]))
-
-
-class RowLayout(Layout):
-    """A layout under which each rank has rows of each parameter. It plans param groups itself, each
-    apart from all else."""
-
-    @abstractmethod
-    def plan(self, specs: Sequence[ParamSpec], world_size: int) -> Plan:
-        """Return the plan of a param group of these parameters."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from itertools import accumulate
 from math import ceil
 
 from fsdp_overlap.layout.balance import Item, Loads, water_level
-from fsdp_overlap.layout.param_group_plan import ParamGroupPlan, align
+from fsdp_overlap.layout.plan import ParamGroupPlan, align
 
 DEFAULT_PADDING = 0.01
 """How much padding equal shards may take, as a fraction of a param group. Shards that would take

@@ -12,7 +12,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from fsdp_overlap.layout import Plan
-from fsdp_overlap.layout.param_group_plan import align
+from fsdp_overlap.layout.plan import align
 from fsdp_overlap.tensor.host_memory import MMAP_BYTES, freed_memory, use_huge_pages
 from fsdp_overlap.torch_internals import allow_access, refuse_access, set_versions
 

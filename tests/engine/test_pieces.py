@@ -18,8 +18,9 @@ from fsdp_overlap.comm import comm_streams
 from fsdp_overlap.comm.comm_streams import HostWorkHandle
 from fsdp_overlap.engine import grads
 from fsdp_overlap.engine.unit import unit_of
-from fsdp_overlap.layout import ParamSpec, planner
-from fsdp_overlap.layout.planner import MAX_PIECES, MIN_SHARD_BYTES, in_pieces
+from fsdp_overlap.layout import ParamSpec
+from fsdp_overlap.layout import plan as planner
+from fsdp_overlap.layout.plan import MAX_PIECES, MIN_SHARD_BYTES, in_pieces
 from fsdp_overlap.optim import AdamW
 from support.fake_group import run_on_fake_group
 from support.ranks import run_ranks

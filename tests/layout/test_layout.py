@@ -22,7 +22,7 @@ from fsdp_overlap.layout import (
 from fsdp_overlap.layout.balance import water_level
 from fsdp_overlap.layout.balanced_planner import BalancedPlanner
 from fsdp_overlap.layout.layouts import layout_for
-from fsdp_overlap.layout.planner import Planner
+from fsdp_overlap.layout.plan import Planner
 from fsdp_overlap.tensor.boxes import bounded_boxes, boxes
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)

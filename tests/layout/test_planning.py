@@ -27,7 +27,7 @@ from fsdp_overlap import (
 )
 from fsdp_overlap.layout import ParamSpec
 from fsdp_overlap.layout.balanced_planner import BalancedPlanner
-from fsdp_overlap.layout.planner import Planner, rollback_on_error
+from fsdp_overlap.layout.plan import Planner, rollback_on_error
 from fsdp_overlap.optim import Muon
 from support.fake_group import run_on_fake_group
 from support.ranks import expect_rank_errors, run_ranks

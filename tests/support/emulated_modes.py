@@ -26,7 +26,8 @@ from fsdp_overlap import FsdpContext, PerTensor, QuantizedCommPolicy, fully_shar
 from fsdp_overlap.checkpoint import ShardStager
 from fsdp_overlap.engine import grads
 from fsdp_overlap.features.desync_monitor import DesyncMonitor
-from fsdp_overlap.layout import BlockAtomic, Flat, LayoutRule, TensorAtomic, planner
+from fsdp_overlap.layout import BlockAtomic, Flat, LayoutRule, TensorAtomic
+from fsdp_overlap.layout import plan as planner
 from fsdp_overlap.optim import AdamW, LayerWise, Muon, OverlapPolicy, clip_grad_norm_, exchange
 from fsdp_overlap.tools.emulator import Stream, current_stream, fake_ranks, stream
 from fsdp_overlap.weights import WeightResharder, export_weights, save, save_weights

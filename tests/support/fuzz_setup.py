@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_overlap import FsdpContext, MixedPrecisionPolicy, fully_shard
-from fsdp_overlap.layout import LayoutRule, planner
+from fsdp_overlap.layout import LayoutRule
+from fsdp_overlap.layout import plan as planner
 from fsdp_overlap.optim import AdamW, Muon
 from support.random_models import Built, Experts, Node, TensorAtomic, units_of
 from support.twins import NAMES

@@ -10,8 +10,7 @@ from itertools import accumulate
 from math import prod
 
 from fsdp_overlap.features.rows.plan import RowsPlan
-from fsdp_overlap.layout.param_group_plan import ParamGroupPlan
-from fsdp_overlap.layout.spec import ParamSpec
+from fsdp_overlap.layout.plan import ParamGroupPlan, ParamSpec
 
 ALIGN_BYTES = 16
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from fsdp_overlap.features.rows.plan import RowsPlan
-from fsdp_overlap.layout.layouts import RowLayout
-from fsdp_overlap.layout.spec import ParamSpec
+from fsdp_overlap.layout.plan import ParamSpec, RowLayout
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
-from fsdp_overlap.layout.param_group_plan import ParamGroupPlan, align
-from fsdp_overlap.layout.spec import ParamSpec
+from fsdp_overlap.layout.plan import ParamGroupPlan, ParamSpec, align
 
 
 @dataclass(frozen=True)
