@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from fsdp_overlap.schedule.finalization import GradientReductionHandle
     from fsdp_overlap.schedule.stats import Stats
     from fsdp_overlap.tensor.creation import distribute_tensor
-    from fsdp_overlap.tensor.placement import RaggedShard
-    from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
+    from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor, RaggedShard
     from fsdp_overlap.tensor.spmd_mesh import DataParallelMeshDims
 
 __all__ = [
@@ -72,7 +71,7 @@ _MODULE_OF = {
     "PerTensor": "fsdp_overlap.features.rows.layout",
     "QuantizedCommPolicy": "fsdp_overlap.features.quantized.policy",
     "RaggedDTensor": "fsdp_overlap.tensor.ragged_dtensor",
-    "RaggedShard": "fsdp_overlap.tensor.placement",
+    "RaggedShard": "fsdp_overlap.tensor.ragged_dtensor",
     "Stats": "fsdp_overlap.schedule.stats",
     "TensorAtomic": "fsdp_overlap.layout",
     "UnshardHandle": "fsdp_overlap.fsdp_module",

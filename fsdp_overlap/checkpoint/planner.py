@@ -38,7 +38,8 @@ from torch.distributed.tensor import DTensor
 from fsdp_overlap.checkpoint.checksums import checksum_of
 from fsdp_overlap.checkpoint.metadata import read_metadata
 from fsdp_overlap.checkpoint.stager import StagedTensor
-from fsdp_overlap.tensor.placement import RaggedShard, copied_dims
+from fsdp_overlap.tensor.ragged_dtensor import RaggedShard
+from fsdp_overlap.tensor.tiles import copied_dims
 from fsdp_overlap.torch_internals import StorageInfo
 
 

@@ -12,9 +12,7 @@ import torch
 from fsdp_overlap.comm.host_copies import D2HCopy, copy_to_host
 from fsdp_overlap.comm.streams import has_streams, streams_of
 from fsdp_overlap.comm.threads import make_thread, on_device
-from fsdp_overlap.tensor.boxes import boxes_of
-from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
-from fsdp_overlap.tensor.sharded_param import ShardedParam
+from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor, ShardedParam, boxes_of
 
 Offsets = tuple[int, ...]
 

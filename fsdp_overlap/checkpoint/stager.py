@@ -22,8 +22,7 @@ from fsdp_overlap.features.cuda_graphs.graphs import (
 )
 from fsdp_overlap.features.rows.row_tensor import RowTensor
 from fsdp_overlap.tensor.pending_steps import before_steps, finish_pending_steps
-from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
-from fsdp_overlap.tensor.sharded_param import ShardedParam
+from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor, ShardedParam
 from fsdp_overlap.tensor.subclasses import is_subclass
 from fsdp_overlap.torch_internals import tree_map_only
 

@@ -18,7 +18,7 @@ from fsdp_overlap.desync.order_check import REDUCE_SCATTER
 from fsdp_overlap.engine.options import ReduceOptions, sent_sizes
 from fsdp_overlap.engine.param_group import ParamGroup
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
-from fsdp_overlap.tensor.sharded_param import call_gradient_hooks, call_hooks
+from fsdp_overlap.tensor.ragged_dtensor import call_gradient_hooks, call_hooks
 from fsdp_overlap.tensor.subclasses import is_subclass
 
 # Gradients of at least this size may move to the reduce input as soon as they arrive. Smaller ones

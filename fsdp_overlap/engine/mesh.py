@@ -30,8 +30,7 @@ from fsdp_overlap.layout import LayoutRule, ParamGroupPlan
 from fsdp_overlap.layout.plan import BalancedPlanner, Planner
 from fsdp_overlap.schedule.stats import Stats
 from fsdp_overlap.tensor.pending_steps import PendingStep
-from fsdp_overlap.tensor.placement import RaggedShard, contiguous_spec
-from fsdp_overlap.tensor.ragged_dtensor import ShardEdits
+from fsdp_overlap.tensor.ragged_dtensor import RaggedShard, ShardEdits, contiguous_spec
 from fsdp_overlap.torch_internals import DTensorSpec
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_overlap.layout import ParamSpec
-from fsdp_overlap.tensor.sharded_param import ShardedParam
+from fsdp_overlap.tensor.ragged_dtensor import ShardedParam
 from fsdp_overlap.tensor.subclasses import inner_tensors, missing_methods
 from fsdp_overlap.torch_internals import (
     AsyncCollectiveTensor,

@@ -44,8 +44,12 @@ from fsdp_overlap.engine.param import (
 from fsdp_overlap.engine.storage import DEVICE, Storage
 from fsdp_overlap.layout import ParamGroupPlan, ParamSpec, Plan
 from fsdp_overlap.tensor.flat_buffer import Buffer, FlatBuffer, VersionCounters
-from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor, attributes_of, users_attributes
-from fsdp_overlap.tensor.sharded_param import ShardedParam
+from fsdp_overlap.tensor.ragged_dtensor import (
+    RaggedDTensor,
+    ShardedParam,
+    attributes_of,
+    users_attributes,
+)
 from fsdp_overlap.tensor.subclasses import is_subclass, missing_methods
 from fsdp_overlap.torch_internals import current_graph_task_id
 

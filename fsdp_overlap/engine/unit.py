@@ -36,8 +36,7 @@ from fsdp_overlap.engine.saved_tensors import SavedTensors, dynamo_disable
 from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.tensor.flat_buffer import VersionCounters, version_of
 from fsdp_overlap.tensor.pytree import UnderWay
-from fsdp_overlap.tensor.ragged_dtensor import ShardEdits
-from fsdp_overlap.tensor.sharded_param import ShardedParam
+from fsdp_overlap.tensor.ragged_dtensor import ShardEdits, ShardedParam
 from fsdp_overlap.torch_internals import will_engine_execute_node
 
 # ---- Edits of unsharded parameters, which would be lost: only shards last ----

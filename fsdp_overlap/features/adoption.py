@@ -25,7 +25,7 @@ from fsdp_overlap.features.meta_init import (
     register_unsharded_once,
     update_shared_params,
 )
-from fsdp_overlap.tensor.sharded_param import ShardedParam
+from fsdp_overlap.tensor.ragged_dtensor import ShardedParam
 from fsdp_overlap.torch_internals import DisableTorchFunctionSubclass
 
 

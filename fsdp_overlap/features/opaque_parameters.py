@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_overlap.engine.param import ParamInfo, parameters_outside_units
-from fsdp_overlap.tensor.sharded_param import ShardedParam
+from fsdp_overlap.tensor.ragged_dtensor import ShardedParam
 
 
 @dataclass

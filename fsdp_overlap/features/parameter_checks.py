@@ -23,10 +23,10 @@ from fsdp_overlap.features.tensor_parallel_specs import spec_over_both
 from fsdp_overlap.layout.layouts import layout_for
 from fsdp_overlap.layout.plan import RowLayout
 from fsdp_overlap.tensor.comm_dtypes import REDUCE_DTYPES
-from fsdp_overlap.tensor.placement import tile_of
-from fsdp_overlap.tensor.sharded_param import refused_grad_dtype
+from fsdp_overlap.tensor.ragged_dtensor import refused_grad_dtype
 from fsdp_overlap.tensor.spmd_mesh import SPMDMesh, spmd_mesh_of, spmd_placement
 from fsdp_overlap.tensor.subclasses import inner_tensors, is_subclass, missing_methods
+from fsdp_overlap.tensor.tiles import tile_of
 from fsdp_overlap.torch_internals import DTensorSpec
 
 

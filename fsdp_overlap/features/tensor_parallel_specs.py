@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_overlap.engine.mesh import MeshInfo
 from fsdp_overlap.engine.param import ParamInfo, concatenate_meshes
-from fsdp_overlap.tensor.placement import contiguous_spec
+from fsdp_overlap.tensor.ragged_dtensor import contiguous_spec
 from fsdp_overlap.torch_internals import DTensorSpec
 
 _joint: WeakKeyDictionary[MeshInfo, dict[DeviceMesh, DeviceMesh]] = WeakKeyDictionary()

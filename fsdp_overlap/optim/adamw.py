@@ -27,8 +27,7 @@ from fsdp_overlap.optim.overlapped_steps import Groups, OverlappedSteps, Overlap
 from fsdp_overlap.optim.post_optim_prefetch import PostOptimPrefetch
 from fsdp_overlap.optim.states import check_not_captured, keeping_dtypes, pack
 from fsdp_overlap.tensor.pending_steps import finish_pending_steps
-from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor, ShardEdits
-from fsdp_overlap.tensor.sharded_param import ShardedParam
+from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor, ShardEdits, ShardedParam
 from fsdp_overlap.tensor.subclasses import is_subclass
 from fsdp_overlap.torch_internals import fused_adamw_
 

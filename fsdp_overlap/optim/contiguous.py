@@ -11,9 +11,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.features.rows.row_tensor import RowTensor
-from fsdp_overlap.tensor.placement import is_on_mesh
-from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor, ShardEdits
-from fsdp_overlap.tensor.sharded_param import ShardedParam
+from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor, ShardEdits, ShardedParam
+from fsdp_overlap.tensor.tiles import is_on_mesh
 
 # A step reads the same attributes of hundreds of parameters: map() does so without a Python frame
 # for each.

@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_overlap.comm.objects import gather_objects
 from fsdp_overlap.optim.owner_groups import OwnerGroup
-from fsdp_overlap.tensor.placement import RaggedShard, contiguous_spec
-from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
+from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor, RaggedShard, contiguous_spec
 
 States = Mapping[str, Mapping[str, Any]]
 """The states of a parameter's matrices, by their number."""

@@ -10,7 +10,7 @@ from itertools import accumulate, groupby, pairwise
 from math import prod
 from typing import TypeVar
 
-from fsdp_overlap.tensor.placement import Tile
+from fsdp_overlap.tensor.tiles import Tile
 
 T = TypeVar("T")
 

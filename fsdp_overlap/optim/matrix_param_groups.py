@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_overlap.optim.contiguous import local_of
 from fsdp_overlap.optim.matrices import Split, part_rows
 from fsdp_overlap.optim.parameter_kinds import HIDDEN, parameter_kinds
-from fsdp_overlap.tensor.sharded_param import ShardedParam
+from fsdp_overlap.tensor.ragged_dtensor import ShardedParam
 from fsdp_overlap.tensor.subclasses import is_subclass
 
 T = TypeVar("T")

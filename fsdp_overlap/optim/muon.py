@@ -28,7 +28,7 @@ from fsdp_overlap.optim.states import keeping_dtypes, pack
 from fsdp_overlap.optim.updates import MuonSettings, Update
 from fsdp_overlap.tensor.operands import record_edits
 from fsdp_overlap.tensor.pending_steps import finish_pending_steps
-from fsdp_overlap.tensor.sharded_param import ShardedParam
+from fsdp_overlap.tensor.ragged_dtensor import ShardedParam
 
 ALGORITHMS = ("muon", "adamw")
 

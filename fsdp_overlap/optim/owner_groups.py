@@ -23,9 +23,8 @@ from fsdp_overlap.optim.matrices import (
     partition_matrices,
     uncut_part_rows,
 )
-from fsdp_overlap.tensor.placement import Tile, is_cut, range_dim, tile_at, tile_of
-from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
-from fsdp_overlap.tensor.sharded_param import ShardedParam
+from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor, ShardedParam, range_dim
+from fsdp_overlap.tensor.tiles import Tile, is_cut, tile_at, tile_of
 
 
 class OwnerGroup:

@@ -11,7 +11,7 @@ from fsdp_overlap.comm.streams import is_capturing
 from fsdp_overlap.engine.context import model_context_of
 from fsdp_overlap.engine.unit import unit_of_edits
 from fsdp_overlap.optim.contiguous import edits_of
-from fsdp_overlap.tensor.sharded_param import ShardedParam
+from fsdp_overlap.tensor.ragged_dtensor import ShardedParam
 
 
 class PostOptimPrefetch:

@@ -10,14 +10,6 @@ from operator import add
 
 import torch
 
-from fsdp_overlap.tensor.placement import local_range, range_dim, tile_of
-from fsdp_overlap.torch_internals import DTensorSpec
-
-# A chunk has at most a rank's share of the tile, but this limit lies between these two sizes. A
-# writer copies a chunk from a GPU before it writes it, and torch's reader holds two chunks. So the
-# size of a chunk bounds the memory that saving and loading take.
-_BYTES_OF_A_CHUNK = (8 << 20, 32 << 20)
-
 
 @dataclass(frozen=True)
 class Box:
@@ -89,20 +81,6 @@ def _boxes(
         sizes = (*(1,) * len(outer), last - first, *shape[1:])
         yield Box(offsets, sizes, base + first * row)
     yield from _boxes(shape[1:], 0, stop - last * row, (*outer, last), base + last * row)
-
-
-def boxes_of(spec: DTensorSpec) -> list[Box]:
-    """Return boxes of a bounded size that cover what this rank holds. Their ``offsets`` count in
-    the whole tensor, their ``start`` in the rank's tile."""
-    meta = spec.tensor_meta
-    assert meta is not None
-    if not meta.shape.numel():  # without an empty chunk a load would miss the key
-        return [Box((0,) * len(meta.shape), tuple(meta.shape), 0)]
-    least, most = (n // meta.dtype.itemsize for n in _BYTES_OF_A_CHUNK)
-    tile = tile_of(spec)
-    share = tile.numel // spec.mesh.size(range_dim(spec))
-    own = bounded_boxes(tile.shape, *local_range(spec), min(max(share, least), most))
-    return [box.moved(tile.offsets) for box in own]
 
 
 def with_own_storage(values: torch.Tensor) -> torch.Tensor:

@@ -17,8 +17,13 @@ import fsdp_overlap.tensor.dcp  # noqa: F401  (for those who save what is made h
 from fsdp_overlap.layout import Flat, ParamGroupPlan, ParamSpec, plan_units
 from fsdp_overlap.tensor.comm_dtypes import as_comm_dtype
 from fsdp_overlap.tensor.operands import own_elements
-from fsdp_overlap.tensor.placement import RaggedShard, contiguous_spec, range_dim, tile_of
-from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
+from fsdp_overlap.tensor.ragged_dtensor import (
+    RaggedDTensor,
+    RaggedShard,
+    contiguous_spec,
+    range_dim,
+)
+from fsdp_overlap.tensor.tiles import tile_of
 from fsdp_overlap.torch_internals import DTensorSpec, patch_state_dicts
 
 

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 
-from fsdp_overlap.tensor.placement import has_range
+from fsdp_overlap.tensor.ragged_dtensor import has_range
 from fsdp_overlap.torch_internals import DistWrapper
 
 

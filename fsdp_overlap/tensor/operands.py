@@ -12,9 +12,13 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.tensor.boxes import boxes
 from fsdp_overlap.tensor.gradient_errors import requires_grad
-from fsdp_overlap.tensor.placement import local_range, tile_of
-from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor, raise_unsupported
-from fsdp_overlap.tensor.sharded_param import ShardedParam
+from fsdp_overlap.tensor.ragged_dtensor import (
+    RaggedDTensor,
+    ShardedParam,
+    local_range,
+    raise_unsupported,
+)
+from fsdp_overlap.tensor.tiles import tile_of
 from fsdp_overlap.torch_internals import DTensorSpec
 
 

@@ -26,8 +26,8 @@ from fsdp_overlap.tensor.operands import (
     replicated,
     same_layout,
 )
-from fsdp_overlap.tensor.placement import copied_dims, has_range
-from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor, raise_unsupported
+from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor, has_range, raise_unsupported
+from fsdp_overlap.tensor.tiles import copied_dims
 
 Call = Callable[..., Any]
 Args = tuple[Any, ...]

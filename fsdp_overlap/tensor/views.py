@@ -14,8 +14,13 @@ import torch
 
 from fsdp_overlap.tensor.gradient_errors import needs_gradient, raise_in_backward
 from fsdp_overlap.tensor.operands import call_with
-from fsdp_overlap.tensor.placement import RaggedShard, has_tiles, with_range
-from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor, raise_unsupported
+from fsdp_overlap.tensor.ragged_dtensor import (
+    RaggedDTensor,
+    RaggedShard,
+    raise_unsupported,
+    with_range,
+)
+from fsdp_overlap.tensor.tiles import has_tiles
 from fsdp_overlap.torch_internals import DTensorSpec
 
 

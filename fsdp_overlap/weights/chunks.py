@@ -14,15 +14,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_overlap.tensor.boxes import boxes
 from fsdp_overlap.tensor.pending_steps import finish_pending_steps
-from fsdp_overlap.tensor.placement import (
-    RaggedShard,
-    Tile,
-    local_range,
-    range_dim,
-    tile_at,
-    tile_of,
-)
-from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
+from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor, RaggedShard, local_range, range_dim
+from fsdp_overlap.tensor.tiles import Tile, tile_at, tile_of
 from fsdp_overlap.torch_internals import StridedShard
 
 

@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.engine.unit import Unit, unit_of
 from fsdp_overlap.features.rows.row_tensor import RowTensor
-from fsdp_overlap.tensor.placement import cut_dims
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
 from fsdp_overlap.tensor.subclasses import is_subclass
+from fsdp_overlap.tensor.tiles import cut_dims
 
 Names = Callable[[str], str | None]
 """Returns the name of a weight elsewhere, or ``None`` to leave it out."""

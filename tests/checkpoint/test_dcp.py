@@ -35,7 +35,7 @@ from fsdp_overlap.checkpoint import (
     ShardedSavePlanner,
     ShardStager,
 )
-from fsdp_overlap.tensor import boxes
+from fsdp_overlap.tensor import ragged_dtensor
 from support.checkpoints import as_one, assert_same, build, everything, state_of, train, whole
 from support.layouts import LAYOUTS
 from support.ranks import run_ranks
@@ -91,7 +91,7 @@ def assembled(folder: Path) -> dict[str, Any]:
 
 
 def _huggingface(folder: str, layout: str, options: dict[str, Any]) -> None:
-    with patch.object(boxes, "_BYTES_OF_A_CHUNK", (16, 64)):  # as of large tensors
+    with patch.object(ragged_dtensor, "_BYTES_OF_A_CHUNK", (16, 64)):  # as of large tensors
         model = sharded(0, layout=LAYOUTS[layout])
         expected = Shapes().state_dict()
         mapping = {name: 1 + number % 2 for number, name in enumerate(expected)}

@@ -23,7 +23,7 @@ from fsdp_overlap.optim.matrices import (
 )
 from fsdp_overlap.optim.newton_schulz import COEFFICIENTS, orthogonalize, polynomials
 from fsdp_overlap.optim.orthogonalization import chunk_views
-from fsdp_overlap.tensor.placement import Tile
+from fsdp_overlap.tensor.tiles import Tile
 
 # The products
 

@@ -16,7 +16,7 @@ from fsdp_overlap.checkpoint import SafeFileSystemReader, SafeFileSystemWriter
 from fsdp_overlap.engine.unit import unit_of
 from fsdp_overlap.layout import LayoutRule
 from fsdp_overlap.tensor.creation import with_range_shards
-from fsdp_overlap.tensor.placement import has_tiles
+from fsdp_overlap.tensor.tiles import has_tiles
 from support.fuzz_run import Run
 from support.fuzz_training import Operation
 from support.random_models import Node, TensorAtomic

@@ -27,7 +27,7 @@ from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fsdp_overlap import RaggedDTensor
-from fsdp_overlap.tensor.placement import RaggedShard, contiguous_spec
+from fsdp_overlap.tensor.ragged_dtensor import RaggedShard, contiguous_spec
 from support.ranks import run_ranks
 
 pytest.importorskip("expecttest")  # torch's op database needs it

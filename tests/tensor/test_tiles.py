@@ -21,7 +21,8 @@ from torch.distributed.tensor.placement_types import Placement
 from fsdp_overlap import RaggedDTensor, RaggedShard, distribute_tensor
 from fsdp_overlap.checkpoint import SafeFileSystemReader
 from fsdp_overlap.optim import clip_grad_norm_
-from fsdp_overlap.tensor.placement import Tile, contiguous_spec, tile_of
+from fsdp_overlap.tensor.ragged_dtensor import contiguous_spec
+from fsdp_overlap.tensor.tiles import Tile, tile_of
 from support.fake_group import run_on_fake_group
 from support.optimizers import FORMS, OPTIMIZERS
 from support.pointwise import POINTWISE
@@ -259,6 +260,18 @@ def pickles() -> None:
 
 def test_they_can_be_pickled() -> None:
     run_ranks(pickles, 4)
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_files_of_earlier_versions_name_another_module(
+    weights_only: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placement, file = RaggedShard(((0, 0, 3), (1, 3, 4))), io.BytesIO()
+    monkeypatch.setattr(RaggedShard, "__module__", "fsdp_overlap.tensor.placement")
+    torch.save(placement, file)
+    monkeypatch.undo()
+    file.seek(0)
+    assert torch.load(file, weights_only=weights_only) == placement
 
 
 def save(folder: Path) -> None:

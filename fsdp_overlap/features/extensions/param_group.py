@@ -28,8 +28,7 @@ from fsdp_overlap.features.extensions.gather import ExtensionGather
 from fsdp_overlap.features.rows.param_group import RowsParamGroup, row_shard
 from fsdp_overlap.features.rows.plan import RowsPlan
 from fsdp_overlap.features.rows.row_tensor import RowTensor, read_full_scalars
-from fsdp_overlap.tensor.ragged_dtensor import users_attributes
-from fsdp_overlap.tensor.sharded_param import ShardedParam
+from fsdp_overlap.tensor.ragged_dtensor import ShardedParam, users_attributes
 from fsdp_overlap.tensor.subclasses import inner_tensors
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 from fsdp_overlap.engine.mesh import MeshInfo
 from fsdp_overlap.features.hsdp.groups import ReplicatedGroups, replicated_groups
 from fsdp_overlap.layout import ParamGroupPlan
-from fsdp_overlap.tensor.placement import RaggedShard
+from fsdp_overlap.tensor.ragged_dtensor import RaggedShard
 
 
 class ReplicatedMeshInfo(MeshInfo):

@@ -14,7 +14,7 @@ from fsdp_overlap.features.rows.collectives import PackedRows, choose_for_rows
 from fsdp_overlap.features.rows.plan import RowsPlan
 from fsdp_overlap.features.rows.row_tensor import RowTensor, read_full_scalars
 from fsdp_overlap.layout import ParamSpec
-from fsdp_overlap.tensor.sharded_param import ShardedParam
+from fsdp_overlap.tensor.ragged_dtensor import ShardedParam
 from fsdp_overlap.torch_internals import StridedShard
 
 

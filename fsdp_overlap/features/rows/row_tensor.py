@@ -18,9 +18,9 @@ from fsdp_overlap.tensor.ragged_dtensor import (
     CANNOT_MOVE,
     RaggedDTensor,
     ShardEdits,
+    ShardedParam,
     attributes_of,
 )
-from fsdp_overlap.tensor.sharded_param import ShardedParam
 from fsdp_overlap.tensor.subclasses import is_subclass
 from fsdp_overlap.torch_internals import (
     DisableTorchFunctionSubclass,
