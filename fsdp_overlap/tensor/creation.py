@@ -23,7 +23,7 @@ from fsdp_overlap.tensor.ragged_dtensor import (
     contiguous_spec,
     range_dim,
 )
-from fsdp_overlap.tensor.tiles import tile_of
+from fsdp_overlap.tensor.tiles import has_tiles, is_on_mesh, tile_of
 from fsdp_overlap.torch_internals import DTensorSpec, patch_state_dicts
 
 
@@ -101,6 +101,35 @@ def _check_ranges(spec: DTensorSpec) -> None:
             f"{placement!r} places {held} elements, not the {tile.numel} of a tensor of shape "
             f"{tile.shape} over {ranks} ranks"
         )
+
+
+def full_tensor(tensor: RaggedDTensor) -> torch.Tensor:
+    """Return the whole of ``tensor``, a copy. Collective over its mesh."""
+    spec, full = tensor._spec, _full_tile(tensor)
+    if has_tiles(spec):
+        placements = tuple(p if isinstance(p, Shard) else Replicate() for p in spec.placements)
+        tiles = DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
+        full = DTensor.__new__(DTensor, full, tiles, requires_grad=False).full_tensor()
+    return full.to(tensor._local_tensor.device)
+
+
+def _full_tile(tensor: RaggedDTensor) -> torch.Tensor:
+    """Return this rank's whole tile, on the device of the mesh, a copy. Collective over the ranks
+    that hold a range each."""
+    spec, local = tensor._spec, tensor._local_tensor.detach()
+    tile = tile_of(spec)
+    device = local.device if is_on_mesh(local, spec) else spec.mesh.device_type
+    full = torch.empty(tile.numel, dtype=local.dtype, device=device)
+    start, stop = tensor.local_range
+    full[start:stop].copy_(local)
+    group = tensor.range_group
+    works = [
+        dist.broadcast(as_comm_dtype(full[first:last]), group=group, group_src=rank, async_op=True)
+        for rank, first, last in tensor.placement.ranges
+    ]
+    for work in works:
+        work.wait()
+    return full.view(tile.shape)
 
 
 def redistribute(

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from fsdp_overlap.tensor import creation, pointwise, sums_and_norms, views
-from fsdp_overlap.tensor.gradient_errors import raise_in_backward, tensor_operands
+from fsdp_overlap.tensor.gradient_errors import needs_gradient, raise_in_backward, tensor_operands
 from fsdp_overlap.tensor.operands import own_elements
 from fsdp_overlap.tensor.pending_steps import PENDING, finish_pending_steps
 from fsdp_overlap.tensor.ragged_dtensor import CANNOT_MOVE, RaggedDTensor, raise_unsupported
@@ -268,6 +268,15 @@ def _product(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     return sums_and_norms.on_full_tensors(name, func, args, kwargs)
 
 
+def _to_local(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    local = args[0]._local_tensor
+    return raise_in_backward(name, local.detach(), args) if needs_gradient(args) else local
+
+
+def _full_tensor(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return raise_in_backward(name, creation.full_tensor(args[0]), args)
+
+
 def _redistribute(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return raise_in_backward(name, creation.redistribute(*args), args[:1])
 
@@ -299,6 +308,8 @@ TABLE: list[tuple[Collection[str], Handler]] = [
     (("dot",), sums_and_norms.dot),
     (("equal",), sums_and_norms.equal),
     (("_amp_foreach_non_finite_check_and_unscale_",), sums_and_norms.unscale),
+    (("to_local",), _to_local),
+    (("full_tensor",), _full_tensor),
     (("redistribute",), _redistribute),
 ]
 

@@ -21,12 +21,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
-from fsdp_overlap.tensor.comm_dtypes import REDUCE_DTYPES, as_comm_dtype
-from fsdp_overlap.tensor.gradient_errors import needs_gradient, raise_in_backward
+from fsdp_overlap.tensor.comm_dtypes import REDUCE_DTYPES
 from fsdp_overlap.tensor.pending_steps import finish_pending_steps
-from fsdp_overlap.tensor.tiles import has_tiles, is_on_mesh, tile_of
+from fsdp_overlap.tensor.tiles import has_tiles, tile_of
 from fsdp_overlap.torch_internals import (
     DisableTorchFunctionSubclass,
     DTensorSpec,
@@ -524,44 +523,12 @@ class RaggedDTensor(ShardedParam):
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
         """Return this rank's range, flat. It shares memory: in-place edits of it edit the
         parameter."""
-        finish_pending_steps()
-        if needs_gradient([self]):
-            local = self._local_tensor.detach()
-            return cast(torch.Tensor, raise_in_backward("to_local", local, [self]))
-        return self._local_tensor
+        return cast(torch.Tensor, RaggedDTensor._run_op(RaggedDTensor.to_local, (self,), {}))
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """Return the whole tensor on every rank, a copy. Must be called on every rank of the
         mesh."""
-        spec, full = self._spec, self.full_tile()
-        if has_tiles(spec):
-            placements = tuple(p if isinstance(p, Shard) else Replicate() for p in spec.placements)
-            tiles = DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
-            full = DTensor.__new__(DTensor, full, tiles, requires_grad=False).full_tensor()
-        full = full.to(self._local_tensor.device)
-        return cast(torch.Tensor, raise_in_backward("full_tensor", full, [self]))
-
-    def full_tile(self) -> torch.Tensor:
-        """Return this rank's whole tile, on the device of the mesh, a copy. Must be called on every
-        rank of :attr:`range_group`."""
-        finish_pending_steps()
-        spec = self._spec
-        tile = tile_of(spec)
-        local = self._local_tensor.detach()
-        device = local.device if is_on_mesh(local, spec) else spec.mesh.device_type
-        full = torch.empty(tile.numel, dtype=local.dtype, device=device)
-        start, stop = self.local_range
-        full[start:stop].copy_(local)
-        group = self.range_group
-        works = [
-            dist.broadcast(
-                as_comm_dtype(full[first:last]), group=group, group_src=rank, async_op=True
-            )
-            for rank, first, last in self.placement.ranges
-        ]
-        for work in works:
-            work.wait()
-        return full.view(tile.shape)
+        return cast(torch.Tensor, RaggedDTensor._run_op(RaggedDTensor.full_tensor, (self,), {}))
 
     def redistribute(
         self,

@@ -17,7 +17,7 @@ from torch import nn
 from fsdp_overlap import CPUOffloadPolicy, FsdpContext, RaggedDTensor, _fully_shard
 from fsdp_overlap.features.offload import HostStorage
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_, contiguous
-from fsdp_overlap.tensor import ragged_dtensor, sums_and_norms
+from fsdp_overlap.tensor import creation, sums_and_norms
 from support.ranks import run_ranks
 from support.recorded import Entry, RecordingCommStream
 from support.twins import Twins
@@ -29,7 +29,7 @@ def pretending() -> Iterator[None]:
     storage = HostStorage(pin_memory=False)
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(_fully_shard, "_storage_on", return_value=storage))
-        for module in (ragged_dtensor, sums_and_norms, contiguous):
+        for module in (creation, sums_and_norms, contiguous):
             stack.enter_context(mock.patch.object(module, "is_on_mesh", return_value=False))
         yield
 
