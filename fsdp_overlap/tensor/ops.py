@@ -15,9 +15,13 @@ from typing import Any, NoReturn
 import torch
 
 from fsdp_overlap.tensor import creation, pointwise, sums_and_norms, views
-from fsdp_overlap.tensor.gradient_errors import needs_gradient, raise_in_backward, tensor_operands
-from fsdp_overlap.tensor.operands import own_elements
 from fsdp_overlap.tensor.pending_steps import PENDING, finish_pending_steps
+from fsdp_overlap.tensor.pointwise import (
+    needs_gradient,
+    own_elements,
+    raise_in_backward,
+    tensor_operands,
+)
 from fsdp_overlap.tensor.ragged_dtensor import CANNOT_MOVE, RaggedDTensor, raise_unsupported
 from fsdp_overlap.torch_internals import DisableTorchFunctionSubclass
 

@@ -13,8 +13,13 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from fsdp_overlap.tensor.comm_dtypes import COMM_DTYPES
-from fsdp_overlap.tensor.gradient_errors import raise_in_backward, tensor_operands
-from fsdp_overlap.tensor.operands import call_with, full_operand, local_operand
+from fsdp_overlap.tensor.pointwise import (
+    call_with,
+    full_operand,
+    local_operand,
+    raise_in_backward,
+    tensor_operands,
+)
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor, raise_unsupported
 from fsdp_overlap.tensor.tiles import cut_dims, is_on_mesh
 from fsdp_overlap.torch_internals import DTensorSpec
