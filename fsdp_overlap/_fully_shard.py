@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -19,7 +19,7 @@ from fsdp_overlap.context import FsdpContext
 from fsdp_overlap.engine import hooks
 from fsdp_overlap.engine.grads import ParamGroupGradients
 from fsdp_overlap.engine.mesh import MeshInfo
-from fsdp_overlap.engine.options import CommPolicy, compute_dtype, reduce_dtype
+from fsdp_overlap.engine.options import CommPolicy, UnitOptions, reduce_dtype
 from fsdp_overlap.engine.param import (
     Owner,
     ParamInfo,
@@ -37,7 +37,6 @@ from fsdp_overlap.engine.unit import Tie, Unit, unit_of
 from fsdp_overlap.fsdp_module import FSDPModule
 from fsdp_overlap.layout import ParamGroupPlan, Plan
 from fsdp_overlap.layout.plan import RowLayout, rollback_on_error
-from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.tensor.comm_dtypes import REDUCE_DTYPES
 from fsdp_overlap.torch_internals import (
     is_replicated,
@@ -153,48 +152,38 @@ def fully_shard(
     for member in modules:
         _check_module(member)
     classes = [_fsdp_class(type(member)) for member in modules]
-    if ctx is not None and not isinstance(ctx, FsdpContext):
-        raise TypeError(
-            f"ctx is a {type(ctx).__name__}, not an FsdpContext; pass a mesh as mesh=..."
-        )
-    spmd = None
-    if dp_mesh_dims is not None:
-        spmd = _spmd_mesh(mesh, dp_mesh_dims)
-        mesh = spmd.data
-    if ctx is None:
-        ctx = FsdpContext(mesh)
-        ctx.is_implicit = True
-    unit = make_unit(
-        modules,
-        ctx,
+    full_mesh = None if dp_mesh_dims is None else _full_mesh(mesh, dp_mesh_dims)
+    mesh = mesh if full_mesh is None else full_mesh.data
+    ctx = _implicit_context(mesh) if ctx is None else _checked_context(ctx)
+    options = UnitOptions(
         ctx.mesh if mesh is None else mesh,
-        reshard_after_forward=reshard_after_forward,
-        shard_placement_fn=shard_placement_fn,
-        mp_policy=mp_policy,
-        offload_policy=offload_policy,
-        comm_policy=comm_policy,
-        ignored=frozenset(ignored_params or ()),
-        spmd=spmd,
-        conditional=conditional,
+        mp_policy,
+        offload_policy,
+        comm_policy,
+        reshard_after_forward,
+        shard_placement_fn,
+        frozenset(ignored_params or ()),
+        conditional,
+        full_mesh,
     )
-    unit.schedule_class = _schedule_class(len(modules) > 1, conditional)
+    make_unit(modules, ctx, options)
     for member, fsdp_class in zip(modules, classes, strict=True):
         object.__setattr__(member, "__class__", fsdp_class)  # modules may guard their attributes
         record_fully_sharded(member)
     return cast(FSDPModule | Sequence[FSDPModule], module)
 
 
-def _schedule_class(is_list: bool, conditional: bool) -> type[Schedule]:
-    """Return the class of schedules for a unit."""
-    if conditional:
-        from fsdp_overlap.features.negotiation.schedule import NegotiatedSchedule
+def _checked_context(ctx: Any) -> FsdpContext:
+    if isinstance(ctx, FsdpContext):
+        return ctx
+    raise TypeError(f"ctx is a {type(ctx).__name__}, not an FsdpContext; pass a mesh as mesh=...")
 
-        return NegotiatedSchedule
-    if is_list:
-        from fsdp_overlap.features.module_lists import ListSchedule
 
-        return ListSchedule
-    return Schedule
+def _implicit_context(mesh: DeviceMesh | None) -> FsdpContext:
+    """Return the context of a unit that was given none."""
+    ctx = FsdpContext(mesh)
+    ctx.is_implicit = True
+    return ctx
 
 
 def fully_shard_model(
@@ -230,7 +219,7 @@ def fully_shard_model(
     units = find_blocks(model) if units is None else units
     mesh, dims = options.get("mesh"), options.get("dp_mesh_dims")
     if dims is not None:
-        mesh = _spmd_mesh(mesh, dims).data
+        mesh = _full_mesh(mesh, dims).data
     ctx = FsdpContext(mesh) if ctx is None else ctx
     policy = options.get("mp_policy")
     if not (
@@ -249,7 +238,7 @@ def fully_shard_model(
     return fully_shard(model, ctx, **options)
 
 
-def _spmd_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims) -> SPMDMesh:
+def _full_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims) -> SPMDMesh:
     from fsdp_overlap.tensor.spmd_mesh import spmd_mesh
 
     return spmd_mesh(mesh, dims)
@@ -310,13 +299,17 @@ def _fsdp_class(cls: type) -> Any:
         try:
             _fsdp_classes[cls] = _make_fsdp_class(cls)
         except Exception as error:
-            raise TypeError(
-                f"{cls.__name__} cannot be sharded, because a class cannot be made that derives "
-                f"from FSDPModule and from {cls.__name__}, as class FSDP{cls.__name__}(FSDPModule, "
-                f"{cls.__name__}) would be: {error}. Make that possible, for example by a "
-                "metaclass whose arguments have defaults, or shard the modules within it"
-            ) from error
+            raise TypeError(_why_no_class(cls.__name__, error)) from error
     return _fsdp_classes[cls]
+
+
+def _why_no_class(name: str, error: Exception) -> str:
+    return (
+        f"{name} cannot be sharded, because a class cannot be made that derives from FSDPModule "
+        f"and from {name}, as class FSDP{name}(FSDPModule, {name}) would be: {error}. Make that "
+        "possible, for example by a metaclass whose arguments have defaults, or shard the modules "
+        "within it"
+    )
 
 
 def _make_fsdp_class(cls: type) -> Any:
@@ -344,104 +337,70 @@ def _methods_first(metaclass: Any) -> Any:
     return MethodsFirst
 
 
-# ---- The steps ----
+# ---- Make a unit ----
 
 # Features are imported where a unit needs them: most need none.
 
 
-def make_unit(
-    modules: Sequence[nn.Module],
-    ctx: FsdpContext,
-    mesh: DeviceMesh,
-    *,
-    reshard_after_forward: bool | int | None,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
-    mp_policy: MixedPrecisionPolicy,
-    offload_policy: OffloadPolicy,
-    comm_policy: CommPolicy | None,
-    ignored: frozenset[nn.Parameter],
-    spmd: SPMDMesh | None = None,
-    conditional: bool = False,
-) -> Unit:
+def make_unit(modules: Sequence[nn.Module], ctx: FsdpContext, options: UnitOptions) -> Unit:
     """Shard what ``modules`` own and hook their forwards. Their classes are left to the caller.
-
-    The arguments mean what they mean to :func:`fully_shard`. Parameters are sharded over ``mesh``
-    unless ``shard_placement_fn`` gives them another. ``spmd``: the mesh that they lie over, if it
-    has more dimensions.
 
     Raises:
         TypeError, ValueError: a parameter cannot be sharded. Nothing was changed then.
     """
-    owned = owned_parameters(modules, ignored)
-    ties: Sequence[Tie] = ()
-    if any(owner_of(item.parameter) is not None for item in owned):
-        from fsdp_overlap.features.tied_parameters import find_ties
-
-        owned, ties = find_ties(modules, owned, ctx, mesh, mp_policy)
-    asked = spmd, shard_placement_fn, comm_policy, mp_policy, reshard_after_forward
-    if _are_plain(owned, ctx, *asked):
-        by_mesh = {ctx.mesh_info_of(mesh): owned}
-    else:
-        from fsdp_overlap.features.parameter_checks import check_parameters
-
-        by_mesh, reshard_after_forward = check_parameters(owned, modules, ctx, mesh, *asked)
-    planned = _plan(modules, by_mesh, ctx, comm_policy)
+    owned, ties = _own(modules, ctx, options)
+    by_mesh, options = _check(owned, modules, ctx, options)
+    planned = _plan(modules, by_mesh, ctx, options.comm_policy)
     # Nothing was changed so far, and nothing is refused from here on.
     if ctx.sync_module_states:
-        from fsdp_overlap.features.sync_module_states import sync_module_states_from_first
-
-        sync_module_states_from_first(modules, by_mesh, mesh)
+        _sync_from_first(modules, by_mesh, options.mesh)
     originals = [item.parameter for item in owned]
-    storage = _storage_on(ctx.device, offload_policy)
-    param_groups = _allocate(by_mesh, planned, mp_policy, storage, comm_policy)
-    _choose_gatherers(param_groups, reshard_after_forward)
-    unit = Unit(
-        modules,
-        ctx,
-        mesh,
-        param_groups,
-        mp_policy,
-        offload_policy,
-        comm_policy,
-        reshard_after_forward,
-        UnownedParameters(modules, ignored),
-        _adopt,
-        conditional,
-    )
+    param_groups = _allocate(by_mesh, planned, _storage_on(ctx.device, options), options)
+    unowned = UnownedParameters(modules, options.ignored)
+    unit = Unit(modules, ctx, options, param_groups, unowned, _adopt)
     unit.make_unit = make_unit
     _mark_owners(unit, owned, originals)
+    _choose_schedule(unit)
     if ties:
-        from fsdp_overlap.features.tied_parameters import connect_ties
-
-        connect_ties(unit, ties)
+        _connect_ties(unit, ties)
     _install(unit, modules, ctx)
     return unit
+
+
+# ---- own ----
+
+
+def _own(
+    modules: Sequence[nn.Module], ctx: FsdpContext, options: UnitOptions
+) -> tuple[list[ParamInfo], Sequence[Tie]]:
+    """Return the parameters that the unit will own, and those that it will read."""
+    owned = owned_parameters(modules, options.ignored)
+    if all(owner_of(item.parameter) is None for item in owned):
+        return owned, ()
+    from fsdp_overlap.features.tied_parameters import find_ties
+
+    return find_ties(modules, owned, ctx, options.mesh, options.mp_policy)
 
 
 # ---- check ----
 
 
-def _are_plain(
-    owned: Sequence[ParamInfo],
-    ctx: FsdpContext,
-    spmd: SPMDMesh | None,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
-    comm_policy: CommPolicy | None,
-    mp_policy: MixedPrecisionPolicy,
-    reshard_after_forward: bool | int | None,
-) -> bool:
-    """Return whether there is nothing to check, because all parameters are plain and the user asked
-    nothing that depends on them."""
-    return (
-        spmd is None
-        and shard_placement_fn is None
-        and comm_policy is None
-        and getattr(mp_policy, "param_dtype_override_fn", None) is None  # of torch 2.15
+def _check(
+    owned: list[ParamInfo], modules: Sequence[nn.Module], ctx: FsdpContext, options: UnitOptions
+) -> tuple[dict[MeshInfo, list[ParamInfo]], UnitOptions]:
+    """Return the parameters by the mesh that they are sharded over, and what the unit needs of
+    ``options``. There is nothing to check if all parameters are plain and the user asked nothing
+    that depends on them."""
+    if (
+        options.is_plain
         and not callable(ctx.layout)
         and not isinstance(ctx.layout, RowLayout)
-        and (reshard_after_forward is None or isinstance(reshard_after_forward, bool))
-        and all(_is_plain(item.parameter, ctx.device, mp_policy) for item in owned)
-    )
+        and all(_is_plain(item.parameter, ctx.device, options.mp_policy) for item in owned)
+    ):
+        return {ctx.mesh_info_of(options.mesh): owned}, options
+    from fsdp_overlap.features.parameter_checks import check_parameters
+
+    return check_parameters(owned, modules, ctx, options)
 
 
 def _is_plain(
@@ -468,16 +427,10 @@ def _plan(
 ) -> dict[MeshInfo, list[Plan]]:
     """Decide how the parameters that are sharded over each mesh are laid out. If it raises, nothing
     was planned."""
-    for mesh_info in by_mesh:
-        has_none = not mesh_info.plans.has(modules[0])
-        if has_none and any(other.plans.has(modules[0]) for other in ctx.mesh_infos):
-            raise ValueError(
-                f"{module_class_name(modules)} was planned for another mesh than {mesh_info.mesh}: "
-                "name its mesh in ctx.plan_layout(..., meshes={module: mesh})"
-            )
+    if len(ctx.mesh_infos) > 1:
+        _check_planned_meshes(modules, by_mesh, ctx)
     can_fail_late = len(by_mesh) > 1 or comm_policy is not None
-    plans = [mesh_info.plans for mesh_info in by_mesh]
-    with rollback_on_error(plans) if can_fail_late else nullcontext():
+    with rollback_on_error(each.plans for each in by_mesh) if can_fail_late else nullcontext():
         # A unit that was given no context has one of its own, so nothing tells which is first.
         planned = {
             mesh_info: mesh_info.plans.plan_unit(
@@ -491,12 +444,34 @@ def _plan(
     return planned
 
 
+def _check_planned_meshes(
+    modules: Sequence[nn.Module], by_mesh: Iterable[MeshInfo], ctx: FsdpContext
+) -> None:
+    """Raise ValueError if the unit was planned for another mesh."""
+    for mesh_info in by_mesh:
+        has_none = not mesh_info.plans.has(modules[0])
+        if has_none and any(other.plans.has(modules[0]) for other in ctx.mesh_infos):
+            raise ValueError(
+                f"{module_class_name(modules)} was planned for another mesh than {mesh_info.mesh}: "
+                "name its mesh in ctx.plan_layout(..., meshes={module: mesh})"
+            )
+
+
+def _sync_from_first(
+    modules: Sequence[nn.Module], by_mesh: dict[MeshInfo, list[ParamInfo]], mesh: DeviceMesh
+) -> None:
+    from fsdp_overlap.features.sync_module_states import sync_module_states_from_first
+
+    sync_module_states_from_first(modules, by_mesh, mesh)
+
+
 # ---- allocate ----
 
 
-def _storage_on(device: torch.device, policy: OffloadPolicy) -> Storage:
-    """Return where shards rest: on the host if ``policy`` asks for it, and there is a device to
+def _storage_on(device: torch.device, options: UnitOptions) -> Storage:
+    """Return where shards rest: on the host if the user asks for it, and there is a device to
     offload from."""
+    policy = options.offload_policy
     if device.type == "cpu" or not isinstance(policy, CPUOffloadPolicy):
         return DEVICE
     from fsdp_overlap.features.offload import HostStorage
@@ -507,9 +482,8 @@ def _storage_on(device: torch.device, policy: OffloadPolicy) -> Storage:
 def _allocate(
     by_mesh: dict[MeshInfo, list[ParamInfo]],
     planned: dict[MeshInfo, list[Plan]],
-    mp_policy: MixedPrecisionPolicy,
     storage: Storage,
-    comm_policy: CommPolicy | None,
+    options: UnitOptions,
 ) -> list[ParamGroup]:
     """Make the param groups, with their full buffers, shards and sharded parameters."""
     param_groups: list[ParamGroup] = []
@@ -518,28 +492,44 @@ def _allocate(
         is_meta = any(item.parameter.is_meta for item in items)
         device = torch.device("meta") if is_meta else mesh_info.device
         for plan in planned[mesh_info]:
-            dtype = compute_dtype(plan.specs[0], mp_policy)
             own = [by_fqn[spec.fqn] for spec in plan.specs]
-            make: Any = partial(ParamGroup, comm_policy=comm_policy)
-            if not isinstance(plan, ParamGroupPlan):
-                make = _rows_param_group(plan, mp_policy, comm_policy)
-            param_group = make(plan, own, mesh_info, device, dtype, storage)
-            param_group.make_gradients = _gradients_class(param_group)
+            make = _param_group_class(plan, options)
+            param_group = make(plan, own, mesh_info, device, storage, options)
+            _choose_strategies(param_group, options)
             param_groups.append(param_group)
     return param_groups
 
 
-def _rows_param_group(
-    plan: Plan, mp_policy: MixedPrecisionPolicy, comm_policy: CommPolicy | None
-) -> Callable[..., ParamGroup]:
-    """Return what makes a param group of rows."""
+def _param_group_class(plan: Plan, options: UnitOptions) -> type[ParamGroup]:
+    if isinstance(plan, ParamGroupPlan):
+        return ParamGroup
     if plan.specs[0].is_extension:
         from fsdp_overlap.features.extensions.param_group import ExtensionParamGroup
 
-        return partial(ExtensionParamGroup, mp_policy=mp_policy)
+        return ExtensionParamGroup
     from fsdp_overlap.features.rows.param_group import RowsParamGroup
 
-    return partial(RowsParamGroup, comm_policy=comm_policy)
+    return RowsParamGroup
+
+
+def _choose_strategies(param_group: ParamGroup, options: UnitOptions) -> None:
+    """Give a param group what makes its gradients and its gatherer, if these are no plain ones."""
+    mesh_info = param_group.mesh_info
+    if (
+        param_group.is_tensor_parallel
+        or param_group.is_extension
+        or mesh_info.num_replicas > 1
+        or param_group.storage.is_on_host
+    ):
+        param_group.make_gradients = _gradients_class(param_group)
+    if mesh_info.shards_replicas:
+        from fsdp_overlap.features import outer_shard
+
+        param_group.make_gatherer = outer_shard.make_gatherer
+    elif type(options.reshard_after_forward) is int:
+        from fsdp_overlap.features import kept_parts
+
+        param_group.make_gatherer = kept_parts.make_gatherer
 
 
 def _gradients_class(param_group: ParamGroup) -> type[ParamGroupGradients]:
@@ -563,23 +553,8 @@ def _gradients_class(param_group: ParamGroup) -> type[ParamGroupGradients]:
 
         classes.append(OffloadedGradients)
     if len(classes) < 2:
-        return classes[0] if classes else ParamGroupGradients
+        return classes[0]
     return type("".join(each.__name__ for each in classes), tuple(classes), {})
-
-
-def _choose_gatherers(
-    param_groups: Sequence[ParamGroup], reshard_after_forward: bool | int | None
-) -> None:
-    """Give param groups what makes their gatherers, if these are no plain ones."""
-    for param_group in param_groups:
-        if param_group.mesh_info.shards_replicas:
-            from fsdp_overlap.features import outer_shard
-
-            param_group.make_gatherer = outer_shard.make_gatherer
-        elif type(reshard_after_forward) is int:
-            from fsdp_overlap.features import kept_parts
-
-            param_group.make_gatherer = kept_parts.make_gatherer
 
 
 # ---- install ----
@@ -597,6 +572,24 @@ def _mark_owners(unit: Unit, owned: Sequence[ParamInfo], originals: Sequence[nn.
             mark_owner(item.parameter, replaced)
             mark_owner(original_of[item.fqn], replaced)
     record_replacement()
+
+
+def _choose_schedule(unit: Unit) -> None:
+    """Choose the class of schedules that knows ``unit``, if that is no plain one."""
+    if unit.is_conditional:
+        from fsdp_overlap.features.negotiation.schedule import NegotiatedSchedule
+
+        unit.schedule_class = NegotiatedSchedule
+    elif unit.has_several_modules:
+        from fsdp_overlap.features.module_lists import ListSchedule
+
+        unit.schedule_class = ListSchedule
+
+
+def _connect_ties(unit: Unit, ties: Sequence[Tie]) -> None:
+    from fsdp_overlap.features.tied_parameters import connect_ties
+
+    connect_ties(unit, ties)
 
 
 def _install(unit: Unit, modules: Sequence[nn.Module], ctx: FsdpContext) -> None:

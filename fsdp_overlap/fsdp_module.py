@@ -57,9 +57,9 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
     _fsdp_use_orig_params = True
     """For ``torch.compile``, which refuses a managed module without it."""
 
-    def __init_subclass__(cls) -> None:
-        """Do not call that of the user's class, which may want arguments, register each subclass,
-        or wrap methods once more."""
+    # Not that of the user's class, which may want arguments, register each subclass, or wrap
+    # methods once more.
+    __init_subclass__ = object.__init_subclass__
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make a module of the plain class, because a new module is not a unit. A slice of a

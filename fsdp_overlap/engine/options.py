@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from fsdp_overlap.comm.collectives import Collectives, Transport
 from fsdp_overlap.comm.streams import streams_of
@@ -27,6 +29,37 @@ def reduce_dtype(dtype: torch.dtype, mp_policy: MixedPrecisionPolicy) -> torch.d
     """Return the dtype that gradients kept in ``dtype`` are reduced in. Complex ones keep
     theirs."""
     return (mp_policy.reduce_dtype or dtype) if dtype.is_floating_point else dtype
+
+
+# ---- What fully_shard() is told ----
+
+
+@dataclass(frozen=True)
+class UnitOptions:
+    """The arguments of :func:`fully_shard` for one unit. ``ignored``: the parameters to leave as
+    they are. ``full_mesh``: the mesh of all parallelism that parameters lie over, if ``mesh`` is
+    only a part of it."""
+
+    mesh: DeviceMesh
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    comm_policy: CommPolicy | None
+    reshard_after_forward: bool | int | None
+    shard_placement_fn: Callable[[Any], Any] | None
+    ignored: frozenset[nn.Parameter]
+    conditional: bool
+    full_mesh: Any
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing was asked that depends on what parameters there are."""
+        return (
+            self.full_mesh is None
+            and self.shard_placement_fn is None
+            and self.comm_policy is None
+            and getattr(self.mp_policy, "param_dtype_override_fn", None) is None  # of torch 2.15
+            and (self.reshard_after_forward is None or isinstance(self.reshard_after_forward, bool))
+        )
 
 
 # ---- How gradients are reduced ----

@@ -32,7 +32,7 @@ from fsdp_overlap.comm.comm_streams import (
 )
 from fsdp_overlap.comm.process_groups import CommGroups, communicates
 from fsdp_overlap.engine.mesh import MeshInfo, ParamGroupEdits
-from fsdp_overlap.engine.options import CommPolicy, UnitSettings, sent_sizes
+from fsdp_overlap.engine.options import UnitOptions, UnitSettings, compute_dtype, sent_sizes
 from fsdp_overlap.engine.param import (
     ParamHashes,
     ParamInfo,
@@ -41,7 +41,7 @@ from fsdp_overlap.engine.param import (
     tp_local_tensor,
     unwrap,
 )
-from fsdp_overlap.engine.storage import DEVICE, Storage
+from fsdp_overlap.engine.storage import Storage
 from fsdp_overlap.layout import ParamGroupPlan, ParamSpec, Plan
 from fsdp_overlap.tensor.flat_buffer import Buffer, FlatBuffer, VersionCounters
 from fsdp_overlap.tensor.ragged_dtensor import (
@@ -152,9 +152,8 @@ class ParamGroup:
         owned: Sequence[ParamInfo],
         mesh_info: MeshInfo,
         device: torch.device,
-        compute_dtype: torch.dtype,
-        storage: Storage = DEVICE,
-        comm_policy: CommPolicy | None = None,
+        storage: Storage,
+        options: UnitOptions,
     ) -> None:
         self.plan = plan
         self.owned = list(owned)
@@ -173,8 +172,8 @@ class ParamGroup:
         self.transport: Transport | None = None
         self.reduce_dtype: torch.dtype
         """What gradients travel in."""
-        self.compute_dtype = compute_dtype
-        self.comm_policy = comm_policy
+        self.compute_dtype = compute_dtype(plan.specs[0], options.mp_policy)
+        self.comm_policy = options.comm_policy
         self.storage = storage
         self.parameters = [item.parameter for item in owned]
         self.is_tensor_parallel = any(item.is_tensor_parallel for item in owned)

@@ -13,14 +13,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_overlap.comm.comm_streams import CommStream
 from fsdp_overlap.engine.casts import cast_of_inputs, cast_of_output
 from fsdp_overlap.engine.grads import ParamGroupGradients
 from fsdp_overlap.engine.mesh import Faults, ParamGroupEdits
-from fsdp_overlap.engine.options import CommPolicy, UnitSettings, reduce_dtype
+from fsdp_overlap.engine.options import UnitOptions, UnitSettings, reduce_dtype
 from fsdp_overlap.engine.param import (
     ParamInfo,
     UnownedParameters,
@@ -261,28 +259,20 @@ class Unit:
         self,
         modules: Sequence[nn.Module],
         context: Context,
-        mesh: DeviceMesh,
+        options: UnitOptions,
         param_groups: list[ParamGroup],
-        mp_policy: MixedPrecisionPolicy,
-        policy_at_rest: object,
-        comm_policy: CommPolicy | None,
-        reshard_after_forward: bool | int | None,
         unowned: UnownedParameters,
         adopt: Callable[[Unit], None],
-        conditional: bool = False,
     ) -> None:
         self._modules = [weakref.ref(module) for module in modules]
-        self.mesh = mesh
+        self.options = options
+        self.mesh, self.mp_policy = options.mesh, options.mp_policy
+        self.reshard_after_forward = options.reshard_after_forward
         self.has_several_modules = len(modules) > 1
         """It is unsharded from the first of its modules that runs to the last."""
         self.param_groups = param_groups
         self.has_parameters = bool(param_groups)
-        self.mp_policy = mp_policy
-        self.policy_at_rest = policy_at_rest
-        """What the user asked of where shards rest, for copies of the unit."""
-        self.comm_policy = comm_policy
-        self.reshard_after_forward = reshard_after_forward
-        self.conditional = self.is_conditional = conditional
+        self.is_conditional = options.conditional
         self._is_uneven = False
         self.settings = UnitSettings()
         self.under_way: list[UnderWay] = []
@@ -300,8 +290,8 @@ class Unit:
         )
         self.has_replicas = any(group.mesh_info.num_replicas > 1 for group in param_groups)
         self.is_root = False
-        self.cast_inputs = cast_of_inputs(mp_policy, None)
-        self.cast_output = cast_of_output(mp_policy)
+        self.cast_inputs = cast_of_inputs(self.mp_policy, None)
+        self.cast_output = cast_of_output(self.mp_policy)
         self.name = module_class_name(modules)
         self.single_all_gather: list[tuple[str, list[ParamGroup]]] = []
         """The name of its all-gather, and the param group. Empty if it has several, or no name
@@ -663,7 +653,7 @@ def find_conditional(units: Sequence[Unit]) -> None:
     """Find which of ``units``, all units of a context, only some ranks may run: those within a
     conditional one too."""
     for unit in units:
-        if unit.conditional:
+        if unit.options.conditional:
             within = {module for member in unit.modules for module in member.modules()}
             for other in units:
                 other.is_conditional |= all(module in within for module in other.modules)

@@ -79,16 +79,12 @@ def copy_unit(unit: Unit, memo: dict[int, Any]) -> None:
             )
     tied = {memo[id(table[name])] for tie in unit.ties for table, name in tie.registrations}
     assert unit.make_unit is not None
-    copied_unit = unit.make_unit(
-        duplicates,
-        context,
-        unit.mesh,
+    options = replace(
+        unit.options,
+        mp_policy=_keeping_dtypes(unit.mp_policy, kept),
         reshard_after_forward=unit.reshard_after_forward,
         shard_placement_fn=meshes.__getitem__,
-        mp_policy=_keeping_dtypes(unit.mp_policy, kept),
-        offload_policy=unit.policy_at_rest,
-        comm_policy=unit.comm_policy,
-        conditional=unit.conditional,
+        full_mesh=None,
         # What the unit does not own, the copy does not: ignored, or frozen and added later.
         ignored=frozenset(
             parameter
@@ -96,6 +92,7 @@ def copy_unit(unit: Unit, memo: dict[int, Any]) -> None:
             if parameter not in meshes and parameter not in tied
         ),
     )
+    copied_unit = unit.make_unit(duplicates, context, options)
     copied_unit.unowned = deepcopy(unit.unowned, memo)
     for module, duplicate in zip(originals, duplicates, strict=True):
         object.__setattr__(duplicate, "__class__", type(module))
@@ -116,7 +113,6 @@ def _copy_state(unit: Unit, other: Unit) -> None:
             duplicate.requires_grad_(parameter.requires_grad)
             duplicate.grad = deepcopy(parameter.grad)
     unit.settings.copy_to(other.settings)
-    other.schedule_class = unit.schedule_class
 
 
 def _copy_parameters(unit: Unit, memo: dict[int, Any]) -> set[nn.Parameter]:

@@ -3,7 +3,7 @@ a dtype, few bits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from types import NoneType
 from typing import Any
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_overlap.engine.context import ModelContext
 from fsdp_overlap.engine.mesh import MeshInfo
-from fsdp_overlap.engine.options import CommPolicy, reduce_dtype
+from fsdp_overlap.engine.options import CommPolicy, UnitOptions, reduce_dtype
 from fsdp_overlap.engine.param import ParamInfo, concatenate_meshes, tp_local_tensor
 from fsdp_overlap.features.opaque_parameters import with_aliases
 from fsdp_overlap.features.tensor_parallel_specs import spec_over_both
@@ -24,7 +24,7 @@ from fsdp_overlap.layout.layouts import layout_for
 from fsdp_overlap.layout.plan import RowLayout
 from fsdp_overlap.tensor.comm_dtypes import REDUCE_DTYPES
 from fsdp_overlap.tensor.ragged_dtensor import refused_grad_dtype
-from fsdp_overlap.tensor.spmd_mesh import SPMDMesh, spmd_mesh_of, spmd_placement
+from fsdp_overlap.tensor.spmd_mesh import spmd_mesh_of, spmd_placement
 from fsdp_overlap.tensor.subclasses import inner_tensors, is_subclass, missing_methods
 from fsdp_overlap.tensor.tiles import tile_of
 from fsdp_overlap.torch_internals import DTensorSpec
@@ -34,20 +34,15 @@ def check_parameters(
     owned: list[ParamInfo],
     modules: Sequence[nn.Module],
     ctx: ModelContext,
-    mesh: DeviceMesh,
-    spmd: SPMDMesh | None,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
-    comm_policy: CommPolicy | None,
-    mp_policy: MixedPrecisionPolicy,
-    reshard_after_forward: bool | int | None,
-) -> tuple[dict[MeshInfo, list[ParamInfo]], bool | int | None]:
+    options: UnitOptions,
+) -> tuple[dict[MeshInfo, list[ParamInfo]], UnitOptions]:
     """Note what the user asked of parameters of ``modules``, which become a unit. Return them by
-    the mesh that they are sharded over, and ``reshard_after_forward`` as the unit needs it. The
-    arguments mean what they mean to :func:`~fsdp_overlap._fully_shard.make_unit`.
+    the mesh that they are sharded over, and ``options`` as the unit needs them.
 
     Raises:
         TypeError, ValueError: a parameter cannot be sharded.
     """
+    mp_policy, comm_policy = options.mp_policy, options.comm_policy
     owned = with_aliases(owned, modules)
     for item in owned:
         _check_parameter(item, owned[0], ctx)
@@ -55,9 +50,9 @@ def check_parameters(
         if comm_policy is not None:
             block, is_kept = comm_policy.block_numel(item.spec), comm_policy.keeps(item.spec)
             item.spec = replace(item.spec, block=block, is_kept=is_kept)
-    by_mesh = _by_mesh(owned, ctx, mesh, spmd, shard_placement_fn)
+    by_mesh = _by_mesh(owned, ctx, options)
     reshard_after_forward = _checked_reshard_after_forward(
-        reshard_after_forward, {mesh_info.shard_size for mesh_info in by_mesh}
+        options.reshard_after_forward, {mesh_info.shard_size for mesh_info in by_mesh}
     )
     for mesh_info, items in by_mesh.items():
         for item in items:
@@ -70,7 +65,7 @@ def check_parameters(
                 if item.spmd is None:
                     _check_concatenation(item.where, item.parameter, mesh_info.mesh)
     _record_kept_dtypes(owned, mp_policy)
-    return by_mesh, reshard_after_forward
+    return by_mesh, replace(options, reshard_after_forward=reshard_after_forward)
 
 
 # ---- Each parameter ----
@@ -230,15 +225,14 @@ def _checked_reshard_after_forward(value: bool | int | None, sizes: set[int]) ->
 def _by_mesh(
     owned: list[ParamInfo],
     ctx: ModelContext,
-    mesh: DeviceMesh,
-    spmd: SPMDMesh | None,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
+    options: UnitOptions,
 ) -> dict[MeshInfo, list[ParamInfo]]:
     """Sort the unit's parameters by the mesh that they are sharded over."""
+    mesh, placement_fn = options.mesh, options.shard_placement_fn
     by_mesh: dict[MeshInfo, list[ParamInfo]] = {ctx.mesh_info_of(mesh): []}
     for item in owned:
-        wanted: Any = None if shard_placement_fn is None else shard_placement_fn(item.parameter)
-        own_mesh, own_spmd = mesh, spmd
+        wanted: Any = None if placement_fn is None else placement_fn(item.parameter)
+        own_mesh, own_spmd = mesh, options.full_mesh
         if mesh_info := getattr(wanted, "mesh_info", None):
             own_mesh, wanted = mesh_info.mesh, wanted.placement
             own_spmd = spmd_mesh_of(mesh_info)

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.comm.collectives import CollectivePair, Collectives
@@ -19,7 +18,7 @@ from fsdp_overlap.comm.comm_streams import HostWorkHandle
 from fsdp_overlap.desync.order_check import START
 from fsdp_overlap.engine.grads import ParamGroupGradients
 from fsdp_overlap.engine.mesh import MeshInfo, ParamGroupEdits
-from fsdp_overlap.engine.options import UnitSettings
+from fsdp_overlap.engine.options import UnitOptions, UnitSettings
 from fsdp_overlap.engine.param import ParamInfo, hash_of, parameter_like, tp_local_tensor
 from fsdp_overlap.engine.param_group import ParamGroup
 from fsdp_overlap.engine.storage import Storage
@@ -76,14 +75,13 @@ class ExtensionParamGroup(RowsParamGroup):
         owned: Sequence[ParamInfo],
         mesh_info: MeshInfo,
         device: torch.device,
-        compute_dtype: torch.dtype,
         storage: Storage,
-        mp_policy: MixedPrecisionPolicy,
+        options: UnitOptions,
     ) -> None:
-        self._mp_policy = mp_policy
+        self._mp_policy = options.mp_policy
         self._is_made = False
         self._gather: ExtensionGather | None = None
-        super().__init__(plan, owned, mesh_info, device, compute_dtype, storage)
+        super().__init__(plan, owned, mesh_info, device, storage, options)
 
     # At rest
 
