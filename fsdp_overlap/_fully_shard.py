@@ -19,7 +19,7 @@ from fsdp_overlap.context import FsdpContext
 from fsdp_overlap.engine import hooks
 from fsdp_overlap.engine.grads import ParamGroupGradients
 from fsdp_overlap.engine.mesh import MeshInfo
-from fsdp_overlap.engine.options import CommPolicy, UnitOptions, reduce_dtype
+from fsdp_overlap.engine.options import CommPolicy, UnitOptions
 from fsdp_overlap.engine.param import (
     Owner,
     ParamInfo,
@@ -30,9 +30,9 @@ from fsdp_overlap.engine.param import (
     owned_parameters,
     owner_of,
     record_replacement,
+    reduce_dtype,
 )
-from fsdp_overlap.engine.param_group import ParamGroup
-from fsdp_overlap.engine.storage import DEVICE, Storage
+from fsdp_overlap.engine.param_group import DEVICE, ParamGroup, Storage
 from fsdp_overlap.engine.unit import Tie, Unit, unit_of
 from fsdp_overlap.fsdp_module import FSDPModule
 from fsdp_overlap.layout import ParamGroupPlan, Plan

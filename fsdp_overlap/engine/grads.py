@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from fsdp_overlap.comm.collectives import PendingCollective
 from fsdp_overlap.comm.comm_streams import Accept, CommStream, WorkHandle
 from fsdp_overlap.desync.order_check import REDUCE_SCATTER
-from fsdp_overlap.engine.options import ReduceOptions, sent_sizes
-from fsdp_overlap.engine.param_group import ParamGroup
+from fsdp_overlap.engine.options import ReduceOptions
+from fsdp_overlap.engine.param_group import ParamGroup, sent_sizes
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 from fsdp_overlap.tensor.ragged_dtensor import call_gradient_hooks, call_hooks
 from fsdp_overlap.tensor.subclasses import is_subclass

@@ -1,4 +1,4 @@
-"""Settings of a unit: dtypes, reduction, and those that methods set."""
+"""What a unit is told: by fully_shard(), and by methods of its module."""
 
 from __future__ import annotations
 
@@ -15,21 +15,6 @@ from fsdp_overlap.comm.collectives import Collectives, Transport
 from fsdp_overlap.comm.streams import streams_of
 from fsdp_overlap.layout import ParamSpec, Plan
 from fsdp_overlap.tensor.flat_buffer import MemorySource
-
-# ---- Dtypes ----
-
-
-def compute_dtype(spec: ParamSpec, mp_policy: MixedPrecisionPolicy) -> torch.dtype:
-    """Return the dtype that compute uses a parameter in."""
-    is_cast = spec.dtype.is_floating_point and not (spec.keeps_dtype or spec.is_opaque)
-    return (mp_policy.param_dtype or spec.dtype) if is_cast else spec.dtype
-
-
-def reduce_dtype(dtype: torch.dtype, mp_policy: MixedPrecisionPolicy) -> torch.dtype:
-    """Return the dtype that gradients kept in ``dtype`` are reduced in. Complex ones keep
-    theirs."""
-    return (mp_policy.reduce_dtype or dtype) if dtype.is_floating_point else dtype
-
 
 # ---- What fully_shard() is told ----
 
@@ -160,20 +145,10 @@ class CommPolicy(Protocol):
         ...
 
     def sent_sizes(self, plan: Plan, dtype: torch.dtype, reduced: bool) -> list[int]:
-        """Do as :func:`sent_sizes`."""
+        """Do as :func:`~fsdp_overlap.engine.param_group.sent_sizes`."""
         ...
 
     def wrap(self, collectives: Collectives, param_group: Any) -> Collectives:
         """Return what gathers and reduces ``param_group``, whose ``collectives`` send it as it
         is."""
         ...
-
-
-def sent_sizes(
-    plan: Plan, dtype: torch.dtype, policy: CommPolicy | None, reduced: bool = False
-) -> list[int]:
-    """Return how many bytes each rank sends of a param group of ``dtype``, or gets of its gradients
-    if they are ``reduced``. ``None``: they travel as they are."""
-    if policy is not None:
-        return policy.sent_sizes(plan, dtype, reduced)
-    return [numel * dtype.itemsize for numel in plan.shard_numels]

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
@@ -158,6 +158,21 @@ def placed_like(
             f"{type(gradient).__name__} over {getattr(gradient, 'device_mesh', 'no mesh')}"
         )
     return cast(DTensor, gradient.to(dtype)).redistribute(placements=parameter.placements)
+
+
+# ---- Dtypes ----
+
+
+def compute_dtype(spec: ParamSpec, mp_policy: MixedPrecisionPolicy) -> torch.dtype:
+    """Return the dtype that compute uses a parameter in."""
+    is_cast = spec.dtype.is_floating_point and not (spec.keeps_dtype or spec.is_opaque)
+    return (mp_policy.param_dtype or spec.dtype) if is_cast else spec.dtype
+
+
+def reduce_dtype(dtype: torch.dtype, mp_policy: MixedPrecisionPolicy) -> torch.dtype:
+    """Return the dtype that gradients kept in ``dtype`` are reduced in. Complex ones keep
+    theirs."""
+    return (mp_policy.reduce_dtype or dtype) if dtype.is_floating_point else dtype
 
 
 # ---- Which parameters a unit owns ----

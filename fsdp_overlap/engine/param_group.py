@@ -30,18 +30,19 @@ from fsdp_overlap.comm.comm_streams import (
     DeviceWorkHandle,
     WorkHandle,
 )
+from fsdp_overlap.comm.host_copies import D2HCopy
 from fsdp_overlap.comm.process_groups import CommGroups, communicates
 from fsdp_overlap.engine.mesh import MeshInfo, ParamGroupEdits
-from fsdp_overlap.engine.options import UnitOptions, UnitSettings, compute_dtype, sent_sizes
+from fsdp_overlap.engine.options import CommPolicy, UnitOptions, UnitSettings
 from fsdp_overlap.engine.param import (
     ParamHashes,
     ParamInfo,
     ParamModuleInfo,
+    compute_dtype,
     parameter_like,
     tp_local_tensor,
     unwrap,
 )
-from fsdp_overlap.engine.storage import Storage
 from fsdp_overlap.layout import ParamGroupPlan, ParamSpec, Plan
 from fsdp_overlap.tensor.flat_buffer import Buffer, FlatBuffer, VersionCounters
 from fsdp_overlap.tensor.ragged_dtensor import (
@@ -52,6 +53,32 @@ from fsdp_overlap.tensor.ragged_dtensor import (
 )
 from fsdp_overlap.tensor.subclasses import is_subclass, missing_methods
 from fsdp_overlap.torch_internals import current_graph_task_id
+
+# ---- Where shards and their gradients rest ----
+
+
+class Storage:
+    """Where shards and their gradients rest: on the device that computes."""
+
+    is_on_host = False
+    """Whether they rest on the host, and another device computes."""
+
+    def rest_device(self, device: torch.device) -> torch.device:
+        """Return where shards rest of which ``device`` computes with the parameters."""
+        return device
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return memory for a shard or its gradient. ``device``: where the full buffer is."""
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def to_host(self, reduced: torch.Tensor) -> D2HCopy:
+        """Enqueue the copy of a gradient to where its shard rests, if that is the host. The copy
+        runs after the work that makes ``reduced``."""
+        raise NotImplementedError
+
+
+DEVICE = Storage()
+
 
 # ---- States ----
 
@@ -125,6 +152,16 @@ and backward. ``None``: nobody keeps one."""
 def direct_gatherer(param_group: ParamGroup, post_forward_size: int | None) -> Gatherer:
     """Return the gatherer of a param group whose full buffer is freed or kept as a whole."""
     return DIRECT
+
+
+def sent_sizes(
+    plan: Plan, dtype: torch.dtype, policy: CommPolicy | None, reduced: bool = False
+) -> list[int]:
+    """Return how many bytes each rank sends of a param group of ``dtype``, or gets of its gradients
+    if they are ``reduced``. ``None``: they travel as they are."""
+    if policy is not None:
+        return policy.sent_sizes(plan, dtype, reduced)
+    return [numel * dtype.itemsize for numel in plan.shard_numels]
 
 
 # ---- Param groups ----

@@ -18,13 +18,14 @@ from fsdp_overlap.comm.comm_streams import CommStream
 from fsdp_overlap.engine.casts import cast_of_inputs, cast_of_output
 from fsdp_overlap.engine.grads import ParamGroupGradients
 from fsdp_overlap.engine.mesh import Faults, ParamGroupEdits
-from fsdp_overlap.engine.options import UnitOptions, UnitSettings, reduce_dtype
+from fsdp_overlap.engine.options import UnitOptions, UnitSettings
 from fsdp_overlap.engine.param import (
     ParamInfo,
     UnownedParameters,
     check_frozen,
     module_class_name,
     modules_outside_units,
+    reduce_dtype,
     refuse_replaced,
     tp_local_tensor,
     unwrap,

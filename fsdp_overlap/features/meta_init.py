@@ -7,8 +7,13 @@ from dataclasses import replace
 
 import torch
 
-from fsdp_overlap.engine.options import compute_dtype, reduce_dtype
-from fsdp_overlap.engine.param import mark_replaced, modules_outside_units, record_replacement
+from fsdp_overlap.engine.param import (
+    compute_dtype,
+    mark_replaced,
+    modules_outside_units,
+    record_replacement,
+    reduce_dtype,
+)
 from fsdp_overlap.engine.param_group import ParamGroup
 from fsdp_overlap.engine.unit import Unit
 from fsdp_overlap.tensor.comm_dtypes import REDUCE_DTYPES

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fsdp_overlap.comm.host_copies import D2HCopy, copy_to_host
-from fsdp_overlap.engine.storage import Storage
+from fsdp_overlap.engine.param_group import Storage
 
 
 class HostStorage(Storage):

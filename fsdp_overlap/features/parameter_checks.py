@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_overlap.engine.context import ModelContext
 from fsdp_overlap.engine.mesh import MeshInfo
-from fsdp_overlap.engine.options import CommPolicy, UnitOptions, reduce_dtype
-from fsdp_overlap.engine.param import ParamInfo, concatenate_meshes, tp_local_tensor
+from fsdp_overlap.engine.options import CommPolicy, UnitOptions
+from fsdp_overlap.engine.param import ParamInfo, concatenate_meshes, reduce_dtype, tp_local_tensor
 from fsdp_overlap.features.opaque_parameters import with_aliases
 from fsdp_overlap.features.tensor_parallel_specs import spec_over_both
 from fsdp_overlap.layout.layouts import layout_for

@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_overlap.engine.context import ModelContext, model_context_of
-from fsdp_overlap.engine.options import compute_dtype
-from fsdp_overlap.engine.param import Owner, ParamInfo, owner_of
+from fsdp_overlap.engine.param import Owner, ParamInfo, compute_dtype, owner_of
 from fsdp_overlap.engine.param_group import ParamGroup
 from fsdp_overlap.engine.unit import Tie, Unit
 from fsdp_overlap.layout import ParamSpec

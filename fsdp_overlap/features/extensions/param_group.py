@@ -20,8 +20,7 @@ from fsdp_overlap.engine.grads import ParamGroupGradients
 from fsdp_overlap.engine.mesh import MeshInfo, ParamGroupEdits
 from fsdp_overlap.engine.options import UnitOptions, UnitSettings
 from fsdp_overlap.engine.param import ParamInfo, hash_of, parameter_like, tp_local_tensor
-from fsdp_overlap.engine.param_group import ParamGroup
-from fsdp_overlap.engine.storage import Storage
+from fsdp_overlap.engine.param_group import ParamGroup, Storage
 from fsdp_overlap.features.extensions.extension import Extension, ExtensionContext, GatheredTensors
 from fsdp_overlap.features.extensions.gather import ExtensionGather
 from fsdp_overlap.features.rows.param_group import RowsParamGroup, row_shard

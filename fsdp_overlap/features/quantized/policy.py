@@ -9,8 +9,7 @@ import torch
 
 from fsdp_overlap.comm.collectives import CollectivePair, Collectives
 from fsdp_overlap.comm.process_groups import communicates
-from fsdp_overlap.engine.options import sent_sizes
-from fsdp_overlap.engine.param_group import ParamGroup
+from fsdp_overlap.engine.param_group import ParamGroup, sent_sizes
 from fsdp_overlap.features.custom_collectives import CustomComms
 from fsdp_overlap.features.quantized.choice import gather_for, reduction_for
 from fsdp_overlap.features.quantized.codes import LARGEST, POWERS_OF_TWO, scale_dtype_for
