@@ -7,15 +7,16 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from operator import attrgetter, is_
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_overlap.comm.comm_streams import CommStream
-from fsdp_overlap.engine.casts import cast_of_inputs, cast_of_output
 from fsdp_overlap.engine.grads import ParamGroupGradients
 from fsdp_overlap.engine.mesh import Faults, ParamGroupEdits
 from fsdp_overlap.engine.options import UnitOptions, UnitSettings
@@ -34,7 +35,7 @@ from fsdp_overlap.engine.param_group import ParamGroup
 from fsdp_overlap.engine.saved_tensors import SavedTensors, dynamo_disable
 from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.tensor.flat_buffer import VersionCounters, version_of
-from fsdp_overlap.tensor.pytree import UnderWay
+from fsdp_overlap.tensor.pytree import CopiedArguments, UnderWay, map_arguments, map_tensors
 from fsdp_overlap.tensor.ragged_dtensor import ShardEdits, ShardedParam
 from fsdp_overlap.torch_internals import will_engine_execute_node
 
@@ -172,6 +173,39 @@ class UnshardedEdits:
     def _name(self, index: int) -> str:
         param_group = self.param_group
         return f"parameter {param_group.plan.specs[index].fqn!r} of unit {param_group.label!r}"
+
+
+# ---- Moves and casts of what forwards are given, and casts of what they return ----
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any], CopiedArguments | None]
+"""The arguments of a forward, and what is to be finished after it."""
+
+
+def cast_of_inputs(
+    policy: MixedPrecisionPolicy, device: torch.device | None
+) -> Callable[[tuple[Any, ...], dict[str, Any]], Arguments] | None:
+    """Return what casts the arguments of a forward and moves them to ``device``, if that is given.
+    ``None`` if they stay as they are."""
+    dtype = policy.param_dtype if policy.cast_forward_inputs else None
+    if device is None and dtype is None:
+        return None
+    return partial(map_arguments, partial(_move_and_cast, device, dtype))
+
+
+def cast_of_output(policy: MixedPrecisionPolicy) -> Callable[[Any], Any] | None:
+    """Return what casts the output of a forward. ``None`` if it stays as it is."""
+    if policy.output_dtype is None:
+        return None
+    return partial(map_tensors, partial(_move_and_cast, None, policy.output_dtype))
+
+
+def _move_and_cast(
+    device: torch.device | None, dtype: torch.dtype | None, tensor: torch.Tensor
+) -> torch.Tensor:
+    if not tensor.is_floating_point():
+        dtype = None
+    # The host does not wait for a copy from pinned memory.
+    return tensor.to(device=device, dtype=dtype, non_blocking=True)
 
 
 # ---- Units ----
