@@ -23,7 +23,6 @@ from fsdp_overlap.engine.saved_tensors import SavedForward, dynamo_disable
 from fsdp_overlap.engine.unit import Context, Unit, compare
 from fsdp_overlap.schedule.interface import ForwardRecord
 from fsdp_overlap.schedule.scheduler import Schedule
-from fsdp_overlap.tensor.pytree import tensors_in
 from fsdp_overlap.tensor.subclasses import inner_tensors
 from fsdp_overlap.torch_internals import (
     are_functorch_transforms_active,
@@ -283,14 +282,20 @@ def _checked_output(unit: Unit, output: Any, casts: bool) -> tuple[Any, Sequence
     """Return what a forward of ``unit`` returns, and the tensors in that. Refuse an output that
     lies in a full buffer: it would be read after the buffer is freed."""
     # Most outputs are a single tensor.
-    tensors = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
+    tensors = (output,) if isinstance(output, torch.Tensor) else _tensors_in(output)
     for tensor in tensors:
         if unit.holds(tensor) if type(tensor) in _PLAIN else _holds_part_of(unit, tensor):
             _refuse_output(unit)
     if casts and unit.cast_output is not None:
         output = unit.cast_output(output)
-        tensors = tensors_in(output)
+        tensors = _tensors_in(output)
     return output, tensors
+
+
+def _tensors_in(output: Any) -> Sequence[torch.Tensor]:
+    from fsdp_overlap.tensor.pytree import tensors_in
+
+    return tensors_in(output)
 
 
 def _expect_backward(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 from operator import attrgetter, is_
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -35,9 +35,11 @@ from fsdp_overlap.engine.param_group import ParamGroup
 from fsdp_overlap.engine.saved_tensors import SavedTensors, dynamo_disable
 from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.tensor.flat_buffer import VersionCounters, version_of
-from fsdp_overlap.tensor.pytree import CopiedArguments, UnderWay, map_arguments, map_tensors
 from fsdp_overlap.tensor.ragged_dtensor import ShardEdits, ShardedParam
 from fsdp_overlap.torch_internals import will_engine_execute_node
+
+if TYPE_CHECKING:
+    from fsdp_overlap.tensor.pytree import CopiedArguments, UnderWay
 
 # ---- Edits of unsharded parameters, which would be lost: only shards last ----
 
@@ -177,7 +179,7 @@ class UnshardedEdits:
 
 # ---- Moves and casts of what forwards are given, and casts of what they return ----
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any], CopiedArguments | None]
+Arguments = tuple[tuple[Any, ...], dict[str, Any], "CopiedArguments | None"]
 """The arguments of a forward, and what is to be finished after it."""
 
 
@@ -189,6 +191,8 @@ def cast_of_inputs(
     dtype = policy.param_dtype if policy.cast_forward_inputs else None
     if device is None and dtype is None:
         return None
+    from fsdp_overlap.tensor.pytree import map_arguments
+
     return partial(map_arguments, partial(_move_and_cast, device, dtype))
 
 
@@ -196,6 +200,8 @@ def cast_of_output(policy: MixedPrecisionPolicy) -> Callable[[Any], Any] | None:
     """Return what casts the output of a forward. ``None`` if it stays as it is."""
     if policy.output_dtype is None:
         return None
+    from fsdp_overlap.tensor.pytree import map_tensors
+
     return partial(map_tensors, partial(_move_and_cast, None, policy.output_dtype))
 
 
