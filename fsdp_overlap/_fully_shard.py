@@ -392,7 +392,11 @@ def _check(
     ``options``. There is nothing to check if all parameters are plain and the user asked nothing
     that depends on them."""
     if (
-        options.is_plain
+        options.full_mesh is None
+        and options.shard_placement_fn is None
+        and options.comm_policy is None
+        and type(options.reshard_after_forward) is not int
+        and getattr(options.mp_policy, "param_dtype_override_fn", None) is None  # of torch 2.15
         and not callable(ctx.layout)
         and not isinstance(ctx.layout, RowLayout)
         and all(_is_plain(item.parameter, ctx.device, options.mp_policy) for item in owned)
@@ -595,9 +599,12 @@ def _connect_ties(unit: Unit, ties: Sequence[Tie]) -> None:
 def _install(unit: Unit, modules: Sequence[nn.Module], ctx: FsdpContext) -> None:
     """Make forwards, backwards and loads of ``modules`` those of ``unit``."""
     move_buffers(modules, ctx.device)
+    before, after = hooks.FORWARD_HOOKS[bool(unit.owners)]
     for module in modules:
         module.__dict__["_fsdp_unit"] = unit
-        hooks.install(module, unit)
+        # Always called, so that a forward that raised leaves the sharded parameters there too.
+        module.register_forward_hook(partial(after, unit), always_call=True)
+        module.register_forward_pre_hook(partial(before, unit), prepend=True, with_kwargs=True)
         module.register_load_state_dict_post_hook(partial(_after_load, unit))
 
 

@@ -622,7 +622,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         raise ValueError(f"{type(module).__name__} has no method {method_name!r}")
     from fsdp_overlap.engine.forward_method import ForwardMethod
 
-    setattr(module, method_name, ForwardMethod(module, method, hooks.hooks_for))
+    setattr(module, method_name, ForwardMethod(module, method, hooks.FORWARD_HOOKS))
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Mapping
 from copy import deepcopy
 from functools import update_wrapper
 from typing import Any
 
 from torch import nn
 
-from fsdp_overlap.engine.unit import Unit, unit_of
+from fsdp_overlap.engine.unit import unit_of
 
-HooksFor = Callable[[Unit], tuple[Any, Any]]
+Hooks = Mapping[bool, tuple[Any, Any]]
 
 
 class ForwardMethod:
     """Replaces a method of one module: it stands in the module's ``__dict__`` and so hides the
     method of the class. It refers to the module weakly, so that the two do not keep each other
-    alive. ``hooks_for`` returns what is called before and after each forward of a unit."""
+    alive. ``hooks`` are what is called before and after each forward of a unit, by whether it reads
+    parameters of others."""
 
-    def __init__(self, module: nn.Module, method: Any, hooks_for: HooksFor) -> None:
-        self._hooks_for = hooks_for
+    def __init__(self, module: nn.Module, method: Any, hooks: Hooks) -> None:
+        self._hooks = hooks
         self._module = weakref.ref(module)
         self._is_bound = getattr(method, "__self__", None) is module
         self._function = method.__func__ if self._is_bound else method
@@ -32,7 +33,7 @@ class ForwardMethod:
         unit = None if module is None else unit_of(module)
         if module is None or unit is None:
             raise ReferenceError(f"the module of {self._function.__qualname__} was deleted")
-        before, after = self._hooks_for(unit)
+        before, after = self._hooks[bool(unit.owners)]
         try:
             args, kwargs = before(unit, module, args, kwargs)
             bound = (module, *args) if self._is_bound else args

@@ -95,14 +95,6 @@ def checkpoint() -> object:
 # ---- Forwards and backwards ----
 
 
-def install(module: nn.Module, unit: Unit) -> None:
-    """Make every forward of ``module`` run on unsharded parameters."""
-    before, after = hooks_for(unit)
-    module.register_forward_pre_hook(partial(before, unit), prepend=True, with_kwargs=True)
-    # Always called, so that a forward that raised leaves the sharded parameters in the module too.
-    module.register_forward_hook(partial(after, unit), always_call=True)
-
-
 _PLAIN = torch.Tensor, nn.Parameter
 
 
@@ -412,8 +404,9 @@ def after_reading_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], 
     return output
 
 
-def hooks_for(unit: Unit) -> tuple[Any, Any]:
-    """Return what is called before and after each forward of ``unit``."""
-    if unit.owners:
-        return before_reading_forward, after_reading_forward
-    return before_forward, after_forward
+FORWARD_HOOKS: dict[bool, tuple[Any, Any]] = {
+    False: (before_forward, after_forward),
+    True: (before_reading_forward, after_reading_forward),
+}
+"""What is called before and after each forward of a unit, by whether it reads parameters of
+others."""

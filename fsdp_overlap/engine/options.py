@@ -35,17 +35,6 @@ class UnitOptions:
     conditional: bool
     full_mesh: Any
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether nothing was asked that depends on what parameters there are."""
-        return (
-            self.full_mesh is None
-            and self.shard_placement_fn is None
-            and self.comm_policy is None
-            and getattr(self.mp_policy, "param_dtype_override_fn", None) is None  # of torch 2.15
-            and (self.reshard_after_forward is None or isinstance(self.reshard_after_forward, bool))
-        )
-
 
 # ---- How gradients are reduced ----
 

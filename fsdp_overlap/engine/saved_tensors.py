@@ -43,7 +43,8 @@ Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 class TrackedUnit(ScheduledUnit, Protocol):
     """The unit whose forwards are tracked, as far as this file knows it."""
 
-    saved_tensors: SavedTensors
+    @property
+    def saved_tensors(self) -> SavedTensors: ...
 
     def holds(self, tensor: torch.Tensor) -> bool: ...
 

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import repeat
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, Protocol
@@ -318,7 +318,6 @@ class Unit:
         self.settings = UnitSettings()
         self.under_way: list[UnderWay] = []
         """What is remembered of each forward under way."""
-        self.saved_tensors = SavedTensors()
         self.forward_prefetch: Sequence[weakref.ref[Unit]] = ()
         self.backward_prefetch: Sequence[weakref.ref[Unit]] = ()
         """The units that the user wants gathered when this one runs, instead of those predicted."""
@@ -349,6 +348,11 @@ class Unit:
         self._hooked: set[int] = set()
         self.context = context
         self.index = context.register(self)
+
+    @cached_property
+    def saved_tensors(self) -> SavedTensors:
+        """What autograd saves in its forwards."""
+        return SavedTensors()
 
     def set_root(self, is_root: bool) -> None:
         """Set whether it encloses all others of its context. Forwards of the root move what they
