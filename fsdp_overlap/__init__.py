@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from fsdp_overlap._fully_shard import fully_shard, fully_shard_model
     from fsdp_overlap.blocks import find_blocks
     from fsdp_overlap.context import FsdpContext
+    from fsdp_overlap.features.full_mesh import DataParallelMeshDims
     from fsdp_overlap.features.mesh_groups import MeshGroups
     from fsdp_overlap.features.quantized.policy import QuantizedCommPolicy
     from fsdp_overlap.features.rows.layout import PerTensor
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from fsdp_overlap.schedule.stats import Stats
     from fsdp_overlap.tensor.creation import distribute_tensor
     from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor, RaggedShard
-    from fsdp_overlap.tensor.spmd_mesh import DataParallelMeshDims
 
 __all__ = [
     "BlockAtomic",
@@ -59,7 +59,7 @@ __all__ = [
 _MODULE_OF = {
     "BlockAtomic": "fsdp_overlap.layout",
     "CPUOffloadPolicy": "torch.distributed.fsdp",
-    "DataParallelMeshDims": "fsdp_overlap.tensor.spmd_mesh",
+    "DataParallelMeshDims": "fsdp_overlap.features.full_mesh",
     "FSDPModule": "fsdp_overlap.fsdp_module",
     "Flat": "fsdp_overlap.layout",
     "FsdpContext": "fsdp_overlap.context",

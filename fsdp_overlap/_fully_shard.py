@@ -47,8 +47,8 @@ from fsdp_overlap.torch_internals import (
 # ---- fully_shard() ----
 
 if TYPE_CHECKING:
+    from fsdp_overlap.features.full_mesh import DataParallelMeshDims, SPMDMesh
     from fsdp_overlap.features.quantized.policy import QuantizedCommPolicy
-    from fsdp_overlap.tensor.spmd_mesh import DataParallelMeshDims, SPMDMesh
 
     class Sharded(FSDPModule, Any):
         """What a type checker knows of a sharded module: it has the methods of
@@ -158,7 +158,7 @@ def fully_shard(
     options = UnitOptions(
         ctx.mesh if mesh is None else mesh,
         mp_policy,
-        offload_policy,
+        _storage_on(ctx.device, offload_policy),
         comm_policy,
         reshard_after_forward,
         shard_placement_fn,
@@ -239,7 +239,7 @@ def fully_shard_model(
 
 
 def _full_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims) -> SPMDMesh:
-    from fsdp_overlap.tensor.spmd_mesh import spmd_mesh
+    from fsdp_overlap.features.full_mesh import spmd_mesh
 
     return spmd_mesh(mesh, dims)
 
@@ -355,7 +355,7 @@ def make_unit(modules: Sequence[nn.Module], ctx: FsdpContext, options: UnitOptio
     if ctx.sync_module_states:
         _sync_from_first(modules, by_mesh, options.mesh)
     originals = [item.parameter for item in owned]
-    param_groups = _allocate(by_mesh, planned, _storage_on(ctx.device, options), options)
+    param_groups = _allocate(by_mesh, planned, options)
     unowned = UnownedParameters(modules, options.ignored)
     unit = Unit(modules, ctx, options, param_groups, unowned, _adopt)
     unit.make_unit = make_unit
@@ -472,10 +472,9 @@ def _sync_from_first(
 # ---- allocate ----
 
 
-def _storage_on(device: torch.device, options: UnitOptions) -> Storage:
+def _storage_on(device: torch.device, policy: OffloadPolicy) -> Storage:
     """Return where shards rest: on the host if the user asks for it, and there is a device to
     offload from."""
-    policy = options.offload_policy
     if device.type == "cpu" or not isinstance(policy, CPUOffloadPolicy):
         return DEVICE
     from fsdp_overlap.features.offload import HostStorage
@@ -486,7 +485,6 @@ def _storage_on(device: torch.device, options: UnitOptions) -> Storage:
 def _allocate(
     by_mesh: dict[MeshInfo, list[ParamInfo]],
     planned: dict[MeshInfo, list[Plan]],
-    storage: Storage,
     options: UnitOptions,
 ) -> list[ParamGroup]:
     """Make the param groups, with their full buffers, shards and sharded parameters."""
@@ -498,7 +496,7 @@ def _allocate(
         for plan in planned[mesh_info]:
             own = [by_fqn[spec.fqn] for spec in plan.specs]
             make = _param_group_class(plan, options)
-            param_group = make(plan, own, mesh_info, device, storage, options)
+            param_group = make(plan, own, mesh_info, device, options)
             _choose_strategies(param_group, options)
             param_groups.append(param_group)
     return param_groups

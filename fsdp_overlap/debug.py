@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_overlap.comm import comm_streams
 from fsdp_overlap.engine import hooks
 from fsdp_overlap.engine.comm_context import CommContext
-from fsdp_overlap.engine.param import is_opaque
+from fsdp_overlap.engine.param import is_of_own_class
 from fsdp_overlap.engine.param_group import ParamGroup, ParamGroupState
 from fsdp_overlap.engine.unit import FREED, INSTEAD, unit_of
 from fsdp_overlap.torch_internals import TorchDispatchMode
@@ -102,7 +102,7 @@ class _Checks(TorchDispatchMode):
 def _plain_tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, DTensor):
         value = value._local_tensor
-    if type(value) in (torch.Tensor, nn.Parameter) or is_opaque(value):
+    if type(value) in (torch.Tensor, nn.Parameter) or is_of_own_class(value):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:

@@ -250,7 +250,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
             RuntimeError: the unit has opaque parameters, which backward reads past autograd.
         """
         opaque = [
-            param_group for param_group in self._fsdp_unit.param_groups if param_group.is_opaque
+            param_group for param_group in self._fsdp_unit.param_groups if param_group.never_cast
         ]
         if opaque and not unshard_in_backward:
             kind = type(opaque[0].parameters[0]).__name__

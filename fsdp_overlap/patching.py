@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_overlap._fully_shard import fully_shard
 from fsdp_overlap.context import FsdpContext
+from fsdp_overlap.features.full_mesh import DataParallelMeshDims, spmd_mesh
 from fsdp_overlap.features.rows.layout import PerTensor
 from fsdp_overlap.fsdp_module import (
     FSDPModule,
@@ -22,7 +23,6 @@ from fsdp_overlap.fsdp_module import (
 )
 from fsdp_overlap.schedule.finalization import GradientReductionHandle
 from fsdp_overlap.tensor.creation import with_range_shards
-from fsdp_overlap.tensor.spmd_mesh import DataParallelMeshDims, spmd_mesh
 from fsdp_overlap.torch_internals import older_fsdp2
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from fsdp_overlap.comm.comm_streams import profiler_range
-from fsdp_overlap.engine.param import Registered, is_opaque
+from fsdp_overlap.engine.param import Registered, is_of_own_class
 from fsdp_overlap.engine.saved_tensors import SavedForward, dynamo_disable
 from fsdp_overlap.engine.unit import Context, Unit, compare
 from fsdp_overlap.schedule.interface import ForwardRecord
@@ -357,7 +357,7 @@ def _post_error(unit: Unit, error: BaseException) -> None:
 def _holds_part_of(unit: Unit, tensor: torch.Tensor) -> bool:
     """Return whether ``tensor``, of a class of its own, lies in a full buffer, or one that it
     consists of."""
-    if is_opaque(tensor):
+    if is_of_own_class(tensor):
         return unit.holds(tensor)
     return any(map(unit.holds, inner_tensors(tensor)))
 

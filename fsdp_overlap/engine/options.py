@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_overlap.comm.collectives import Collectives, Transport
 from fsdp_overlap.comm.streams import streams_of
@@ -21,13 +21,13 @@ from fsdp_overlap.tensor.flat_buffer import MemorySource
 
 @dataclass(frozen=True)
 class UnitOptions:
-    """The arguments of :func:`fully_shard` for one unit. ``ignored``: the parameters to leave as
-    they are. ``full_mesh``: the mesh of all parallelism that parameters lie over, if ``mesh`` is
-    only a part of it."""
+    """The arguments of :func:`fully_shard` for one unit. ``storage``: where shards rest.
+    ``ignored``: the parameters to leave as they are. ``full_mesh``: the mesh of all parallelism
+    that parameters lie over, if ``mesh`` is only a part of it."""
 
     mesh: DeviceMesh
     mp_policy: MixedPrecisionPolicy
-    offload_policy: OffloadPolicy
+    storage: Any
     comm_policy: CommPolicy | None
     reshard_after_forward: bool | int | None
     shard_placement_fn: Callable[[Any], Any] | None

@@ -1,5 +1,5 @@
-"""Parameters of a unit: ownership, the modules that register them, tensor parallelism and quantized
-classes."""
+"""Parameters of a unit: ownership, the modules that register them, tensor parallelism and
+subclasses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import cache, cached_property, reduce
 from hashlib import sha256
 from math import isqrt
 from operator import add
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import Any, NoReturn, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -38,13 +38,10 @@ from fsdp_overlap.torch_internals import (
     is_replicated,
 )
 
-if TYPE_CHECKING:
-    from fsdp_overlap.tensor.spmd_mesh import SPMDPlacement
-
-# ---- Parameters of quantized classes, which alone know what the elements stand for ----
+# ---- Parameters of classes of their own, which alone know what the elements stand for ----
 
 
-def is_opaque(value: Any) -> bool:
+def is_of_own_class(value: Any) -> bool:
     """Return whether ``value`` is a parameter of a class of its own, derived from
     ``torch.nn.Parameter``, and holds its elements as a plain tensor does."""
     cls = type(value)
@@ -65,8 +62,8 @@ def unwrap(parameter: torch.Tensor) -> torch.Tensor:
 def check_frozen(
     label: str, parameters: Sequence[torch.Tensor], sharded: Sequence[torch.Tensor]
 ) -> None:
-    """Raise RuntimeError if a ``sharded`` form of opaque ``parameters`` requires grad. ``label``
-    names their unit."""
+    """Raise RuntimeError if a ``sharded`` form of ``parameters``, which are never cast, requires
+    grad. ``label`` names their unit."""
     for parameter, form in zip(parameters, sharded, strict=True):
         if form.requires_grad:
             raise RuntimeError(
@@ -98,7 +95,7 @@ def parameter_like(
 ) -> nn.Parameter:
     """Return a new parameter that lies over the ranks of tensor parallelism as ``parameter`` does,
     and has its class. This rank has ``tile`` of it."""
-    if is_opaque(parameter):
+    if is_of_own_class(parameter):
         return cast(nn.Parameter, tile.data.as_subclass(type(parameter)))
     if isinstance(parameter, DTensor):
         return nn.Parameter(_wrap(tile, parameter._spec), requires_grad)
@@ -123,49 +120,12 @@ def _wrap(tile: torch.Tensor, spec: DTensorSpec) -> DTensor:
     return DTensor.__new__(DTensor, tile, spec, requires_grad=False)
 
 
-def is_placed_like(
-    parameter: torch.Tensor, gradient: torch.Tensor, spmd: SPMDPlacement | None
-) -> bool:
-    """Return whether a rank's tile of ``gradient`` is the gradient of its tile of ``parameter``."""
-    if spmd is not None:
-        return spmd.is_reduced(gradient)
-    if not isinstance(parameter, DTensor):
-        return True
-    return isinstance(gradient, DTensor) and gradient.placements == parameter.placements
-
-
-def placed_like(
-    parameter: torch.Tensor,
-    gradient: torch.Tensor,
-    spmd: SPMDPlacement | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """Return ``gradient``, placed as ``parameter`` is. Autograd may have left it placed otherwise,
-    as parts of a sum on the ranks of tensor parallelism. Then it is brought there in ``dtype``,
-    which is collective over these ranks.
-
-    Raises:
-        RuntimeError: it is no DTensor, though ``parameter`` is one, or lies over another mesh.
-    """
-    if is_placed_like(parameter, gradient, spmd):
-        return gradient
-    if spmd is not None:
-        return spmd.reduce(gradient, dtype)
-    assert isinstance(parameter, DTensor)
-    if not isinstance(gradient, DTensor) or gradient.device_mesh != parameter.device_mesh:
-        raise RuntimeError(
-            f"the gradient of a parameter over {parameter.device_mesh} is a "
-            f"{type(gradient).__name__} over {getattr(gradient, 'device_mesh', 'no mesh')}"
-        )
-    return cast(DTensor, gradient.to(dtype)).redistribute(placements=parameter.placements)
-
-
 # ---- Dtypes ----
 
 
 def compute_dtype(spec: ParamSpec, mp_policy: MixedPrecisionPolicy) -> torch.dtype:
     """Return the dtype that compute uses a parameter in."""
-    is_cast = spec.dtype.is_floating_point and not (spec.keeps_dtype or spec.is_opaque)
+    is_cast = spec.dtype.is_floating_point and not (spec.keeps_dtype or spec.never_cast)
     return (mp_policy.param_dtype or spec.dtype) if is_cast else spec.dtype
 
 
@@ -191,8 +151,8 @@ class ParamInfo:
     registrations: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     """``(module._parameters, name)``; more than one for a tied parameter."""
     is_embedding: bool = False
-    is_opaque: bool = False
-    spmd: SPMDPlacement | None = None
+    never_cast: bool = False
+    placement: Any = None
     """How it lies over the mesh of all parallelism, if the user named dimensions of that."""
     make_spec: Callable[..., DTensorSpec] | None = None
     """Returns the spec of its sharded form, if it lies over a mesh of its own too."""
@@ -205,7 +165,7 @@ class ParamInfo:
     @property
     def is_tensor_parallel(self) -> bool:
         """Whether its gradient is a DTensor, or a part of a sum over tensor parallelism."""
-        is_part = self.spmd is not None and self.spmd.plain_grad_is_partial
+        is_part = self.placement is not None and self.placement.plain_grad_is_partial
         return is_part or isinstance(self.parameter, DTensor)
 
     def give_memory(self, view: torch.Tensor) -> None:
@@ -232,8 +192,8 @@ class ParamInfo:
             parameter.requires_grad,
             is_embedding=self.is_embedding,
             grad_dtype=given_grad_dtype(parameter),
-            is_opaque=self.is_opaque,
-            is_extension=not self.is_opaque and type(tile) not in (torch.Tensor, nn.Parameter),
+            never_cast=self.never_cast,
+            is_extension=not self.never_cast and type(tile) not in (torch.Tensor, nn.Parameter),
         )
 
 
@@ -392,7 +352,7 @@ def owned_parameters(
         item = by_id.setdefault(id(parameter), ParamInfo(fqn, parameter, weakref.ref(owner), kind))
         item.registrations.append((owner._parameters, name))
         item.is_embedding |= isinstance(owner, (nn.Embedding, nn.EmbeddingBag))
-        item.is_opaque = type(parameter) is not nn.Parameter and is_opaque(parameter)
+        item.never_cast = type(parameter) is not nn.Parameter and is_of_own_class(parameter)
     return list(by_id.values())
 
 

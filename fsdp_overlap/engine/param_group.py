@@ -189,7 +189,6 @@ class ParamGroup:
         owned: Sequence[ParamInfo],
         mesh_info: MeshInfo,
         device: torch.device,
-        storage: Storage,
         options: UnitOptions,
     ) -> None:
         self.plan = plan
@@ -211,7 +210,7 @@ class ParamGroup:
         """What gradients travel in."""
         self.compute_dtype = compute_dtype(plan.specs[0], options.mp_policy)
         self.comm_policy = options.comm_policy
-        self.storage = storage
+        self.storage: Storage = options.storage
         self.parameters = [item.parameter for item in owned]
         self.is_tensor_parallel = any(item.is_tensor_parallel for item in owned)
         """Whether some gradients are DTensors, or parts of a sum over tensor parallelism."""
@@ -317,9 +316,9 @@ class ParamGroup:
             sharded._local_tensor.copy_(self._own_part(value, spec))
 
     @property
-    def is_opaque(self) -> bool:
+    def never_cast(self) -> bool:
         """Whether nobody may cast its elements, because their class alone knows what they are."""
-        return self.plan.specs[0].is_opaque
+        return self.plan.specs[0].never_cast
 
     @property
     def dtypes(self) -> str:

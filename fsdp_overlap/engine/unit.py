@@ -80,9 +80,9 @@ class UnshardedEdits:
     def __init__(self, param_group: ParamGroup, tables: Sequence[dict[str, Any]]) -> None:
         self.param_group = param_group
         self._tiles = list(map(tp_local_tensor, param_group.parameters))
-        # Opaque parameters have slow attributes, and share their counters with plain tensors.
+        # What is never cast has slow attributes, and shares counters with plain tensors.
         counted: list[torch.Tensor] = [*param_group.parameters]
-        if param_group.is_opaque:
+        if param_group.never_cast:
             counted = [*map(unwrap, counted)]
         if param_group.is_tensor_parallel:
             counted += self._tiles  # a DTensor does not count what is done to its own
@@ -582,7 +582,7 @@ class Unit:
         the graph of an earlier forward may accumulate into it before anything else happens."""
         for param_group in self.param_groups:
             index = param_group.module_info.index_of(sharded)
-            if index is not None and not param_group.is_opaque:
+            if index is not None and not param_group.never_cast:
                 param_group.parameters[index].requires_grad_(sharded.requires_grad)
         self.context.toggled.add(self)
 
@@ -598,7 +598,7 @@ class Unit:
     def _find_gradients(self, edits: int) -> None:
         """Do :meth:`sync_requires_grad`. ``edits``: the number of edits of trainability so far."""
         for param_group in self.param_groups:
-            if param_group.is_opaque:
+            if param_group.never_cast:
                 check_frozen(
                     param_group.label, param_group.parameters, param_group.sharded_parameters
                 )

@@ -67,7 +67,7 @@ def copy_unit(unit: Unit, memo: dict[int, Any]) -> None:
         mesh_info = context.mesh_info_of(param_group.mesh_info.mesh)
         mesh_info.plans.place(duplicates, [param_group.plan])
         for item, spec in zip(param_group.owned, param_group.plan.specs, strict=True):
-            full = item.spmd.full if item.spmd is not None else None
+            full = item.placement.full if item.placement is not None else None
             # As FSDP2's ShardPlacementResult.
             meshes[memo[id(item.parameter)]] = SimpleNamespace(
                 mesh_info=SimpleNamespace(
@@ -120,7 +120,7 @@ def _copy_parameters(unit: Unit, memo: dict[int, Any]) -> set[nn.Parameter]:
     their dtype."""
     kept: set[nn.Parameter] = set()
     for param_group in unit.param_groups:
-        device = param_group.device if param_group.is_opaque else param_group.shard.device
+        device = param_group.device if param_group.never_cast else param_group.shard.device
         for spec, item, sharded in zip(
             param_group.plan.specs, param_group.owned, param_group.sharded_parameters, strict=True
         ):

@@ -36,7 +36,7 @@ def validate_cast(unit: Unit, param_group: ParamGroup, result: torch.Tensor) -> 
     if result.dtype == shard.dtype:
         return None
     cast = f"{kind} is sharded, its shards are {shard.dtype} and cannot become {result.dtype}"
-    if param_group.is_opaque:
+    if param_group.never_cast:
         return f"{cast}: their class alone knows what their elements stand for"
     if param_group.shares_shard:
         return f"{cast} once its weight is tied to that of another unit: load it in that dtype"
@@ -212,7 +212,7 @@ def _dtype_for(
     [index, *_] = [index for index, value in values.items() if value.dtype != dtype]
     name, given = param_group.plan.specs[index].fqn, values[index].dtype
     what = f"{giver} parameter {name!r} of {unit.module_class_name} as {given}"
-    if param_group.is_opaque:
+    if param_group.never_cast:
         kind = type(param_group.parameters[index]).__name__
         raise RuntimeError(
             f"{what}, and it is a {kind}, which is never cast: load what was stored as {dtype}"

@@ -27,7 +27,7 @@ def check_move(unit: Unit, fn: Any) -> None:
     for param_group in unit.param_groups:
         with torch.no_grad():
             result = fn(param_group.shard.new_empty(0))
-        if param_group.is_opaque:  # left alone, whatever fn does to numbers
+        if param_group.never_cast:  # left alone, whatever fn does to numbers
             result = result.to(param_group.shard.dtype)
         if (refused := validate_cast(unit, param_group, result)) is not None:
             raise RuntimeError(refused)
@@ -68,7 +68,7 @@ def _shards_of(module: nn.Module, unit: Unit) -> list[tuple[ParamGroup, torch.Te
     """Return the tensors that :func:`move_unit` works on: the shards of the unit, without what is
     opaque. If the unit has several modules, each of them is called, and works on the ranges of its
     own parameters. So it does if they are of a class of their own."""
-    param_groups = [param_group for param_group in unit.param_groups if not param_group.is_opaque]
+    param_groups = [param_group for param_group in unit.param_groups if not param_group.never_cast]
     mine = {id(inner._parameters) for _, inner in modules_outside_units([module])}
     flat = [group for group in param_groups if not (unit.has_several_modules or group.is_extension)]
     return [(param_group, param_group.shard) for param_group in flat] + [

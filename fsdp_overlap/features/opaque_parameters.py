@@ -39,7 +39,7 @@ def with_aliases(owned: Sequence[ParamInfo], modules: Sequence[nn.Module]) -> li
     found = {
         id(item.parameter): OpaqueParamInfo(**{name: getattr(item, name) for name in names})
         for item in owned
-        if item.is_opaque
+        if item.never_cast
     }
     for _, parameter, owner, _ in parameters_outside_units(modules if found else ()):
         if (item := found.get(id(parameter))) is not None:

@@ -18,13 +18,13 @@ from fsdp_overlap.engine.context import ModelContext
 from fsdp_overlap.engine.mesh import MeshInfo
 from fsdp_overlap.engine.options import CommPolicy, UnitOptions
 from fsdp_overlap.engine.param import ParamInfo, concatenate_meshes, reduce_dtype, tp_local_tensor
+from fsdp_overlap.features.full_mesh import spmd_mesh_of, spmd_placement
 from fsdp_overlap.features.opaque_parameters import with_aliases
 from fsdp_overlap.features.tensor_parallel_specs import spec_over_both
 from fsdp_overlap.layout.layouts import layout_for
 from fsdp_overlap.layout.plan import RowLayout
 from fsdp_overlap.tensor.comm_dtypes import REDUCE_DTYPES
 from fsdp_overlap.tensor.ragged_dtensor import refused_grad_dtype
-from fsdp_overlap.tensor.spmd_mesh import spmd_mesh_of, spmd_placement
 from fsdp_overlap.tensor.subclasses import inner_tensors, is_subclass, missing_methods
 from fsdp_overlap.tensor.tiles import tile_of
 from fsdp_overlap.torch_internals import DTensorSpec
@@ -58,11 +58,11 @@ def check_parameters(
         for item in items:
             if item.spec.is_extension:
                 _check_extension(item, ctx, reshard_after_forward, comm_policy)
-            if isinstance(item.parameter, DTensor) or item.spmd is not None:
+            if isinstance(item.parameter, DTensor) or item.placement is not None:
                 item.make_spec = spec_over_both
             if isinstance(item.parameter, DTensor):
                 _check_tensor_parallel(item.where, item.parameter)
-                if item.spmd is None:
+                if item.placement is None:
                     _check_concatenation(item.where, item.parameter, mesh_info.mesh)
     _record_kept_dtypes(owned, mp_policy)
     return by_mesh, replace(options, reshard_after_forward=reshard_after_forward)
@@ -78,7 +78,7 @@ def _check_parameter(item: ParamInfo, first: ParamInfo, ctx: ModelContext) -> No
     if isinstance(parameter, nn.UninitializedParameter):
         raise ValueError(f"{where} is not initialized; run a forward before fully_shard()")
     held = tp_local_tensor(parameter)
-    if item.is_opaque:
+    if item.never_cast:
         _check_opaque(item, ctx)
     else:
         _check_class(where, held)
@@ -238,7 +238,7 @@ def _by_mesh(
             own_spmd = spmd_mesh_of(mesh_info)
         mesh_info = ctx.mesh_info_of(own_mesh)
         if own_spmd is not None:
-            item.spmd = spmd_placement(item.where, item.parameter, own_spmd)
+            item.placement = spmd_placement(item.where, item.parameter, own_spmd)
         if isinstance(wanted, Shard):
             item.spec = replace(item.spec, cut_dim=_cut_dim(item, wanted))
         is_in_rows = _is_in_rows(item, ctx)

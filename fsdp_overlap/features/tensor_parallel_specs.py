@@ -25,7 +25,7 @@ def spec_over_both(
     ``placement`` is that along the dimension of the mesh that shards."""
     mesh, parameter = mesh_info.tensor_mesh, item.parameter
     meshes = _joint.setdefault(mesh_info, {})
-    if (spmd := item.spmd) is not None:
+    if (spmd := item.placement) is not None:
         full = spmd.full.mesh
         if full not in meshes:
             meshes[full] = spmd.full.sharded_mesh(mesh)

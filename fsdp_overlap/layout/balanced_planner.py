@@ -44,7 +44,7 @@ def plan_units(
 ) -> list[Plan]:
     """Plan the param groups of ``units``, in order. Parameters of a unit share a param group if
     they have the same dtype at rest, the same dtype in compute and the same trainability, if all of
-    them or none are opaque, and in ``PerTensor()``, and if they are of the same piece.
+    them or none are never cast, and in ``PerTensor()``, and if they are of the same piece.
 
     Loads are balanced over all units. The same input gives the same plan on every rank.
 

@@ -12,8 +12,8 @@ from fsdp_overlap.layout.plan import Layout, LayoutRule, ParamSpec
 @dataclass(frozen=True)
 class BlockAtomic(Layout):
     """Parameters are cut only at multiples of ``rows`` of their first dimension. A parameter's last
-    block may be short. For block-quantized states and kernels; ``BlockAtomic(rows=1)`` is row
-    sharding.
+    block may be short. For states and kernels with a scale for each block; ``BlockAtomic(rows=1)``
+    is row sharding.
 
     Raises:
         ValueError: ``rows`` is not positive.

@@ -39,11 +39,12 @@ class ParamSpec:
     block: int = 1
     """How many adjacent elements no layout may cut, counted from the first one."""
     is_kept: bool = False
-    """Whether it is sent unquantized where others of its unit are quantized."""
+    """Whether it is sent as it is where others of its unit are sent in few bits."""
     grad_dtype: torch.dtype | None = None
     """The dtype of its gradients that the user set. ``None``: its own."""
-    is_opaque: bool = False
-    """Whether its elements are packed quantized values, which nothing may cast or quantize."""
+    never_cast: bool = False
+    """Whether its class alone knows what its elements are: nothing may cast them, or send them in
+    few bits."""
     is_extension: bool = False
     """Whether its tensor's class defines how it is gathered (``fsdp_pre_all_gather``)."""
     piece: int = 0
@@ -62,7 +63,7 @@ class ParamSpec:
     def kind(self) -> tuple[object, ...]:
         """What parameters of one param group have in common."""
         dtypes = self.dtype, self.keeps_dtype, self.grad_dtype
-        travels = self.is_opaque, self.is_extension, self.is_kept, self.requires_grad
+        travels = self.never_cast, self.is_extension, self.is_kept, self.requires_grad
         return dtypes, travels, self.piece
 
     @property

@@ -80,14 +80,17 @@ RANDOM = frozenset(
 
 FACTORIES = frozenset("new_empty new_full new_ones new_tensor new_zeros".split())
 
-# The local range answers these as the whole tensor would.
+# The local range answers these as the whole tensor would, and all flags that are attributes.
 LOCAL_METADATA = frozenset(
     """
-    device dtype element_size get_device is_complex is_conj is_cpu is_cuda is_floating_point
-    is_inference is_meta is_mkldnn is_mps is_neg is_nested is_quantized is_signed is_sparse
-    is_sparse_csr is_xpu itemsize layout
+    device dtype element_size get_device is_complex is_conj is_floating_point is_inference is_neg
+    is_signed itemsize layout
     """.split()
-)
+) | {
+    name
+    for name in dir(torch.Tensor)
+    if name.startswith("is_") and name != "is_leaf" and not callable(getattr(torch.Tensor, name))
+}
 
 # These concern the whole tensor or its place in autograd, and need no values.
 METADATA = frozenset(

@@ -26,9 +26,9 @@ from fsdp_overlap import (
     fully_shard,
     patch_fsdp2,
 )
+from fsdp_overlap.features.full_mesh import SPMDPlacement, spmd_mesh
 from fsdp_overlap.layout import Flat, LayoutRule, TensorAtomic
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
-from fsdp_overlap.tensor.spmd_mesh import SPMDPlacement, spmd_mesh
 from support import annotated
 from support.fake_group import run_on_fake_group
 from support.full_mesh import WIDTH, distributed, loss_of, plain, shard

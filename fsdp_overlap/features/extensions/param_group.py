@@ -20,7 +20,7 @@ from fsdp_overlap.engine.grads import ParamGroupGradients
 from fsdp_overlap.engine.mesh import MeshInfo, ParamGroupEdits
 from fsdp_overlap.engine.options import UnitOptions, UnitSettings
 from fsdp_overlap.engine.param import ParamInfo, hash_of, parameter_like, tp_local_tensor
-from fsdp_overlap.engine.param_group import ParamGroup, Storage
+from fsdp_overlap.engine.param_group import ParamGroup
 from fsdp_overlap.features.extensions.extension import Extension, ExtensionContext, GatheredTensors
 from fsdp_overlap.features.extensions.gather import ExtensionGather
 from fsdp_overlap.features.rows.param_group import RowsParamGroup, row_shard
@@ -74,13 +74,12 @@ class ExtensionParamGroup(RowsParamGroup):
         owned: Sequence[ParamInfo],
         mesh_info: MeshInfo,
         device: torch.device,
-        storage: Storage,
         options: UnitOptions,
     ) -> None:
         self._mp_policy = options.mp_policy
         self._is_made = False
         self._gather: ExtensionGather | None = None
-        super().__init__(plan, owned, mesh_info, device, storage, options)
+        super().__init__(plan, owned, mesh_info, device, options)
 
     # At rest
 

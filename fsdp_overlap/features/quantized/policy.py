@@ -109,7 +109,7 @@ class QuantizedCommPolicy:
         """
         if spec.ndim < 2 or not spec.numel or not spec.dtype.is_floating_point:
             return None
-        if spec.dtype.itemsize == 1 or spec.is_opaque:
+        if spec.dtype.itemsize == 1 or spec.never_cast:
             return None
         if self.keeps(spec):
             return None

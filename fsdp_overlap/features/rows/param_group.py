@@ -48,8 +48,8 @@ def row_shard(item: ParamInfo, dim: int) -> Placement:
     """Return the placement of chunks of a parameter. Where tensor parallelism has cut the same
     dimension, the chunks of all ranks do not follow each other in the order of the mesh."""
     factor, parameter = 1, item.parameter
-    if item.spmd is not None:
-        factor = item.spmd.cuts_after(dim)
+    if item.placement is not None:
+        factor = item.placement.cuts_after(dim)
     elif isinstance(parameter, DTensor):
         for other, placement in enumerate(parameter.placements):
             if isinstance(placement, Shard) and placement.dim == dim:
