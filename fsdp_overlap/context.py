@@ -17,15 +17,20 @@ from fsdp_overlap.comm.comm_streams import CommStream, make_comm_stream
 from fsdp_overlap.comm.process_groups import CommGroups, GroupCache
 from fsdp_overlap.comm.streams import current_device, has_streams, is_capturing
 from fsdp_overlap.engine import hooks
-from fsdp_overlap.engine.checks import verify_params_across_ranks
 from fsdp_overlap.engine.comm_context import CommContext
 from fsdp_overlap.engine.mesh import (
     Faults,
     MeshInfo,
     default_mesh,
 )
-from fsdp_overlap.engine.naming import name_units
-from fsdp_overlap.engine.unit import Uncompared, Unit, existing_units, sync_requires_grad
+from fsdp_overlap.engine.param_group import verify_params_across_ranks
+from fsdp_overlap.engine.unit import (
+    Uncompared,
+    Unit,
+    existing_units,
+    name_units,
+    sync_requires_grad,
+)
 from fsdp_overlap.layout import Flat, LayoutRule
 from fsdp_overlap.layout.plan import Planner
 from fsdp_overlap.schedule.backward import MAX_INPUTS

@@ -16,9 +16,8 @@ from torch.distributed import fsdp as fsdp2
 
 from fsdp_overlap.context import context_of
 from fsdp_overlap.engine import hooks
-from fsdp_overlap.engine.naming import unit_names
 from fsdp_overlap.engine.param import plain_class
-from fsdp_overlap.engine.unit import Unit, unit_of
+from fsdp_overlap.engine.unit import Unit, unit_names, unit_of
 from fsdp_overlap.schedule.finalization import GradientReductionHandle
 from fsdp_overlap.tensor import load_ops
 from fsdp_overlap.torch_internals import AllGather, ReduceScatter

@@ -8,8 +8,7 @@ from operator import itemgetter
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_overlap.engine.naming import unit_names
-from fsdp_overlap.engine.unit import Unit
+from fsdp_overlap.engine.unit import Unit, unit_names
 from fsdp_overlap.layout import LayoutRule
 
 

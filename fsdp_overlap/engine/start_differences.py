@@ -11,16 +11,15 @@ import torch.distributed as dist
 from fsdp_overlap.desync.order_check import greatest
 from fsdp_overlap.engine.mesh import MeshInfo
 from fsdp_overlap.engine.param import UNKNOWN
-from fsdp_overlap.engine.param_group import ParamGroup
 
 
 def describe_difference(
-    mesh_info: MeshInfo, param_groups: Sequence[ParamGroup], hashes: Sequence[int], failure: str
+    mesh_info: MeshInfo, names: Sequence[str], hashes: Sequence[int], failure: str
 ) -> str:
     """Return which parameter differs across ranks of ``mesh_info``, or what differs on another
     mesh, as ``failure`` tells if this rank found it. Collective over the mesh.
 
-    ``hashes``: of the values of all parameters, here."""
+    ``hashes``: of the values of all parameters, which have these ``names``, here."""
     groups = mesh_info.groups_to_check
 
     def over_ranks(numbers: Sequence[int]) -> list[int]:
@@ -40,7 +39,6 @@ def describe_difference(
         elsewhere = "ranks of another mesh were given different weights, as they tell"
         return failure or (elsewhere if has_failed else "")
     first = different[0]
-    names = [f"{spec.fqn!r} of unit {b.label!r}" for b in param_groups for spec in b.plan.specs]
     is_known, is_high = hashes[first] != UNKNOWN, hashes[first] == high[first]
     rank = dist.get_rank()
     ranks = over_ranks([rank if is_high else -1, rank if is_known and not is_high else -1])
