@@ -55,7 +55,7 @@ from fsdp_overlap.tensor.ragged_dtensor import (
     attributes_of,
     users_attributes,
 )
-from fsdp_overlap.tensor.subclasses import is_subclass, missing_methods
+from fsdp_overlap.tensor.subclasses import POST, PRE
 from fsdp_overlap.torch_internals import current_graph_task_id
 
 # ---- Where shards and their gradients rest ----
@@ -389,7 +389,7 @@ class ParamGroup:
         would not be called."""
         for parameter in self.sharded_parameters:
             local = parameter._local_tensor
-            if not is_subclass(local) and len(missing_methods(local)) < 2:
+            if type(local) is torch.Tensor and (hasattr(local, PRE) or hasattr(local, POST)):
                 self._refuse_methods(parameter)
 
     def _refuse_methods(self, parameter: ShardedParam) -> NoReturn:
