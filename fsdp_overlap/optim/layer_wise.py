@@ -43,7 +43,7 @@ from fsdp_overlap.optim.matrix_param_groups import (
 from fsdp_overlap.optim.orthogonalization import chunk_views, copy_all
 from fsdp_overlap.optim.owner_groups import OwnerGroup, OwnerGroups
 from fsdp_overlap.optim.states import between_load_hooks, same_option
-from fsdp_overlap.tensor.pointwise import record_edits
+from fsdp_overlap.tensor.ops import record_edits
 
 Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """Makes an ordinary optimizer of parameters."""

@@ -26,8 +26,8 @@ from fsdp_overlap.optim.owner_groups import OwnerGroup, OwnerGroups
 from fsdp_overlap.optim.post_optim_prefetch import PostOptimPrefetch
 from fsdp_overlap.optim.states import keeping_dtypes, pack
 from fsdp_overlap.optim.updates import MuonSettings, Update
+from fsdp_overlap.tensor.ops import record_edits
 from fsdp_overlap.tensor.pending_steps import finish_pending_steps
-from fsdp_overlap.tensor.pointwise import record_edits
 from fsdp_overlap.tensor.ragged_dtensor import ShardedParam
 
 ALGORITHMS = ("muon", "adamw")

@@ -9,7 +9,7 @@ from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
 def load_ops() -> None:
     """Load the ops of sharded tensors, and what torch's checkpoints must know of them. The first op
     does it, and whoever hands out sharded tensors that may be saved before any op has run."""
-    import fsdp_overlap.tensor.ops  # noqa: F401  (sets RaggedDTensor._run_op)
+    import fsdp_overlap.tensor.op_table  # noqa: F401  (sets RaggedDTensor._run_op)
 
 
 def _run_first_op(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 import fsdp_overlap.tensor.dcp  # noqa: F401  (for those who save what is made here)
 from fsdp_overlap.layout import Flat, ParamGroupPlan, ParamSpec, plan_units
 from fsdp_overlap.tensor.comm_dtypes import as_comm_dtype
-from fsdp_overlap.tensor.pointwise import own_elements
+from fsdp_overlap.tensor.ops import own_elements
 from fsdp_overlap.tensor.ragged_dtensor import (
     RaggedDTensor,
     RaggedShard,

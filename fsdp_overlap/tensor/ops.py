@@ -1,31 +1,508 @@
-"""Ops on sharded tensors: the table behind ``RaggedDTensor.__torch_function__``.
-
-``RaggedDTensor`` cannot import this module, which builds on it, so the last line here gives it
-:func:`call`. The package imports this module when the first op runs.
-
-Ops are told apart by name, because the same op arrives in several forms (``torch.mul``,
-``Tensor.mul``, ``Tensor.__mul__``, ``aten.mul.Tensor``).
-"""
+"""How ops on sharded tensors are told apart, and those that treat each element by itself, which can
+run on the local ranges."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
+from math import prod
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
-from fsdp_overlap.tensor import creation, pointwise, sums_and_norms, views
+from fsdp_overlap.tensor.boxes import boxes
+from fsdp_overlap.tensor.comm_dtypes import as_comm_dtype
 from fsdp_overlap.tensor.pending_steps import PENDING, finish_pending_steps
-from fsdp_overlap.tensor.pointwise import (
-    needs_gradient,
-    own_elements,
-    raise_in_backward,
-    tensor_operands,
+from fsdp_overlap.tensor.ragged_dtensor import (
+    CANNOT_MOVE,
+    RaggedDTensor,
+    ShardedParam,
+    has_range,
+    local_range,
+    raise_unsupported,
 )
-from fsdp_overlap.tensor.ragged_dtensor import CANNOT_MOVE, RaggedDTensor, raise_unsupported
-from fsdp_overlap.torch_internals import DisableTorchFunctionSubclass
+from fsdp_overlap.tensor.tiles import copied_dims, tile_of
+from fsdp_overlap.torch_internals import DisableTorchFunctionSubclass, DTensorSpec
+
+# ---- Errors in backward, where a gradient would have to flow into a sharded tensor ----
+
+# Sharded parameters take no part in autograd: units compute with the unsharded ones. Results of ops
+# on them require grad as those of other tensors do, so that code which reads or copies parameters
+# outside of torch.no_grad() works. The node behind each result raises when backward comes to it.
+
+_START = torch.empty(0, requires_grad=True)
+"""What the nodes are functions of, in place of sharded tensors. No gradient gets here."""
+
+
+class _NoGradient(torch.autograd.Function):
+    """Returns the tensor in ``made``, or ``edited`` itself."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        start: torch.Tensor,
+        made: list[torch.Tensor],
+        edited: torch.Tensor | None,
+        name: str,
+        parameter: str,
+    ) -> torch.Tensor:
+        ctx.op_name, ctx.parameter, ctx.is_edit = name, parameter, edited is not None
+        if edited is None:
+            return made[0]
+        ctx.mark_dirty(edited)
+        return edited
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(
+            f"backward through {ctx.op_name} on {ctx.parameter}: gradients do not flow through "
+            "sharded tensors; use the parameter inside its unit's forward, or call the op under "
+            "torch.no_grad() or on parameter.detach() if no gradient is wanted"
+        )
+
+
+def raise_in_backward(name: str, result: Any, operands: Iterable[Any]) -> Any:
+    """Return ``result``, a new tensor. It requires grad if one of ``operands`` does, and then
+    backward raises where it comes to it."""
+    source = _source(operands)
+    if source is None or not _is_differentiable(result):
+        return result
+    return _NoGradient.apply(_START, [result], None, name, _described(source))
+
+
+def edit_raises_in_backward(name: str, edited: torch.Tensor, operands: Iterable[Any]) -> None:
+    """Do as :func:`raise_in_backward`, for a tensor that was edited in place."""
+    source = _source(operands)
+    if source is None or requires_grad(edited) or not _is_differentiable(edited):
+        return  # what requires grad already raises, or autograd knows how it came about
+    _NoGradient.apply(_START, [], edited, name, _described(source))
+
+
+def check_edit(name: str, target: torch.Tensor) -> None:
+    """Refuse to edit a parameter in place, or a view of it, as autograd does.
+
+    Raises:
+        RuntimeError: gradients are recorded and ``target`` is a leaf that requires grad, or a view
+            of one.
+    """
+    if not torch.is_grad_enabled():
+        return
+    with DisableTorchFunctionSubclass():
+        node: Any = target.grad_fn
+        is_leaf = target.requires_grad and node is None
+    # What shares a parameter's memory was made by a view, or by data and edited since.
+    is_view = node is not None and getattr(target, "edits", None) is not None
+    if is_leaf or (is_view and not getattr(node, "is_edit", True)):
+        raise RuntimeError(
+            f"{name} edits {_described(target)}, which requires grad, in place: call it under "
+            "torch.no_grad(), or on parameter.data"
+        )
+
+
+def needs_gradient(operands: Iterable[Any]) -> bool:
+    """Return whether autograd would record an op on ``operands``."""
+    return _source(operands) is not None
+
+
+def requires_grad(tensor: torch.Tensor) -> bool:
+    with DisableTorchFunctionSubclass():
+        return tensor.requires_grad
+
+
+def tensor_operands(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the tensors among ``values``, and those in lists among ``values``."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found.extend(item for item in value if isinstance(item, torch.Tensor))
+    return found
+
+
+def _source(operands: Iterable[Any]) -> torch.Tensor | None:
+    """Return the first of ``operands`` that a gradient would have to flow to."""
+    if not torch.is_grad_enabled():
+        return None
+    with DisableTorchFunctionSubclass():
+        return next((each for each in tensor_operands(operands) if each.requires_grad), None)
+
+
+def _is_differentiable(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor):
+        return False
+    with DisableTorchFunctionSubclass():
+        return value.is_floating_point() or value.is_complex()
+
+
+def _described(tensor: torch.Tensor) -> str:
+    with DisableTorchFunctionSubclass():
+        shape, node = tuple(tensor.shape), tensor.grad_fn
+    known = getattr(node, "parameter", None)
+    if known is not None:
+        return str(known)
+    # As engine/param notes it. Results of ops belong to no unit.
+    if (owner := getattr(tensor, "_fsdp_owner", None)) is not None:
+        return f"parameter {owner.fqn!r} of {owner.unit}"
+    return f"a {type(tensor).__name__} of shape {shape}"
+
+
+# ---- The operands of an op, and the part of each that meets the range of a sharded tensor ----
+
+
+def largest_sharded(name: str, values: Iterable[Any]) -> RaggedDTensor:
+    """Return the first of the largest sharded tensors among ``values``. The result of the op takes
+    its layout."""
+    found = [value for value in values if isinstance(value, RaggedDTensor)]
+    if not found:
+        raise_unsupported(name)
+    return found[0] if len(found) == 1 else max(found, key=_numel)
+
+
+def _numel(tensor: RaggedDTensor) -> int:
+    return prod(tensor._shape)
+
+
+def local_operand(name: str, value: Any, model: DTensor) -> Any:
+    """Return the part of ``value`` that meets the local range of ``model``.
+
+    A DTensor of ``model``'s layout gives its local range. A sharded tensor of another layout is
+    gathered, which is collective. A plain tensor stands for a whole one: it is
+    broadcast to ``model``'s shape, and gives the same range. Lists are taken item by item. Anything
+    else is returned as it is.
+
+    Raises:
+        RuntimeError: the tensor does not fit ``model``'s shape.
+    """
+    if isinstance(value, DTensor) and same_layout(value, model):
+        return value._local_tensor
+    if isinstance(value, RaggedDTensor):
+        value = value.full_tensor()
+    if isinstance(value, torch.Tensor):
+        return range_of(name, value, model)
+    if isinstance(value, (list, tuple)):
+        return [local_operand(name, item, model) for item in value]
+    return value
+
+
+def call_with(
+    change: Callable[[Any], Any],
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call ``func`` with ``change(value)`` in place of each argument."""
+    return func(*map(change, args), **{name: change(value) for name, value in kwargs.items()})
+
+
+def full_operand(value: Any) -> Any:
+    """Return ``value``, with each sharded tensor replaced by its ``full_tensor()``. Collective over
+    their mesh."""
+    if isinstance(value, RaggedDTensor):
+        return value.full_tensor()
+    if isinstance(value, (list, tuple)):
+        return [full_operand(item) for item in value]
+    return value
+
+
+def replicated(value: torch.Tensor) -> torch.Tensor:
+    """Return the plain tensor of a DTensor that every rank holds whole. Any other tensor is
+    returned as it is."""
+    if isinstance(value, DTensor) and all(p.is_replicate() for p in value.placements):
+        return value._local_tensor
+    return value
+
+
+def range_of(name: str, whole: torch.Tensor, model: DTensor) -> torch.Tensor:
+    """Return the elements of ``whole`` that belong to the local range of ``model``, flat.
+
+    They are a view if they are contiguous, else a copy. A 0-dimensional tensor is returned as it
+    is, so that it does not take part in type promotion, unless ``model`` is 0-dimensional too.
+
+    Raises:
+        RuntimeError: ``whole`` is a DTensor that is divided among ranks, or does not broadcast to
+            ``model``'s shape.
+    """
+    shape, whole = tuple(model._spec.shape), replicated(whole)
+    if requires_grad(whole):
+        whole = whole.detach()  # autograd must not record what is done to ranges
+    if isinstance(whole, DTensor):
+        raise RuntimeError(
+            f"{name} on a RaggedDTensor and a DTensor placed as {whole.placements}: use "
+            "full_tensor() on the DTensor, or distribute_tensor() it like the other"
+        )
+    if not whole.dim() and shape:
+        return whole
+    try:
+        is_fitting = torch.broadcast_shapes(whole.shape, shape) == shape
+    except RuntimeError:
+        is_fitting = False
+    if not is_fitting:
+        raise RuntimeError(
+            f"{name} on a RaggedDTensor of shape {shape} and a plain tensor of shape "
+            f"{tuple(whole.shape)}, which does not broadcast to it: a plain tensor stands for the "
+            "whole one; use to_local() to work on this rank's range"
+        )
+    return own_elements(whole.expand(shape), model._spec)
+
+
+def own_elements(whole: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """Return the elements of ``whole`` that this rank holds if it is laid out by ``spec``, flat.
+    They are a view if they are contiguous in ``whole``, else a copy."""
+    return elements(tile_of(spec).of(whole), *local_range(spec))
+
+
+def elements(whole: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Return elements ``[start, stop)`` of the flattened ``whole``, without flattening it all."""
+    if whole.is_contiguous():
+        return whole.reshape(-1)[start:stop]
+    parts = []
+    for box in boxes(tuple(whole.shape), start, stop):
+        part = whole
+        for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+            part = part.narrow(dim, offset, size)
+        parts.append(part.reshape(-1))
+    return torch.cat(parts) if parts else whole.new_empty(0)
+
+
+def same_layout(first: DTensor, second: DTensor) -> bool:
+    return first._spec is second._spec or (
+        first._spec.shape == second._spec.shape
+        and first._spec.mesh == second._spec.mesh
+        and first._spec.placements == second._spec.placements
+    )
+
+
+_edits = attrgetter("edits")
+
+
+def record_edits(tensors: Iterable[torch.Tensor]) -> None:
+    """Count an edit of each sharded tensor, so that full buffers of parameters are found stale. The
+    parameters of a param group share a counter, which counts once."""
+    tensors = list(tensors)
+    if not all(issubclass(each, ShardedParam) for each in set(map(type, tensors))):
+        tensors = [tensor for tensor in tensors if isinstance(tensor, ShardedParam)]
+    for edits in set(map(_edits, tensors)):
+        if edits is not None:
+            edits.record_values()
+
+
+# ---- Point-wise ops ----
+
+Call = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+# These make a tensor of the same layout, to which no gradient flows.
+DETACHED = frozenset({"empty_like", "full_like", "ones_like", "zeros_like"})
+
+
+def pointwise(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
+    """Run a point-wise op, also in place or with ``out``. If the tensor it edits is plain, the
+    sharded operands are gathered, which is collective."""
+    values = [*args, *kwargs.values()]
+    if kwargs.get("requires_grad"):
+        raise_unsupported(f"{name} with requires_grad=True")
+    target = kwargs.get("out")
+    if target is None and name.endswith("_"):
+        target = args[0] if args else kwargs.get("input")
+    model: Any
+    if isinstance(target, DTensor) and has_range(target):
+        model = target
+    elif target is None:
+        model = largest_sharded(name, values)
+    elif not isinstance(target, torch.Tensor):
+        raise_unsupported(f"{name} of a {type(target).__name__}")
+    else:
+        return call_with(full_operand, func, args, kwargs)
+    locals_ = [local_operand(name, value, model) for value in args]
+    named = {key: local_operand(name, value, model) for key, value in kwargs.items()}
+    if target is not None:
+        check_edit(name, target)
+        # Before it begins: a save in another thread may be reading.
+        record_edits([target])
+        func(*locals_, **named)
+        edit_raises_in_backward(name, target, values)
+        return target
+    result = func(*locals_, **named)
+    if not isinstance(result, torch.Tensor):
+        raise_unsupported(f"{name} with these arguments")
+    # `to` and `contiguous` return their argument if there is nothing to do.
+    if result is model._local_tensor:
+        return model
+    result = model.wrap_like(result)
+    return result if name in DETACHED else raise_in_backward(name, result, values)
+
+
+def foreach(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
+    """Run a point-wise op on lists of tensors, each of which has its own layout."""
+    tensors: Sequence[Any] = args[0]
+    is_edit = name.endswith("_")
+    if needs_gradient([*args, *kwargs.values()]):
+        if not all(isinstance(tensor, RaggedDTensor) for tensor in tensors):
+            raise_unsupported(f"{name} on sharded and plain tensors outside torch.no_grad()")
+        for tensor in tensors if is_edit else ():
+            check_edit(name, tensor)
+    operands = [_column(name, value, tensors) for value in args[1:]]
+    named = {key: _column(name, value, tensors) for key, value in kwargs.items()}
+    if is_edit:
+        record_edits(tensors)
+    result = func([_own(tensor) for tensor in tensors], *operands, **named)
+    if not is_edit:
+        result = [
+            tensor.wrap_like(local) if isinstance(tensor, RaggedDTensor) else local
+            for tensor, local in zip(tensors, result, strict=True)
+        ]
+    if torch.is_grad_enabled():
+        given = [tensors, *args[1:], *kwargs.values()]
+        for index, tensor in enumerate(tensors):
+            values = [x[index] if isinstance(x, (list, tuple)) else x for x in given]
+            if is_edit:
+                edit_raises_in_backward(name, tensor, values)
+            else:
+                result[index] = raise_in_backward(name, result[index], values)
+    return tensors if is_edit else result
+
+
+def _own(tensor: Any) -> Any:
+    return tensor._local_tensor if isinstance(tensor, RaggedDTensor) else tensor
+
+
+def _column(name: str, value: Any, tensors: Sequence[Any]) -> Any:
+    """Return the parts of one operand of a foreach op that meet each of ``tensors``."""
+    if not isinstance(value, (list, tuple, torch.Tensor)):
+        return value
+    if isinstance(value, torch.Tensor):
+        value = replicated(value).detach()
+        # The scalars of addcdiv and addcmul may be one tensor, with a number for each.
+        has_scalars = name.startswith("_foreach_addc") and value.shape == (len(tensors),)
+        if isinstance(value, DTensor) or (value.dim() and not has_scalars):
+            raise_unsupported(f"{name} with one tensor of shape {tuple(value.shape)} for all")
+        return value
+    return [
+        _operand(name, item, tensor) if isinstance(item, torch.Tensor) else item
+        for item, tensor in zip(value, tensors, strict=True)
+    ]
+
+
+def _operand(name: str, value: torch.Tensor, target: Any) -> torch.Tensor:
+    if isinstance(target, RaggedDTensor):
+        return local_operand(name, value, target)
+    return full_operand(value)
+
+
+def fused(name: str, func: Call, args: Args, kwargs: Kwargs) -> None:
+    """Run ``_fused_adamw_`` and the like on lists of parameters, gradients, states and steps."""
+    parameters: Sequence[Any] = args[0]
+    for parameter in parameters if torch.is_grad_enabled() else ():
+        check_edit(name, parameter)
+    columns = []
+    for values in args:
+        # Steps are plain tensors, and without amsgrad the list of maxima is empty.
+        if isinstance(values, (list, tuple)) and any(
+            isinstance(value, RaggedDTensor) for value in values
+        ):
+            values = [
+                value._local_tensor
+                # Gradients and states share the parameter's spec, so layouts need no comparison.
+                if type(value) is RaggedDTensor and value._spec is parameter._spec
+                else _operand(name, value, parameter)
+                for value, parameter in zip(values, parameters, strict=True)
+            ]
+        columns.append(values)
+    record_edits(parameters)
+    func(*columns, **kwargs)
+
+
+def copy(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
+    """Run ``copy_``. Each rank takes its range of a source that is whole. A sharded source is
+    gathered, which is collective, if it lies otherwise over the ranks or the target is plain."""
+    target, source = args[0], args[1]
+    if not isinstance(target, torch.Tensor):
+        raise_unsupported(f"{name} of a {type(target).__name__}")
+    if not (isinstance(target, DTensor) and has_range(target)):
+        return target.copy_(source.full_tensor(), *args[2:], **kwargs)
+    check_edit(name, target)
+    whole = source
+    if isinstance(source, DTensor) and not same_layout(source, target):
+        whole = source.full_tensor()
+    local = local_operand("copy_", whole, target)
+    if target._local_tensor.is_meta and not local.is_meta:
+        raise RuntimeError(
+            "copy_ into a RaggedDTensor on the meta device, which has no memory: call "
+            "to_empty(device=...) on the model first"
+        )
+    record_edits([target])
+    target._local_tensor.detach().copy_(local, *args[2:], **kwargs)
+    edit_raises_in_backward(name, target, [source])
+    return target
+
+
+def convert(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
+    """Run ``to`` and ``type_as``. Another tensor may give the dtype and the device."""
+    tensor = args[0]
+    result = call_with(_own, func, args, kwargs)
+    if not isinstance(tensor, RaggedDTensor):
+        return result
+    if result is tensor._local_tensor:
+        return tensor
+    return raise_in_backward(name, tensor.wrap_like(result), [tensor])
+
+
+def set_item(name: str, func: Call, args: Args, kwargs: Kwargs) -> None:
+    """Run ``tensor[mask] = number`` and ``tensor[index] = value``."""
+    target, index, value = args
+    if not isinstance(target, RaggedDTensor):
+        target[full_operand(index)] = full_operand(value)
+        return
+    if isinstance(index, RaggedDTensor):
+        if isinstance(value, torch.Tensor) and value.dim():
+            raise_unsupported("assigning a tensor under a mask")
+        target.masked_fill_(index, value)
+    elif isinstance(value, torch.Tensor):
+        target[index].copy_(value)
+    else:
+        target[index].fill_(value)
+
+
+def random(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
+    """Run random fills and ``torch.nn.init``.
+
+    Every rank draws the whole tensor, as without sharding, and takes its range. So if all ranks
+    have the same seed, the result does not depend on their number. The whole tensor needs memory
+    meanwhile. Ranks that hold copies get what the first of them drew, which is collective, so that
+    they stay copies whatever the seeds.
+    """
+    target = [*args, *kwargs.values()][0]
+    if not isinstance(target, RaggedDTensor) or kwargs.get("requires_grad"):
+        raise_unsupported(f"{name} with these arguments")
+    is_new = name.endswith("_like")
+    # torch.nn.init stops gradients itself
+    if not is_new and getattr(func, "__module__", "") != "torch.nn.init":
+        check_edit(name, target)
+    local = target._local_tensor.detach()
+    whole = torch.empty(target._shape, dtype=local.dtype, device=local.device)
+
+    def stand_in(value: Any) -> Any:
+        return whole if value is target else full_operand(value)
+
+    drawn = own_elements(call_with(stand_in, func, args, kwargs), target._spec).contiguous()
+    for dim in copied_dims(target._spec) if not drawn.is_meta else ():
+        dist.broadcast(as_comm_dtype(drawn), group=target._spec.mesh.get_group(dim), group_src=0)
+    if is_new:
+        return target.wrap_like(drawn.clone())
+    record_edits([target])
+    local.copy_(drawn)
+    return target
+
+
+# ---- Which op is meant, and what concerns no elements ----
 
 Handler = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+Table = Sequence[tuple[Collection[str], Handler]]
+"""Names of ops, and who runs them. The first row that has a name says who."""
 
 # In-place forms (a trailing underscore), foreach forms and operators (__mul__, __rmul__, __imul__)
 # are found by these names too.
@@ -48,64 +525,12 @@ POINTWISE = frozenset(
 # These ask for the one Python number of a tensor. Tensor.int() is point-wise.
 CONVERSIONS = frozenset("__bool__ __complex__ __float__ __index__ __int__ __long__".split())
 
-REDUCTIONS = frozenset("all amax amin any max mean min sum".split())
-
-# These gather the whole of each tensor.
-ON_FULL_TENSORS = frozenset(
-    """
-    allclose aminmax argmax argmin count_nonzero histc kron logsumexp median nanmean nanmedian
-    nanquantile nansum prod quantile std std_mean var var_mean
-    """.split()
-)
-
-PRODUCTS = frozenset("__matmul__ bmm matmul mm".split())
-
-NORMS = frozenset("linalg_norm linalg_vector_norm norm vector_norm".split())
-
-VIEWS = frozenset(
-    """
-    __getitem__ chunk flatten narrow ravel reshape reshape_as select split squeeze tensor_split
-    unbind unflatten unsqueeze view view_as
-    """.split()
-)
-
-# Some are functions of torch.nn.init. They are listed by name because transformers replaces them by
-# its own while it initializes a model, and then its functions arrive here.
-RANDOM = frozenset(
-    """
-    bernoulli_ cauchy_ constant_ exponential_ geometric_ kaiming_uniform_ log_normal_ normal_
-    random_ uniform_ rand_like randint_like randn_like
-    """.split()
-)
-
-FACTORIES = frozenset("new_empty new_full new_ones new_tensor new_zeros".split())
-
-# The local range answers these as the whole tensor would, and all flags that are attributes.
-LOCAL_METADATA = frozenset(
-    """
-    device dtype element_size get_device is_complex is_conj is_floating_point is_inference is_neg
-    is_signed itemsize layout
-    """.split()
-) | {
-    name
-    for name in dir(torch.Tensor)
-    if name.startswith("is_") and name != "is_leaf" and not callable(getattr(torch.Tensor, name))
-}
-
-# These concern the whole tensor or its place in autograd, and need no values.
-METADATA = frozenset(
-    """
-    __len__ _backward_hooks _base _has_grad_dtype_override _is_view
-    _post_accumulate_grad_hooks _version dim grad grad_fn has_names
-    is_contiguous is_leaf is_same_size is_tensor name names nbytes ndim
-    ndimension nelement numel output_nr requires_grad retains_grad shape size stride
-    """.split()
-)
-
 _resolved: dict[Callable[..., Any], tuple[Handler, str]] = {}
 
 
-def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call(
+    table: Table, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Run ``func`` on arguments of which at least one is a sharded tensor.
 
     Raises:
@@ -113,7 +538,7 @@ def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     """
     found = _resolved.get(func)
     if found is None:
-        found = _resolved[func] = _resolve(func)
+        found = _resolved[func] = _resolve(table, func)
     handler, name = found
     if PENDING and handler not in _WITHOUT_VALUES:
         finish_pending_steps()
@@ -138,32 +563,32 @@ def op_name(func: Callable[..., Any]) -> str:
     return str(name)
 
 
-def _resolve(func: Callable[..., Any]) -> tuple[Handler, str]:
+def _resolve(table: Table, func: Callable[..., Any]) -> tuple[Handler, str]:
     name = op_name(func)
     if func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward):
-        return _refuse_derivative, name
+        return refuse_derivative, name
     access = getattr(func, "__name__", "")
     if (name, access) == ("data", "__set__"):
-        return _assign_data, name
+        return assign_data, name
     if name in ("requires_grad_", "requires_grad") and access != "__get__":
-        return _set_requires_grad, name
+        return set_requires_grad, name
     module = getattr(func, "__module__", "")
     if module == "torch.nn.init":
-        return pointwise.random, name
+        return random, name
     if module == "torch.foreach":  # from torch 2.15 on; exp_ of a list, say
         return _foreach, name
-    for names, handler in TABLE:
+    for names, handler in table:
         if name in names:
             return handler, name
     if name.startswith("_fused_"):
-        return pointwise.fused, name
+        return fused, name
     bare = name.removeprefix("_foreach_").removesuffix("_")
     if bare in POINTWISE or bare == "copy":
-        return (pointwise.foreach if name.startswith("_foreach_") else pointwise.pointwise), name
-    return _refuse, name
+        return (foreach if name.startswith("_foreach_") else pointwise), name
+    return refuse, name
 
 
-def _refuse(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+def refuse(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
     for value in tensor_operands([*args, *kwargs.values()]):
         # As engine/param notes it. Results of ops belong to no unit.
         if isinstance(value, RaggedDTensor) and (owner := getattr(value, "_fsdp_owner", None)):
@@ -184,7 +609,7 @@ def _foreach(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     return func.__wrapped__(*args, **kwargs)
 
 
-def _refuse_derivative(
+def refuse_derivative(
     name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> NoReturn:
     raise RuntimeError(
@@ -194,57 +619,57 @@ def _refuse_derivative(
     )
 
 
-def _refuse_move(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+def refuse_move(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
     # nn.Module.to() and the like ask this before they replace a parameter.
     raise RuntimeError(CANNOT_MOVE)
 
 
-def _metadata(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def metadata(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
-def _grad_dtype(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def grad_dtype(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func.__name__ == "__set__":
         return args[0]._set_grad_dtype(args[1])
     return args[0]._grad_dtype
 
 
-def _local_metadata(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def local_metadata(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = args[0] if args else kwargs["input"]
     return func(tensor._local_tensor)
 
 
-def _alias(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def alias(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor: RaggedDTensor = args[0]
     return tensor.alias_of(tensor._local_tensor.detach(), tensor._spec)
 
 
-def _assign_data(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def assign_data(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not isinstance(args[0], RaggedDTensor):
         raise_unsupported("data of a plain tensor")
     args[0].assign_data(args[1])
 
 
-def _data_ptr(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def data_ptr(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     return 0  # a DTensor's answer, which torch's staging of checkpoints relies on
 
 
-def _set_requires_grad(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    result = _metadata(name, func, args, kwargs)
+def set_requires_grad(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    result = metadata(name, func, args, kwargs)
     if args[0].edits is not None:
         args[0].edits.record_trainability(args[0])
     return result
 
 
-def _register_hook(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    handle = _metadata(name, func, args, kwargs)
+def register_hook(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    handle = metadata(name, func, args, kwargs)
     if args[0].edits is not None:
         args[0].edits.has_hooks = True
     return handle
 
 
-def _factory(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+def factory(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """Run ``new_zeros`` and the like. As with a DTensor, the result is sharded if it has the shape
     of the tensor, else plain."""
     tensor = args[0]
@@ -257,67 +682,10 @@ def _factory(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 _WITHOUT_VALUES: frozenset[Handler] = frozenset(
-    (_metadata, _grad_dtype, _local_metadata, _data_ptr, _set_requires_grad, _register_hook)
+    (metadata, grad_dtype, local_metadata, data_ptr, set_requires_grad, register_hook)
 )
 
 
-def _max_or_min(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    is_of_two = any(isinstance(value, torch.Tensor) for value in [*args[1:], kwargs.get("other")])
-    handler = pointwise.pointwise if is_of_two else sums_and_norms.reduction
-    return handler(name, func, args, kwargs)
-
-
-def _product(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # A plain operand often is a batch, and then the unit was meant to run.
-    operands = tensor_operands([*args, *kwargs.values()])
-    if not all(isinstance(value, RaggedDTensor) for value in operands):
-        _refuse(name, func, args, kwargs)
-    return sums_and_norms.on_full_tensors(name, func, args, kwargs)
-
-
-def _to_local(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def to_local(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     local = args[0]._local_tensor
     return raise_in_backward(name, local.detach(), args) if needs_gradient(args) else local
-
-
-def _full_tensor(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return raise_in_backward(name, creation.full_tensor(args[0]), args)
-
-
-def _redistribute(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return raise_in_backward(name, creation.redistribute(*args), args[:1])
-
-
-# The first row that has an op's name says who runs it. Point-wise ops come after all rows.
-TABLE: list[tuple[Collection[str], Handler]] = [
-    (("grad_dtype",), _grad_dtype),
-    (LOCAL_METADATA, _local_metadata),
-    (METADATA, _metadata),
-    (("data_ptr",), _data_ptr),
-    (("_has_compatible_shallow_copy_type",), _refuse_move),
-    (("detach", "alias", "data"), _alias),
-    (("detach_",), _metadata),
-    (("register_hook", "register_post_accumulate_grad_hook"), _register_hook),
-    (("copy_",), pointwise.copy),
-    (("__setitem__",), pointwise.set_item),
-    (("to", "type_as"), pointwise.convert),
-    (RANDOM, pointwise.random),
-    (FACTORIES, _factory),
-    (VIEWS, views.view),
-    (("view_as_real", "view_as_complex"), views.reinterpret),
-    (("max", "min"), _max_or_min),
-    (NORMS, sums_and_norms.norm),
-    (("_foreach_norm",), sums_and_norms.foreach_norm),
-    (REDUCTIONS, sums_and_norms.reduction),
-    (PRODUCTS, _product),
-    ((*CONVERSIONS, "item", "tolist"), sums_and_norms.on_full_tensors),
-    (ON_FULL_TENSORS, sums_and_norms.on_full_tensors),
-    (("dot",), sums_and_norms.dot),
-    (("equal",), sums_and_norms.equal),
-    (("_amp_foreach_non_finite_check_and_unscale_",), sums_and_norms.unscale),
-    (("to_local",), _to_local),
-    (("full_tensor",), _full_tensor),
-    (("redistribute",), _redistribute),
-]
-
-RaggedDTensor._run_op = staticmethod(call)

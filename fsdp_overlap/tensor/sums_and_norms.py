@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from fsdp_overlap.tensor.comm_dtypes import COMM_DTYPES
-from fsdp_overlap.tensor.pointwise import (
+from fsdp_overlap.tensor.ops import (
     call_with,
     full_operand,
     local_operand,

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from fsdp_overlap.tensor.pointwise import call_with, needs_gradient, raise_in_backward
+from fsdp_overlap.tensor.ops import call_with, needs_gradient, raise_in_backward
 from fsdp_overlap.tensor.ragged_dtensor import (
     RaggedDTensor,
     RaggedShard,

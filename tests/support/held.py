@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fsdp_overlap import RaggedDTensor
-from fsdp_overlap.tensor.pointwise import own_elements
+from fsdp_overlap.tensor.ops import own_elements
 
 
 def held_of(whole: torch.Tensor, like: Any) -> torch.Tensor:
