@@ -24,6 +24,7 @@ from fsdp_overlap.engine.param import (
     Owner,
     ParamInfo,
     UnownedParameters,
+    is_replicated,
     mark_owner,
     module_class_name,
     move_buffers,
@@ -39,9 +40,9 @@ from fsdp_overlap.layout import ParamGroupPlan, Plan
 from fsdp_overlap.layout.plan import RowLayout, rollback_on_error
 from fsdp_overlap.tensor.comm_dtypes import REDUCE_DTYPES
 from fsdp_overlap.torch_internals import (
-    is_replicated,
+    ComposableRegistryItem,
+    composable_registry_key,
     patch_fully_shard_state,
-    record_fully_sharded,
 )
 
 # ---- fully_shard() ----
@@ -169,7 +170,8 @@ def fully_shard(
     make_unit(modules, ctx, options)
     for member, fsdp_class in zip(modules, classes, strict=True):
         object.__setattr__(member, "__class__", fsdp_class)  # modules may guard their attributes
-        record_fully_sharded(member)
+        noted = member.__dict__.setdefault(composable_registry_key, {})
+        noted["fully_shard"] = ComposableRegistryItem()  # for replicate() on a module around it
     return cast(FSDPModule | Sequence[FSDPModule], module)
 
 

@@ -208,7 +208,8 @@ class FsdpContext:
 
     @cached_property
     def device(self) -> torch.device:
-        return current_device(self.mesh.device_type)
+        kind = self.mesh.device_type
+        return torch.device(kind) if kind == "cpu" else current_device(kind)
 
     @cached_property
     def has_streams(self) -> bool:

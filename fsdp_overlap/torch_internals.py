@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import autograd, nn
+from torch import autograd
 from torch._C._dynamo import eval_frame
 from torch.autograd import Variable, grad_mode
 from torch.distributed import _functional_collectives, _state_dict_utils, _symmetric_memory
@@ -230,27 +230,24 @@ def patch_fully_shard_state(state_of: Callable[[Any], Any]) -> None:
     torchs_fully_shard.state = state
 
 
-def record_fully_sharded(module: nn.Module) -> None:
-    """Note on ``module`` that ``fully_shard`` was called on it, where torch's other composable
-    calls look. ``replicate()`` on a module around it leaves its parameters alone then."""
-    module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
+composable_registry_key = REGISTRY_KEY
+ComposableRegistryItem = RegistryItem
+"""Where torch's composable functions note on a module that they were called, and look for each
+other: ``replicate()`` on a module around a unit leaves its parameters alone then."""
+
+tells_given_grad_dtype = hasattr(torch.Tensor, "_has_grad_dtype_override")
+"""Whether a parameter tells if its ``grad_dtype`` was set, as from torch 2.15 on."""
 
 
 def given_grad_dtype(parameter: torch.Tensor) -> torch.dtype | None:
     """Return what somebody set as the ``grad_dtype`` of ``parameter``. ``None`` if nobody did:
     gradients then have the parameter's dtype, also after a cast. Up to torch 2.14 a parameter does
     not tell whether its own dtype was set, and counts as one that follows casts."""
-    if hasattr(parameter, "_has_grad_dtype_override"):
-        is_given: bool = parameter._has_grad_dtype_override
+    if tells_given_grad_dtype:
+        is_given: bool = parameter._has_grad_dtype_override  # type: ignore[attr-defined]
     else:
         is_given = parameter.grad_dtype != parameter.dtype
     return parameter.grad_dtype if is_given else None
-
-
-def is_replicated(module: nn.Module) -> bool:
-    """Return whether ``replicate()`` was called on ``module``, which trains the parameters in it
-    then."""
-    return "replicate" in module.__dict__.get(REGISTRY_KEY, ())
 
 
 # DTensors

@@ -33,7 +33,7 @@ from torch.utils import _foreach_utils, _pytree
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_overlap import torch_internals as internals
-from fsdp_overlap.engine import hooks
+from fsdp_overlap.engine import hooks, param
 from support.canaries import (
     FILE,
     PACKAGE,
@@ -545,15 +545,23 @@ def fsdp2_has_older_names() -> None:
     assert all(older.fully_shard is fsdp.fully_shard for older in internals.older_fsdp2)
 
 
-@canary("record_fully_sharded")
+@canary("composable_registry_key", "ComposableRegistryItem")
 def composable_calls_look_for_each_other() -> None:
-    """replicate() around a unit takes the unit's parameters, and trains them wrong."""
+    """replicate() around a unit takes the unit's parameters, and trains them wrong. Or a unit takes
+    those of a module within it that replicate() trains."""
     module = nn.Linear(1, 1)
-    internals.record_fully_sharded(module)
-    assert "fully_shard" in (_get_registry(module) or {})
+    key, item = internals.composable_registry_key, internals.ComposableRegistryItem()
+    module.__dict__[key] = {"fully_shard": item}
+    assert _get_registry(module) == {"fully_shard": item}
+    module = nn.Linear(1, 1)
+    assert not param.is_replicated(module)
+    with one_rank("gloo"):
+        replicate(module)
+    assert param.is_replicated(module)
+    assert type(module.__dict__[key]["replicate"]) is type(item)
 
 
-@canary("given_grad_dtype")
+@canary("given_grad_dtype", "tells_given_grad_dtype")
 def a_grad_dtype_that_was_set_is_known() -> None:
     """Gradients of parameters with a grad_dtype have the parameters' own dtype."""
     parameter = nn.Parameter(torch.ones(1))
@@ -561,18 +569,9 @@ def a_grad_dtype_that_was_set_is_known() -> None:
     parameter.grad_dtype = torch.bfloat16
     assert internals.given_grad_dtype(parameter) is torch.bfloat16
     parameter.grad_dtype = torch.float32
-    tells = hasattr(parameter, "_has_grad_dtype_override")
+    tells = internals.tells_given_grad_dtype
+    assert tells == hasattr(parameter, "_has_grad_dtype_override")
     assert internals.given_grad_dtype(parameter) is (torch.float32 if tells else None)
-
-
-@canary("is_replicated")
-def replicated_modules_are_noted() -> None:
-    """A unit takes the parameters of a module within it that replicate() trains."""
-    module = nn.Linear(1, 1)
-    assert not internals.is_replicated(module)
-    with one_rank("gloo"):
-        replicate(module)
-    assert internals.is_replicated(module)
 
 
 @canary("AllGather", "ReduceScatter")

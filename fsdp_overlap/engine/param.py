@@ -34,8 +34,9 @@ from fsdp_overlap.torch_internals import (
     DisableTorchFunctionSubclass,
     DTensorSpec,
     TensorMeta,
+    composable_registry_key,
     given_grad_dtype,
-    is_replicated,
+    tells_given_grad_dtype,
 )
 
 # ---- Parameters of classes of their own, which alone know what the elements stand for ----
@@ -184,14 +185,16 @@ class ParamInfo:
         """What planning knows of the parameter. What the user asked for it is added while its unit
         is made."""
         parameter = self.parameter
-        tile = tp_local_tensor(parameter)
+        tile, grad_dtype = tp_local_tensor(parameter), None
+        if tells_given_grad_dtype or parameter.grad_dtype != parameter.dtype:
+            grad_dtype = given_grad_dtype(parameter)
         return ParamSpec(
             self.fqn,
             tuple(tile.shape),
             parameter.dtype,
             parameter.requires_grad,
             is_embedding=self.is_embedding,
-            grad_dtype=given_grad_dtype(parameter),
+            grad_dtype=grad_dtype,
             never_cast=self.never_cast,
             is_extension=not self.never_cast and type(tile) not in (torch.Tensor, nn.Parameter),
         )
@@ -232,6 +235,11 @@ def mark_replaced(parameter: torch.Tensor, by: str) -> None:
     owner = owner_of(parameter)
     assert owner is not None
     mark_owner(parameter, replace(owner, replaced_by=by))
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Return whether torch's ``replicate()`` was called on ``module``, and trains what is in it."""
+    return "replicate" in module.__dict__.get(composable_registry_key, ())
 
 
 def modules_outside_units(
