@@ -505,13 +505,16 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for parameter in group["params"]:
             owner = owner_of(parameter)
             if owner is not None and owner.replaced_by:
-                raise RuntimeError(
-                    f"{type(optimizer).__name__} was made before {owner.replaced_by}, which put "
-                    f"another parameter in the place of {owner.fqn!r} of {owner.unit}: this step "
-                    "would change nothing that the model computes with; make the optimizer "
-                    "afterwards, from model.parameters()"
-                )
+                _refuse_step(optimizer, owner)
     _looked_at[optimizer] = now
+
+
+def _refuse_step(optimizer: Optimizer, owner: Owner) -> NoReturn:
+    raise RuntimeError(
+        f"{type(optimizer).__name__} was made before {owner.replaced_by}, which put another "
+        f"parameter in the place of {owner.fqn!r} of {owner.unit}: this step would change nothing "
+        "that the model computes with; make the optimizer afterwards, from model.parameters()"
+    )
 
 
 # ---- Hashes of what parameters held when they were sharded ----

@@ -169,8 +169,12 @@ class ParamGroupPlan:
             end = offset + spec.numel
         if end > self.numel:
             raise ValueError(f"the shards hold {self.numel} elements, the parameters end at {end}")
-        if not self.block_sizes:
+        if self.block_sizes:
+            self._check_cuts()
+        else:
             object.__setattr__(self, "block_sizes", (1,) * len(self.specs))
+
+    def _check_cuts(self) -> None:
         for spec, block_size in zip(self.specs, self.block_sizes, strict=True):
             for _, _, stop in self._ranges[spec.fqn]:
                 if stop % block_size and stop != spec.numel:
@@ -508,12 +512,18 @@ def in_pieces(specs: Sequence[ParamSpec], world_size: int) -> list[ParamSpec]:
     count = min(MAX_PIECES, total // (MIN_SHARD_BYTES * world_size))
     if count < 2 or len(movable) < 2:
         return list(specs)
+    pieces = _pieces_of(movable, count, total)
+    return [replace(spec, piece=pieces.get(spec, 0)) for spec in specs]
+
+
+def _pieces_of(specs: Sequence[ParamSpec], count: int, total: int) -> dict[ParamSpec, int]:
+    """Return which of ``count`` pieces each of ``specs`` belongs to, which have ``total`` bytes."""
     pieces: dict[ParamSpec, int] = {}
     before = 0
-    for spec in movable:
+    for spec in specs:
         pieces[spec] = 1 + before * count // total
         before += _bytes(spec)
-    return [replace(spec, piece=pieces.get(spec, 0)) for spec in specs]
+    return pieces
 
 
 def _bytes(spec: ParamSpec) -> int:

@@ -95,10 +95,14 @@ def check_edit(name: str, target: torch.Tensor) -> None:
     # What shares a parameter's memory was made by a view, or by data and edited since.
     is_view = node is not None and getattr(target, "edits", None) is not None
     if is_leaf or (is_view and not getattr(node, "is_edit", True)):
-        raise RuntimeError(
-            f"{name} edits {_described(target)}, which requires grad, in place: call it under "
-            "torch.no_grad(), or on parameter.data"
-        )
+        _refuse_edit(name, target)
+
+
+def _refuse_edit(name: str, target: torch.Tensor) -> NoReturn:
+    raise RuntimeError(
+        f"{name} edits {_described(target)}, which requires grad, in place: call it under "
+        "torch.no_grad(), or on parameter.data"
+    )
 
 
 def needs_gradient(operands: Iterable[Any]) -> bool:
@@ -308,25 +312,12 @@ def pointwise(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
     target = kwargs.get("out")
     if target is None and name.endswith("_"):
         target = args[0] if args else kwargs.get("input")
-    model: Any
-    if isinstance(target, DTensor) and has_range(target):
-        model = target
-    elif target is None:
-        model = largest_sharded(name, values)
-    elif not isinstance(target, torch.Tensor):
-        raise_unsupported(f"{name} of a {type(target).__name__}")
-    else:
-        return call_with(full_operand, func, args, kwargs)
+    if target is not None:
+        return _edit(name, func, args, kwargs, target)
+    model = largest_sharded(name, values)
     locals_ = [local_operand(name, value, model) for value in args]
     named = {key: local_operand(name, value, model) for key, value in kwargs.items()}
-    if target is not None:
-        check_edit(name, target)
-        # Before it begins: a save in another thread may be reading.
-        record_edits([target])
-        func(*locals_, **named)
-        edit_raises_in_backward(name, target, values)
-        return target
-    result = func(*locals_, **named)
+    result: Any = func(*locals_, **named)
     if not isinstance(result, torch.Tensor):
         raise_unsupported(f"{name} with these arguments")
     # `to` and `contiguous` return their argument if there is nothing to do.
@@ -334,6 +325,22 @@ def pointwise(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
         return model
     result = model.wrap_like(result)
     return result if name in DETACHED else raise_in_backward(name, result, values)
+
+
+def _edit(name: str, func: Call, args: Args, kwargs: Kwargs, target: Any) -> Any:
+    """Run a point-wise op that edits ``target``."""
+    if not (isinstance(target, DTensor) and has_range(target)):
+        if not isinstance(target, torch.Tensor):
+            raise_unsupported(f"{name} of a {type(target).__name__}")
+        return call_with(full_operand, func, args, kwargs)
+    locals_ = [local_operand(name, value, target) for value in args]
+    named = {key: local_operand(name, value, target) for key, value in kwargs.items()}
+    check_edit(name, target)
+    # Before it begins: a save in another thread may be reading.
+    record_edits([target])
+    func(*locals_, **named)
+    edit_raises_in_backward(name, target, [*args, *kwargs.values()])
+    return target
 
 
 def foreach(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:

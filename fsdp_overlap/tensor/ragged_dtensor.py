@@ -334,10 +334,13 @@ class ShardedParam(DTensor):
             self._gradient = gradient.to(self._grad_dtype)
             self._given_gradient = None
         else:
-            raise TypeError(
-                f"the gradient of {self!r} must be of the same kind, shape and layout or None, got "
-                f"a {type(gradient).__name__}"
-            )
+            self._refuse_grad(gradient)
+
+    def _refuse_grad(self, gradient: Any) -> NoReturn:
+        raise TypeError(
+            f"the gradient of {self!r} must be of the same kind, shape and layout or None, got a "
+            f"{type(gradient).__name__}"
+        )
 
     def _delete_grad(self) -> None:
         self._set_grad(None)
