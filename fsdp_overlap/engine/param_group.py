@@ -186,6 +186,30 @@ class ParamGroup:
     """Whether a parameter of it is one of another unit too."""
     make_gradients: Callable[..., Any] | None = None
     """What makes its gradients, if a feature treats them otherwise."""
+    make_gatherer: MakeGatherer = staticmethod(direct_gatherer)
+    """Chooses the gatherer when the param group is connected."""
+    gatherer = DIRECT
+    label = ""
+    index = -1
+    """The number of the param group in its mesh. The same on every rank."""
+    first_flag = 0
+    """Where its flags begin among the mesh's, which tell which parameters have a gradient."""
+    state = ParamGroupState.SHARDED
+    gathered_version = -1
+    """The :attr:`version` that the full buffer has, or will have. -1 if it has none, or other
+    values than the shards."""
+    _work: WorkHandle | None = None
+    _before: ParamGroupState | None = None
+    """The state before a gather that is being issued."""
+    counters: VersionCounters
+    """Those of the unsharded parameters, which autograd must not read unless they are there."""
+    transport: Transport | None = None
+    groups: CommGroups
+    collectives: Collectives
+    carriers: RangeCollectives
+    """Collectives of ranges, on which :attr:`collectives` are built."""
+    reduce_dtype: torch.dtype
+    """What gradients travel in."""
 
     def __init__(
         self,
@@ -197,21 +221,8 @@ class ParamGroup:
     ) -> None:
         self.plan = plan
         self.owned = list(owned)
-        self.label = ""
-        self.index = -1
-        """The number of the param group in its mesh. The same on every rank."""
-        self.first_flag = 0
-        """Where its flags begin among the mesh's, which tell which parameters have a gradient."""
-        self.state = ParamGroupState.SHARDED
         self.edits = ParamGroupEdits(mesh_info)
         self.mesh_info = mesh_info
-        self.groups: CommGroups
-        self.collectives: Collectives
-        self.carriers: RangeCollectives
-        """Collectives of ranges, on which :attr:`collectives` are built."""
-        self.transport: Transport | None = None
-        self.reduce_dtype: torch.dtype
-        """What gradients travel in."""
         self.compute_dtype = compute_dtype(plan.specs[0], options.mp_policy)
         self.comm_policy = options.comm_policy
         self.storage: Storage = options.storage
@@ -225,17 +236,6 @@ class ParamGroup:
         self.give_memory()
         self.init_hashes = ParamHashes(values, self.version) if mesh_info.communicates else None
         """Hashes of what this rank sharded, until ranks have compared them."""
-        self.gatherer = DIRECT
-        self.make_gatherer: MakeGatherer = direct_gatherer
-        """Chooses the gatherer when the param group is connected."""
-        self.counters: VersionCounters
-        """Those of the unsharded parameters, which autograd must not read unless they are there."""
-        self._work: WorkHandle | None = None
-        # the state before a gather that is being issued
-        self._before: ParamGroupState | None = None
-        self.gathered_version = -1
-        """The :attr:`version` that the full buffer has, or will have. -1 if it has none, or other
-        values than the shards."""
 
     def allocate(self, device: torch.device, like: Sequence[torch.Tensor]) -> None:
         """Make the buffers, and the sharded parameters, which take their attributes from ``like``.

@@ -295,6 +295,15 @@ class Unit:
     """The class of schedules that know units such as this. Of two, one derives from the other."""
     make_unit: Callable[..., Unit] | None = None
     """What has made it, and makes copies."""
+    forward_prefetch: Sequence[weakref.ref[Unit]] = ()
+    backward_prefetch: Sequence[weakref.ref[Unit]] = ()
+    """The units that the user wants gathered when this one runs, instead of those predicted."""
+    ties: Sequence[Tie] = ()
+    owners: Sequence[Unit] = ()
+    """The other units whose parameters its modules have registered too: Note [tied parameters]."""
+    is_root = False
+    _is_uneven = False
+    _trainability = -1
 
     def __init__(
         self,
@@ -314,13 +323,9 @@ class Unit:
         self.param_groups = param_groups
         self.has_parameters = bool(param_groups)
         self.is_conditional = options.conditional
-        self._is_uneven = False
         self.settings = UnitSettings()
         self.under_way: list[UnderWay] = []
         """What is remembered of each forward under way."""
-        self.forward_prefetch: Sequence[weakref.ref[Unit]] = ()
-        self.backward_prefetch: Sequence[weakref.ref[Unit]] = ()
-        """The units that the user wants gathered when this one runs, instead of those predicted."""
         self.unowned = unowned
         self._adopt = adopt
         self.rests_on_host = any(param_group.storage.is_on_host for param_group in param_groups)
@@ -329,7 +334,6 @@ class Unit:
             group.is_tensor_parallel for group in param_groups
         )
         self.has_replicas = any(group.mesh_info.num_replicas > 1 for group in param_groups)
-        self.is_root = False
         self.cast_inputs = cast_of_inputs(self.mp_policy, None)
         self.cast_output = cast_of_output(self.mp_policy)
         self.name = module_class_name(modules)
@@ -338,11 +342,6 @@ class Unit:
         yet."""
         self._look_for_edits()
         self.gradients: list[ParamGroupGradients] = []
-        self.ties: Sequence[Tie] = ()
-        self.owners: Sequence[Unit] = ()
-        """The other units whose parameters its modules have registered too: Note [tied
-        parameters]."""
-        self._trainability = -1
         self._were_trainable: set[tuple[bool, ...]] = set()
         self._known_gradients: dict[ParamGroup, ParamGroupGradients] = {}
         self._hooked: set[int] = set()
