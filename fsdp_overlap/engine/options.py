@@ -1,4 +1,4 @@
-"""What a unit is told: by fully_shard(), and by methods of its module."""
+"""Settings of a unit: the arguments of fully_shard(), and what methods of its module set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the parameters of param groups lie in flat buffers, and which rank holds what."""
+"""Plans of param groups: where parameters lie in flat buffers, and which rank holds what."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""How ops on sharded tensors are told apart, and those that treat each element by itself, which can
-run on the local ranges."""
+"""Ops that treat each element by itself, and so can run on the local ranges, and who runs any
+other."""
 
 from __future__ import annotations
 
