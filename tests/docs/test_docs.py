@@ -196,6 +196,17 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors_of(target), link
 
 
+HAND_WRITTEN_WORDS = 26_000
+MADE = ("results.md", "fsdp2_features.md")
+"""Pages that programs write."""
+
+
+def test_the_documents_are_short() -> None:
+    pages = [*PAGES, *(DOCS / "reference").glob("*.md")]
+    words = sum(len(page.read_text().split()) for page in pages if page.name not in MADE)
+    assert words <= HAND_WRITTEN_WORDS, f"{words:,} words"
+
+
 def test_every_page_can_be_reached_from_the_readme() -> None:
     reached, found = set(), {README}
     while found:
