@@ -455,7 +455,10 @@ def print_files(console: Console, reading: Reading) -> None:
 def as_json(package: Path, reading: Reading) -> dict[str, Any]:
     return {
         "figures": all_figures(package, reading),
-        "files": {phase: sorted(files) for phase, files in reading.phases.items()},
+        "functions": {
+            phase: {name: [each.name for each in file.functions] for name, file in files.items()}
+            for phase, files in reading.phases.items()
+        },
         "features": reading.entered_features(),
         "imports": imports_of_features(package),
     }

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from support import typed_user_program
-from support.pages import ROOT, named_tests_in, rows_of
+from support.pages import ROOT, linked_code_in, named_tests_in, rows_of
 from support.program import Program
 from support.ranks import run_ranks
 from support.zoo import Model
@@ -194,6 +194,44 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), link
         assert not anchor or anchor in anchors_of(target), link
+
+
+def names_in(text: str) -> set[str]:
+    """Return the classes, functions and methods of a file, methods as ``Class.method``."""
+    kinds = ast.ClassDef, ast.FunctionDef
+    found = set()
+    for node in ast.parse(text).body:
+        if isinstance(node, kinds):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{each.name}" for each in node.body if isinstance(each, kinds)}
+    return found
+
+
+def test_code_that_pages_link_is_in_the_linked_file() -> None:
+    package = ROOT / "fsdp_overlap"
+    files = {path.relative_to(package).as_posix(): path for path in package.rglob("*.py")}
+    names = {file: names_in(path.read_text()) for file, path in files.items()}
+    linked = [(page.name, *link) for page in PAGES for link in linked_code_in(page.read_text())]
+    assert len(linked) > 40
+    wrong = [
+        f"{page}: {name} is not in {file}, but in {[f for f in names if name in names[f]]}"
+        for page, file, name in linked
+        if name not in names.get(file, ())
+    ]
+    if wrong:
+        pytest.fail("\n".join(wrong), pytrace=False)
+
+
+HAND_WRITTEN_WORDS = 26_000
+MADE = ("results.md", "fsdp2_features.md")
+"""Pages that programs write."""
+
+
+def test_the_documents_are_short() -> None:
+    pages = [*PAGES, *(DOCS / "reference").glob("*.md")]
+    words = sum(len(page.read_text().split()) for page in pages if page.name not in MADE)
+    assert words <= HAND_WRITTEN_WORDS, f"{words:,} words"
 
 
 def test_every_page_can_be_reached_from_the_readme() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from support.pages import ROOT
+from support.pages import ROOT, linked_code_in
 
 LIMITS = {
     "plain run, code lines": 3004,
@@ -98,3 +98,43 @@ def test_a_feature_in_the_plain_path_is_found_with_the_calls_that_lead_there(
     assert f"a plain run enters a feature, plain run: {imported}" in problems
     assert f"a plain run enters a feature, {steady}: {called}" in problems
     assert f"the core imports a feature: engine/hooks.py:{line}" in problems
+
+
+# ---- docs/design.md, "One step, line by line" ----
+
+STEP = (ROOT / "docs" / "design.md").read_text().partition("\n### One step, line by line\n")[2]
+STEP = STEP.partition("\n## ")[0]
+
+
+def problems_of_page(page: str, entered: dict[str, list[str]]) -> list[str]:
+    """Return which files a steady step enters that ``page`` does not link, and which functions it
+    links that no steady step enters."""
+    linked = linked_code_in(page)
+    files = {file for file, functions in entered.items() if functions}
+    missing = files - {file for file, _ in linked}
+    return [
+        *(f"a steady step enters {file}, which is not linked" for file in sorted(missing)),
+        *(
+            f"no steady step enters {name} of {file}"
+            for file, name in linked
+            if not name.rpartition(".")[2][0].isupper() and name not in entered.get(file, ())
+        ),
+    ]
+
+
+def test_a_step_line_by_line_goes_through_all_that_a_steady_step_enters(
+    readings: Readings,
+) -> None:
+    entered = readings.ours["functions"]["steady forward and backward"]
+    if problems := problems_of_page(STEP, entered):
+        pytest.fail("\n".join(problems), pytrace=False)
+    assert len(STEP.split()) <= 500
+
+
+def test_files_and_functions_that_the_page_has_wrong_are_found() -> None:
+    page = "[`f`](../fsdp_overlap/engine/a.py), [`C`](../fsdp_overlap/engine/a.py)"
+    assert not problems_of_page(page, {"engine/a.py": ["f"], "engine/b.py": []})
+    assert problems_of_page(page, {"engine/a.py": ["C.f"], "engine/b.py": ["g"]}) == [
+        "a steady step enters engine/b.py, which is not linked",
+        "no steady step enters f of engine/a.py",
+    ]

@@ -31,3 +31,10 @@ def named_tests_in(cell: str) -> list[tuple[str, str]]:
         source = path.read_text()
         assert f"def {test}(" in source if test else source
     return named
+
+
+def linked_code_in(page: str) -> list[tuple[str, str]]:
+    """Return the functions, methods and classes that a page links, each as its file in the package
+    and its name."""
+    found = re.findall(r"\[`([\w.]+)`\]\(\.\./fsdp_overlap/([\w/]+\.py)\)", page)
+    return [(file, name) for name, file in found]
