@@ -147,6 +147,7 @@ def _share_shard(parameter: Any, param_group: ParamGroup) -> None:
     index = owner.module_info.index_of(parameter)
     assert index is not None
     first, _ = places[index]
+    owner.edits.finish_step()  # of a thread
     # Both shards are views of one memory, and so of one version. The second has what it sends
     # beside the parameter from whatever comes next there.
     old, numel = owner.shard, owner.shard.numel()

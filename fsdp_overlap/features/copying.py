@@ -105,6 +105,7 @@ def copy_unit(unit: Unit, memo: dict[int, Any]) -> None:
 def _copy_state(unit: Unit, other: Unit) -> None:
     """Copy values, gradients and settings to ``other``, which was sharded likewise."""
     for mine, its in zip(unit.param_groups, other.param_groups, strict=True):
+        mine.edits.finish_step()  # of a thread
         its.copy_values_of(mine)
         its.full.keeps_storage = mine.full.keeps_storage
         for parameter, duplicate in zip(

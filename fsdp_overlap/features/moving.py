@@ -25,6 +25,7 @@ def check_move(unit: Unit, fn: Any) -> None:
     """Raise RuntimeError if ``fn``, which ``_apply()`` is to call, would move or cast shards where
     they cannot be."""
     for param_group in unit.param_groups:
+        param_group.edits.finish_step()  # of a thread
         with torch.no_grad():
             result = fn(param_group.shard.new_empty(0))
         if param_group.never_cast:  # left alone, whatever fn does to numbers

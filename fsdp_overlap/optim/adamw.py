@@ -401,6 +401,7 @@ class AdamW(torch.optim.AdamW):
             super().load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
+        finish_pending_steps()
         own = {
             "_moment_dtype": self._moment_dtype,
             "_prefetch_next_forward": self._prefetch_next_forward,

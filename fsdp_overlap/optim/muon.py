@@ -170,6 +170,7 @@ class Muon(torch.optim.Optimizer):
         return f"{super().__repr__()}\n{self._choice_table}".rstrip()
 
     def __getstate__(self) -> dict[str, Any]:
+        finish_pending_steps()
         names = ["_adamw_options", "_moment_dtype", "ns_dtype"]
         names += ["_prefetch_next_forward", "_choice_table"]
         return super().__getstate__() | {name: getattr(self, name) for name in names}

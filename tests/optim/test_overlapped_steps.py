@@ -384,6 +384,33 @@ def test_gradients_that_wait_take_no_more_memory_than_is_allowed() -> None:
             assert 0 < most <= max(limit, 2 * max(sizes)) < sum(sizes)
 
 
+def copied() -> None:
+    """While a thread has yet to step the model."""
+    twins = Twins.of("layers", optimizer=AdamW, overlap=POLICIES["clipped"])
+    run, goes = KernelCall.run, threading.Event()
+
+    def run_later(call: KernelCall) -> None:
+        assert threading.current_thread().name != "host step" or goes.wait(30)
+        run(call)
+
+    with patch.object(KernelCall, "run", run_later):
+        for batch in zip(twins.batches(2), strict=True):  # the first step makes states
+            plain_backward(twins, batch)
+            twins.step()
+        threading.Timer(0.3, goes.set).start()
+        model, optimizer = copy.deepcopy((twins.model, twins.optimizer))
+    finish_pending_steps()
+    for mine, its in zip(twins.model.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine.to_local(), its.to_local())  # type: ignore[operator]
+        states = twins.optimizer.state[mine], optimizer.state[its]
+        for one, other in zip(*map(tree_leaves, states), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_a_copy_waits_for_the_step() -> None:
+    run_ranks(copied, 2)
+
+
 def scaled_by(scaler: Any, twins: Twins, batch: Any) -> None:
     tokens, targets = batch[0]
     scaler.scale(twins.losses(tokens, targets)[0]).backward()
