@@ -599,7 +599,9 @@ def _connect_ties(unit: Unit, ties: Sequence[Tie]) -> None:
 def _install(unit: Unit, modules: Sequence[nn.Module], ctx: FsdpContext) -> None:
     """Make forwards, backwards and loads of ``modules`` those of ``unit``."""
     move_buffers(modules, ctx.device)
-    before, after = hooks.FORWARD_HOOKS[bool(unit.owners)]
+    reads = bool(unit.owners)  # parameters of other units
+    before: Any = hooks.before_reading_forward if reads else hooks.before_forward
+    after: Any = hooks.after_reading_forward if reads else hooks.after_forward
     for module in modules:
         module.__dict__["_fsdp_unit"] = unit
         # Always called, so that a forward that raised leaves the sharded parameters there too.

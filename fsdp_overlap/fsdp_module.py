@@ -621,7 +621,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         raise ValueError(f"{type(module).__name__} has no method {method_name!r}")
     from fsdp_overlap.engine.forward_method import ForwardMethod
 
-    setattr(module, method_name, ForwardMethod(module, method, hooks.FORWARD_HOOKS))
+    setattr(module, method_name, ForwardMethod(module, method, hooks.hooks_for))
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:

@@ -404,9 +404,8 @@ def after_reading_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], 
     return output
 
 
-FORWARD_HOOKS: dict[bool, tuple[Any, Any]] = {
-    False: (before_forward, after_forward),
-    True: (before_reading_forward, after_reading_forward),
-}
-"""What is called before and after each forward of a unit, by whether it reads parameters of
-others."""
+def hooks_for(unit: Unit) -> tuple[Any, Any]:
+    """Return what is called before and after each forward of ``unit``."""
+    if unit.owners:
+        return before_reading_forward, after_reading_forward
+    return before_forward, after_forward
