@@ -129,14 +129,16 @@ class CommStream(ABC):
     def enqueue(
         self, kind: str, label: str, issue: Issue, accept: Accept | None = None, nbytes: int = 0
     ) -> WorkHandle:
-        """Run ``issue`` and give its result to ``accept``, in the comm stream's order. ``nbytes``
-        is how many bytes travel to or from this rank, 0 if they were not counted."""
+        """Run ``issue`` and give its result to ``accept``, in the comm stream's order: at once on a
+        device, whose stream orders them, and where it is waited for on a CPU. So errors of
+        ``accept`` come from here or from there. ``nbytes`` is how many bytes travel to or from this
+        rank, 0 if they were not counted."""
 
     @abstractmethod
     def free(self, label: str, buffer: Buffer, after: ComputeEvent, waits: bool = True) -> None:
         """Free what this comm stream allocated, once the compute up to ``after`` is done (None: at
-        once). If the comm stream need not wait (``waits``), what is enqueued from now on may start
-        before that, in other memory."""
+        once). Unless the comm stream ``waits``, what is enqueued from now on may start before that,
+        in other memory."""
 
 
 class HostWorkHandle:
