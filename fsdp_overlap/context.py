@@ -13,9 +13,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_overlap.comm.comm_streams import CommStream, make_comm_stream
+from fsdp_overlap.comm.comm_streams import (
+    CommStream,
+    current_device,
+    has_streams,
+    is_capturing,
+    make_comm_stream,
+)
 from fsdp_overlap.comm.process_groups import CommGroups, GroupCache
-from fsdp_overlap.comm.streams import current_device, has_streams, is_capturing
 from fsdp_overlap.engine import hooks
 from fsdp_overlap.engine.comm_context import CommContext
 from fsdp_overlap.engine.mesh import (

@@ -9,8 +9,8 @@ from weakref import finalize, ref
 
 import torch
 
+from fsdp_overlap.comm.comm_streams import has_streams, streams_of
 from fsdp_overlap.comm.host_copies import D2HCopy, copy_to_host
-from fsdp_overlap.comm.streams import has_streams, streams_of
 from fsdp_overlap.comm.threads import make_thread, on_device
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor, ShardedParam, boxes_of
 

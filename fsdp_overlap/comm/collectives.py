@@ -15,8 +15,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 import torch.distributed as dist
 
+from fsdp_overlap.comm.comm_streams import PendingCollective, has_streams
 from fsdp_overlap.comm.process_groups import backend_name, communicates, is_in_python
-from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.layout import ParamGroupPlan
 from fsdp_overlap.tensor.comm_dtypes import COMM_DTYPES, as_comm_dtype, comm_dtype_ranges
 from fsdp_overlap.torch_internals import AllgatherOptions
@@ -71,20 +71,6 @@ def _to_rank(rank: int, op: Op, async_op: bool) -> Any:
 
 # Backends that cannot reduce to a mean, on any device.
 _WITHOUT_MEANS = ("gloo", "mpi")
-
-
-@dataclass(eq=False, slots=True)  # one is made for each collective, twice as fast as a NamedTuple
-class PendingCollective:
-    """A collective on its way: ``finish()`` gives its result once all ``works`` are done.
-
-    ``works`` has one for each collective of the backend. One handle for several, which waits for
-    the group alone, was seen to return before all outputs were written.
-    """
-
-    works: Sequence[dist.Work]
-    finish: Callable[[], torch.Tensor]
-    group: dist.ProcessGroup | None = None
-    """The group that the works run on. ``None`` if there are none."""
 
 
 class Collectives(Protocol):

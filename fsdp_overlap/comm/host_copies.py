@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from fsdp_overlap.comm.streams import mark_enqueued
+from fsdp_overlap.comm.comm_streams import mark_enqueued
 
 
 class D2HCopy(NamedTuple):

@@ -9,8 +9,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.comm.collectives import PendingCollective, all_to_all
-from fsdp_overlap.comm.comm_streams import HostWorkHandle
+from fsdp_overlap.comm.collectives import all_to_all
+from fsdp_overlap.comm.comm_streams import HostWorkHandle, PendingCollective
 
 T = TypeVar("T")
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_overlap.comm.streams import current_device, has_streams
+from fsdp_overlap.comm.comm_streams import current_device, has_streams
 from fsdp_overlap.comm.watchdog import Watchdog, set_watchdog
 from fsdp_overlap.torch_internals import (
     default_group,

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fsdp_overlap.comm.streams import has_streams, streams_of
+from fsdp_overlap.comm.comm_streams import has_streams, streams_of
 
 
 def choose_device(device: torch.device | None) -> None:

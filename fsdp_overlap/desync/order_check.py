@@ -13,10 +13,8 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.comm.collectives import PendingCollective
-from fsdp_overlap.comm.comm_streams import CommStream, WorkHandle
+from fsdp_overlap.comm.comm_streams import CommStream, PendingCollective, WorkHandle, has_streams
 from fsdp_overlap.comm.objects import wait_for
-from fsdp_overlap.comm.streams import has_streams
 
 # How many collectives since the last check are remembered. Older ones only count in the digest.
 MAX_REMEMBERED = 4096

@@ -11,11 +11,12 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.comm.collectives import PendingCollective, all_gather_coalesced
+from fsdp_overlap.comm.collectives import all_gather_coalesced
 from fsdp_overlap.comm.comm_streams import (
     CommStream,
     ComputeEvent,
     DeviceWorkHandle,
+    PendingCollective,
     WorkHandle,
     profiler_range,
 )

@@ -12,8 +12,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp_overlap.comm.collectives import PendingCollective
-from fsdp_overlap.comm.comm_streams import Accept, CommStream, WorkHandle
+from fsdp_overlap.comm.comm_streams import Accept, CommStream, PendingCollective, WorkHandle
 from fsdp_overlap.desync.order_check import REDUCE_SCATTER
 from fsdp_overlap.engine.options import ReduceOptions
 from fsdp_overlap.engine.param_group import ParamGroup, sent_sizes

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp_overlap.comm.comm_streams import WorkHandle
+from fsdp_overlap.comm.comm_streams import WorkHandle, has_streams
 from fsdp_overlap.comm.process_groups import (
     CommGroups,
     GroupCache,
@@ -21,7 +21,6 @@ from fsdp_overlap.comm.process_groups import (
     communicates,
     end_threads_before_python,
 )
-from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.desync.order_check import OrderCheck, Subject
 from fsdp_overlap.engine.param import (
     ParamInfo,

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_overlap.comm.collectives import Collectives, Transport
-from fsdp_overlap.comm.streams import streams_of
+from fsdp_overlap.comm.comm_streams import streams_of
 from fsdp_overlap.layout import ParamSpec, Plan
 from fsdp_overlap.tensor.flat_buffer import MemorySource
 

@@ -19,7 +19,6 @@ from fsdp_overlap.comm.collectives import (
     CoalescedGathers,
     Collectives,
     GatherTensors,
-    PendingCollective,
     RangeCollectives,
     Transport,
     all_reduce,
@@ -30,6 +29,7 @@ from fsdp_overlap.comm.comm_streams import (
     CommStream,
     ComputeEvent,
     DeviceWorkHandle,
+    PendingCollective,
     WorkHandle,
 )
 from fsdp_overlap.comm.host_copies import D2HCopy

@@ -9,14 +9,8 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.comm.collectives import (
-    Op,
-    PendingCollective,
-    RangeCollectives,
-    Transport,
-    as_real,
-    end,
-)
+from fsdp_overlap.comm.collectives import Op, RangeCollectives, Transport, as_real, end
+from fsdp_overlap.comm.comm_streams import PendingCollective
 from fsdp_overlap.features.staged_collectives import StagedCollectives
 from fsdp_overlap.layout import ParamGroupPlan
 from fsdp_overlap.tensor.comm_dtypes import as_comm_dtype

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdp_overlap.comm.comm_streams import streams_of
 from fsdp_overlap.comm.process_groups import backend_name, backend_of
-from fsdp_overlap.comm.streams import streams_of
 
 
 class GroupMemory:

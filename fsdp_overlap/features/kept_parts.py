@@ -10,8 +10,8 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.comm.collectives import PendingCollective, choose
-from fsdp_overlap.comm.comm_streams import CollectiveOp, CommStream
+from fsdp_overlap.comm.collectives import choose
+from fsdp_overlap.comm.comm_streams import CollectiveOp, CommStream, PendingCollective
 from fsdp_overlap.comm.process_groups import alive
 from fsdp_overlap.engine.mesh import MeshInfo
 from fsdp_overlap.engine.param_group import DIRECT, Gatherer, ParamGroup

@@ -10,8 +10,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.comm.collectives import PendingCollective, choose
-from fsdp_overlap.comm.comm_streams import CollectiveOp, CommStream, WorkHandle
+from fsdp_overlap.comm.collectives import choose
+from fsdp_overlap.comm.comm_streams import CollectiveOp, CommStream, PendingCollective, WorkHandle
 from fsdp_overlap.engine.param_group import Gatherer, ParamGroup
 from fsdp_overlap.features.kept_parts import FromNeighbors
 from fsdp_overlap.layout import ParamGroupPlan

@@ -12,12 +12,12 @@ from fsdp_overlap.comm.collectives import (
     AVG,
     SUM,
     Op,
-    PendingCollective,
     RangeCollectives,
     divide_early,
     divided,
     own_range,
 )
+from fsdp_overlap.comm.comm_streams import PendingCollective
 
 
 class StagedCollectives(RangeCollectives):

@@ -14,8 +14,8 @@ from fsdp_overlap.comm.collectives import (
     gather_into,
     reduce_into,
 )
+from fsdp_overlap.comm.comm_streams import streams_of
 from fsdp_overlap.comm.process_groups import backend_name
-from fsdp_overlap.comm.streams import streams_of
 from fsdp_overlap.features.staged_collectives import StagedCollectives
 from fsdp_overlap.layout import ParamGroupPlan, Plan
 from fsdp_overlap.torch_internals import symmetric_memory

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsdp_overlap.comm.streams import has_streams
+from fsdp_overlap.comm.comm_streams import has_streams
 from fsdp_overlap.features.rows.row_tensor import RowTensor
 from fsdp_overlap.optim.contiguous import (
     edits_of,

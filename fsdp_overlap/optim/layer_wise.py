@@ -13,8 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from fsdp_overlap.comm.comm_streams import has_streams, streams_of
 from fsdp_overlap.comm.objects import gather_objects
-from fsdp_overlap.comm.streams import has_streams, streams_of
 from fsdp_overlap.optim import exchange
 from fsdp_overlap.optim.adamw import AdamW
 from fsdp_overlap.optim.contiguous import compute_device, local_of

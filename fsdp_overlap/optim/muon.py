@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from fsdp_overlap.comm.streams import current_device, has_streams, streams_of
+from fsdp_overlap.comm.comm_streams import current_device, has_streams, streams_of
 from fsdp_overlap.optim import exchange
 from fsdp_overlap.optim.adamw import AdamW, FusedAdamW
 from fsdp_overlap.optim.exchange import plan_rounds, run_rounds

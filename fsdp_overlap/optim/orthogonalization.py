@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.comm.comm_streams import CommStream
-from fsdp_overlap.comm.streams import has_streams
+from fsdp_overlap.comm.comm_streams import CommStream, has_streams
 from fsdp_overlap.optim.exchange import Exchange, OwnerAssignment, Part
 from fsdp_overlap.optim.matrices import MatrixBatch, MatrixChunk, split_by_numel
 from fsdp_overlap.optim.newton_schulz import orthogonalize

@@ -11,8 +11,8 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
+from fsdp_overlap.comm.comm_streams import has_streams
 from fsdp_overlap.comm.host_copies import D2HCopy, copy_to_host
-from fsdp_overlap.comm.streams import has_streams
 from fsdp_overlap.engine.grads import ParamGroupGradients
 from fsdp_overlap.engine.mesh import ParamGroupEdits
 from fsdp_overlap.engine.param_group import ParamGroup

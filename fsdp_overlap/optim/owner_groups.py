@@ -10,11 +10,10 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.comm.comm_streams import CommStream, make_comm_stream
+from fsdp_overlap.comm.comm_streams import CommStream, current_device, make_comm_stream
 from fsdp_overlap.comm.objects import gather_objects
 from fsdp_overlap.comm.optimizer_groups import find_for_optimizer, get_for_optimizer
 from fsdp_overlap.comm.process_groups import GroupCache, alive
-from fsdp_overlap.comm.streams import current_device
 from fsdp_overlap.engine.mesh import MeshInfo, mesh_info_of
 from fsdp_overlap.optim.matrices import (
     MatrixPartition,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fsdp_overlap.comm.streams import is_capturing
+from fsdp_overlap.comm.comm_streams import is_capturing
 from fsdp_overlap.engine.context import model_context_of
 from fsdp_overlap.engine.unit import unit_of_edits
 from fsdp_overlap.optim.contiguous import edits_of

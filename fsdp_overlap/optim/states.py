@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fsdp_overlap.comm.streams import is_capturing
+from fsdp_overlap.comm.comm_streams import is_capturing
 from fsdp_overlap.features.rows.row_tensor import RowTensor
 from fsdp_overlap.optim.contiguous import find_runs, local_of, locals_of, run_key
 from fsdp_overlap.tensor.ops import local_operand

@@ -17,8 +17,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.checkpoint.checksums import checksum_of
-from fsdp_overlap.comm.collectives import PendingCollective, all_to_all, choose
-from fsdp_overlap.comm.comm_streams import CommStream, WorkHandle, make_comm_stream
+from fsdp_overlap.comm.collectives import all_to_all, choose
+from fsdp_overlap.comm.comm_streams import (
+    CommStream,
+    PendingCollective,
+    WorkHandle,
+    make_comm_stream,
+)
 from fsdp_overlap.comm.objects import all_equal, broadcast_object, gather_objects
 from fsdp_overlap.comm.optimizer_groups import get_for_optimizer
 from fsdp_overlap.desync.error_monitor import ErrorMonitor

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_overlap.comm.streams import has_streams, streams_of
+from fsdp_overlap.comm.comm_streams import has_streams, streams_of
 from fsdp_overlap.weights.chunks import Chunk, full_chunk, local_chunks
 from fsdp_overlap.weights.exchange import WeightExchange, exchange_of
 from fsdp_overlap.weights.model_weights import Names, renamed, weights_of

@@ -10,10 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_overlap.comm.comm_streams import make_comm_stream
+from fsdp_overlap.comm.comm_streams import current_device, make_comm_stream
 from fsdp_overlap.comm.objects import gather_objects
 from fsdp_overlap.comm.process_groups import device_for_objects
-from fsdp_overlap.comm.streams import current_device
 from fsdp_overlap.engine.context import model_context_of
 from fsdp_overlap.tensor.pending_steps import finish_pending_steps
 from fsdp_overlap.weights.chunks import local_chunks

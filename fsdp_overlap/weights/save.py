@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from fsdp_overlap.checkpoint.files import local_path
+from fsdp_overlap.comm.comm_streams import has_streams, mark_enqueued, streams_of
 from fsdp_overlap.comm.host_copies import D2HCopy, copy_to_host
-from fsdp_overlap.comm.streams import has_streams, mark_enqueued, streams_of
 from fsdp_overlap.comm.threads import thread_pool
 from fsdp_overlap.weights.exchange import WeightExchange, exchange_of
 from fsdp_overlap.weights.export import full_weights

@@ -32,7 +32,7 @@ from torch import nn
 
 from fsdp_overlap import FsdpContext, fully_shard
 from fsdp_overlap.comm import objects
-from fsdp_overlap.comm.collectives import PendingCollective
+from fsdp_overlap.comm.comm_streams import PendingCollective
 from fsdp_overlap.comm.process_groups import GroupCache
 from fsdp_overlap.engine.comm_context import CommContext
 from fsdp_overlap.features.uneven import contexts, hosts

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import fsdp_overlap
-from fsdp_overlap.comm.collectives import CollectivePair, PendingCollective, Transport
-from fsdp_overlap.comm.comm_streams import DeviceCommStream
+from fsdp_overlap.comm.collectives import CollectivePair, Transport
+from fsdp_overlap.comm.comm_streams import DeviceCommStream, PendingCollective
 from fsdp_overlap.schedule.prefetch import Prefetcher
 from fsdp_overlap.schedule.scheduler import Schedule
 from support.defects import Defect

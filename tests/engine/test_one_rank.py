@@ -22,9 +22,9 @@ from fsdp_overlap.checkpoint import SafeFileSystemReader, SafeFileSystemWriter, 
 from fsdp_overlap.checkpoint.staged_save import StagingBuffers
 from fsdp_overlap.comm import process_groups
 from fsdp_overlap.comm.collectives import RaggedTensorCollectives
+from fsdp_overlap.comm.comm_streams import streams_of
 from fsdp_overlap.comm.host_copies import D2HCopy
 from fsdp_overlap.comm.process_groups import backend_of, collectives_issued
-from fsdp_overlap.comm.streams import streams_of
 from fsdp_overlap.engine import param_group
 from fsdp_overlap.features.symmetric_memory import SymmetricCollectives
 from fsdp_overlap.optim import AdamW, Muon

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
+from fsdp_overlap.comm.comm_streams import _sleeping
 from fsdp_overlap.comm.host_copies import D2HCopy
-from fsdp_overlap.comm.streams import _sleeping
 from fsdp_overlap.optim import AdamW, OverlapPolicy
 from fsdp_overlap.optim.adamw import KernelCall
 from fsdp_overlap.optim.host_thread import Call, HostThread

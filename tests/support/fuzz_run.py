@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_overlap.comm.streams import has_streams
+from fsdp_overlap.comm.comm_streams import has_streams
 from fsdp_overlap.engine.unit import Unit, unit_of
 from support.fuzz_setup import Setup
 from support.held import held_of

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.comm.collectives import PendingCollective, RangeCollectives
+from fsdp_overlap.comm.collectives import RangeCollectives
+from fsdp_overlap.comm.comm_streams import PendingCollective
 from fsdp_overlap.layout import ParamGroupPlan
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fsdp_overlap import FsdpContext, fully_shard
-from fsdp_overlap.comm.streams import mark_enqueued
+from fsdp_overlap.comm.comm_streams import mark_enqueued
 from fsdp_overlap.comm.threads import thread_pool
 from fsdp_overlap.optim import AdamW
 from fsdp_overlap.tools.emulator import EmulatedDevice, Stream, running, stream

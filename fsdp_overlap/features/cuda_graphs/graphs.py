@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
-from fsdp_overlap.comm.streams import streams_of
+from fsdp_overlap.comm.comm_streams import streams_of
 from fsdp_overlap.tensor.pending_steps import finish_pending_steps
 
 before_capture_or_replay: list[Callable[[], None]] = []

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
-from fsdp_overlap.comm.streams import streams_of
+from fsdp_overlap.comm.comm_streams import streams_of
 from fsdp_overlap.features.cuda_graphs import graphs
 
 

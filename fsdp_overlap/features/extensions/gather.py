@@ -11,7 +11,8 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.comm.collectives import PendingCollective, RangeCollectives, own_range
+from fsdp_overlap.comm.collectives import RangeCollectives, own_range
+from fsdp_overlap.comm.comm_streams import PendingCollective
 from fsdp_overlap.features.extensions.extension import Extension
 from fsdp_overlap.layout import ParamGroupPlan
 from fsdp_overlap.tensor.subclasses import is_subclass

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 
 from fsdp_overlap.comm.collectives import (
-    PendingCollective,
     RangeCollectives,
     all_to_all,
     divide_early,
     divided,
     own_range,
 )
+from fsdp_overlap.comm.comm_streams import PendingCollective
 from fsdp_overlap.features.quantized.codes import at_once, decode_into, encode, multiply
 from fsdp_overlap.features.quantized.plan import QuantizedPlan, QuantizedRun, Segment
 from fsdp_overlap.features.rows.collectives import chunks_of, regions_of

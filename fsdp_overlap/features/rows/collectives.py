@@ -20,7 +20,6 @@ from fsdp_overlap.comm.collectives import (
     CoalescedGathers,
     Collectives,
     GatherTensors,
-    PendingCollective,
     RangeCollectives,
     all_gather_coalesced,
     as_real,
@@ -31,6 +30,7 @@ from fsdp_overlap.comm.collectives import (
     end,
     reduce_into,
 )
+from fsdp_overlap.comm.comm_streams import PendingCollective
 from fsdp_overlap.comm.process_groups import backend_name
 from fsdp_overlap.features.rows.plan import RowsPlan
 from fsdp_overlap.layout import ParamGroupPlan

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_overlap.comm.streams import has_streams, streams_of
+from fsdp_overlap.comm.comm_streams import has_streams, streams_of
 
 _MEETING_SECONDS = 600.0
 

@@ -24,7 +24,7 @@ from fsdp_overlap import (
     TensorAtomic,
     fully_shard,
 )
-from fsdp_overlap.comm.streams import has_streams
+from fsdp_overlap.comm.comm_streams import has_streams
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
 from fsdp_overlap.tensor.dcp import writing
 from fsdp_overlap.tools.cli.config import TrainConfig

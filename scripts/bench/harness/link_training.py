@@ -22,7 +22,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 
 import fsdp_overlap
 from fsdp_overlap import PerTensor
-from fsdp_overlap.comm.collectives import PendingCollective, choose
+from fsdp_overlap.comm.collectives import choose
+from fsdp_overlap.comm.comm_streams import PendingCollective
 from fsdp_overlap.layout import (
     BlockAtomic,
     Flat,

@@ -21,8 +21,7 @@ from torch import nn
 
 from fsdp_overlap import FsdpContext, RaggedDTensor, fully_shard
 from fsdp_overlap.comm import store_mailbox
-from fsdp_overlap.comm.collectives import PendingCollective
-from fsdp_overlap.comm.comm_streams import HostWorkHandle
+from fsdp_overlap.comm.comm_streams import HostWorkHandle, PendingCollective
 from fsdp_overlap.desync import error_monitor
 from support.ranks import RankError, expect_rank_errors, run_ranks
 from support.recorded import RecordingCommStream

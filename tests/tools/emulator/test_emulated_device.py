@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
-from fsdp_overlap.comm.streams import has_streams, streams_of
+from fsdp_overlap.comm.comm_streams import has_streams, streams_of
 from fsdp_overlap.tools.emulator import (
     EmulatedDevice,
     Event,
