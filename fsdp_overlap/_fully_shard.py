@@ -497,16 +497,18 @@ def _allocate(
         device = torch.device("meta") if is_meta else mesh_info.device
         for plan in planned[mesh_info]:
             own = [by_fqn[spec.fqn] for spec in plan.specs]
-            make = _param_group_class(plan, options)
+            make = _param_group_class(plan)
             param_group = make(plan, own, mesh_info, device, options)
             _choose_strategies(param_group, options)
             param_groups.append(param_group)
     return param_groups
 
 
-def _param_group_class(plan: Plan, options: UnitOptions) -> type[ParamGroup]:
-    if isinstance(plan, ParamGroupPlan):
-        return ParamGroup
+def _param_group_class(plan: Plan) -> type[ParamGroup]:
+    return ParamGroup if isinstance(plan, ParamGroupPlan) else _class_for_rows(plan)
+
+
+def _class_for_rows(plan: Plan) -> type[ParamGroup]:
     if plan.specs[0].is_extension:
         from fsdp_overlap.features.extensions.param_group import ExtensionParamGroup
 

@@ -295,7 +295,11 @@ def _wait(work: dist.Work, watchdog: Watchdog | None) -> None:
     """
     if watchdog is None:
         work.wait()
-        return
+    else:
+        _wait_and_poll(work, watchdog)
+
+
+def _wait_and_poll(work: dist.Work, watchdog: Watchdog) -> None:
     patience = FIRST_POLL
     while True:
         try:

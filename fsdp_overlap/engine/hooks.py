@@ -110,8 +110,13 @@ def before_forward(
         context.join_capture(unit)
     begin = _begin_in_range if profiler_enabled() else _begin_forward
     begin(unit, module)
-    if unit.cast_inputs is None:
-        return args, kwargs
+    return (args, kwargs) if unit.cast_inputs is None else _cast_inputs(unit, args, kwargs)
+
+
+def _cast_inputs(
+    unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    assert unit.cast_inputs is not None
     args, kwargs, copied = unit.cast_inputs(args, kwargs)
     unit.under_way[-1] = unit.under_way[-1][0], copied
     return args, kwargs

@@ -128,19 +128,20 @@ class SavedTensors:
     :class:`~fsdp_overlap.tensor.flat_buffer.VersionCounters`.
     """
 
+    are_read_early = False
+    """Whether a backward has read a saved tensor before the gradient of an output was there, or no
+    output has a gradient."""
+    has_seen_backward = False
+    """Whether a backward has come back to a forward that was tracked."""
+    are_any = False
+    """Whether autograd saved anything in the last of forwards 1, 2, 4, 8 ... The same on every
+    rank, as these are tracked on every rank."""
+    has_others = False
+    """Whether others handled saved tensors within a forward that was tracked."""
+
     def __init__(self) -> None:
-        self.are_read_early = False
-        """Whether a backward has read a saved tensor before the gradient of an output was there, or
-        no output has a gradient."""
-        self.has_seen_backward = False
-        """Whether a backward has come back to a forward that was tracked."""
-        self.are_any = False
-        """Whether autograd saved anything in the last of forwards 1, 2, 4, 8 ... The same on every
-        rank, as these are tracked on every rank."""
         self.under_way: list[SavedForward | None] = []
         """The forwards that are tracked now, and those within them."""
-        self.has_others = False
-        """Whether others handled saved tensors within a forward that was tracked."""
 
     def track(
         self, unit: TrackedUnit, schedule: Schedule, is_tracked: bool, is_looked_at: bool

@@ -77,6 +77,9 @@ class UnshardedEdits:
     ``tables`` are the ``_parameters`` of all modules of the unit.
     """
 
+    forwards = 0
+    _digest: torch.Tensor | None = None
+
     def __init__(self, param_group: ParamGroup, tables: Sequence[dict[str, Any]]) -> None:
         self.param_group = param_group
         self._tiles = list(map(tp_local_tensor, param_group.parameters))
@@ -89,8 +92,6 @@ class UnshardedEdits:
         self.counters = param_group.counters = VersionCounters(counted)
         self._tables = tables
         self._registered = self._count()
-        self.forwards = 0
-        self._digest: torch.Tensor | None = None
 
     def begin_comparison(self) -> None:
         """Take digests of the parameters, which are unsharded, before a forward runs."""
@@ -121,8 +122,10 @@ class UnshardedEdits:
         return None if self._count() == self._registered else self._registered_again()
 
     def _replaced(self) -> str | None:
-        if (name := self.param_group.module_info.replaced()) is None:
-            return None
+        name = self.param_group.module_info.replaced()
+        return None if name is None else self._was_replaced(name)
+
+    def _was_replaced(self, name: str) -> str:
         return (
             f"parameter {name!r} of unit {self.param_group.label!r} was replaced while it was "
             f"unsharded, and the new one would be lost. {INSTEAD}"
@@ -596,11 +599,8 @@ class Unit:
 
     def _find_gradients(self, edits: int) -> None:
         """Do :meth:`sync_requires_grad`. ``edits``: the number of edits of trainability so far."""
-        for param_group in self.param_groups:
-            if param_group.never_cast:
-                check_frozen(
-                    param_group.label, param_group.parameters, param_group.sharded_parameters
-                )
+        if any(param_group.never_cast for param_group in self.param_groups):
+            self._check_frozen()
         self._trainability = edits
         trainable = tuple(parameter.requires_grad for parameter in self.sharded_parameters)
         if trainable not in self._were_trainable:
@@ -627,6 +627,13 @@ class Unit:
                 self.gradients.append(gradients)
                 self._trainability = -1
 
+    def _check_frozen(self) -> None:
+        for param_group in self.param_groups:
+            if param_group.never_cast:
+                check_frozen(
+                    param_group.label, param_group.parameters, param_group.sharded_parameters
+                )
+
     def forget_parameters(self) -> None:
         """Forget what it knew of the old parameters, after they were replaced by new objects."""
         self.gradients = []
@@ -640,20 +647,24 @@ class Unit:
             self._hook(gradients, only_large=False)
 
     def _hook(self, gradients: ParamGroupGradients, only_large: bool) -> None:
-        owner, target = weakref.ref(self), weakref.ref(gradients)
         for index, parameter in enumerate(gradients.param_group.parameters):
             is_wanted = parameter.requires_grad and (gradients.is_large[index] or not only_large)
-            if not is_wanted or id(parameter) in self._hooked:
-                continue
-            self._hooked.add(id(parameter))
+            if is_wanted and id(parameter) not in self._hooked:
+                self._hook_parameter(parameter, gradients, index)
 
-            @dynamo_disable
-            def arrived(_: torch.Tensor, index: int = index) -> None:
-                unit, gradients = owner(), target()
-                if unit is not None and gradients is not None:
-                    unit.context.schedule.gradient_arrived(unit, gradients, index)
+    def _hook_parameter(
+        self, parameter: torch.Tensor, gradients: ParamGroupGradients, index: int
+    ) -> None:
+        owner, target = weakref.ref(self), weakref.ref(gradients)
+        self._hooked.add(id(parameter))
 
-            parameter.register_post_accumulate_grad_hook(arrived)
+        @dynamo_disable
+        def arrived(_: torch.Tensor) -> None:
+            unit, gradients = owner(), target()
+            if unit is not None and gradients is not None:
+                unit.context.schedule.gradient_arrived(unit, gradients, index)
+
+        parameter.register_post_accumulate_grad_hook(arrived)
 
 
 def is_to_accumulate(parameter: torch.Tensor) -> bool:

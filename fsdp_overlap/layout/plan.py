@@ -368,6 +368,10 @@ class Planner:
     ``make_balanced`` makes what plans them once not everything may be cut anywhere.
     """
 
+    _balanced: BalancedPlanner | None = None
+    _is_first = True
+    """Whether no unit with parameters was planned yet."""
+
     def __init__(
         self,
         world_size: int,
@@ -378,13 +382,10 @@ class Planner:
             raise ValueError(f"world_size={world_size} is not a number of ranks; use 1 or more")
         self._world_size, self._layout = world_size, layout
         self._make_balanced = make_balanced
-        self._balanced: BalancedPlanner | None = None
         self._in_equal_shards: list[Sequence[Sequence[ParamSpec]]] = []
         """What was planned while everything could be cut anywhere."""
         self._ahead: WeakKeyDictionary[object, list[Plan]] = WeakKeyDictionary()
         """Plans of units that are not made yet, by their first module."""
-        self._is_first = True
-        """Whether no unit with parameters was planned yet."""
 
     def copy(self) -> Planner:
         """Return a planner that has planned what this one has."""

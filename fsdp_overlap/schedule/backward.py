@@ -55,6 +55,9 @@ class GradReducer:
     with zeros in its turn. See Note [reduce order].
     """
 
+    _goes_ahead = False
+    """Whether the last unit's param groups are reduced as they become complete."""
+
     def __init__(self, comm: CommOps, max_inputs: int, states: UnitStates) -> None:
         self._comm = comm
         self._states = states
@@ -65,8 +68,6 @@ class GradReducer:
         self._reading: set[Gradients] = set()
         """Those of :attr:`_in_flight`: a reduce-scatter reads their reduce inputs."""
         self._filling: dict[Gradients, ScheduledUnit] = {}
-        self._goes_ahead = False
-        """Whether the last unit's param groups are reduced as they become complete."""
 
     def expect(self, first_uses: Iterable[tuple[ScheduledUnit, int]]) -> None:
         """Expect these units to take part in this backward, on every rank."""
@@ -387,11 +388,12 @@ class Backward:
             unit = self._refs[call.unit]()
             if unit is None or self.is_open(call.unit):
                 continue
-            if self._comm.is_profiled():
-                with self._comm.profiler_range("post_backward", unit.name):
-                    self._release(unit)
-            else:
-                self._release(unit)
+            release = self._release_in_range if self._comm.is_profiled() else self._release
+            release(unit)
+
+    def _release_in_range(self, unit: ScheduledUnit) -> None:
+        with self._comm.profiler_range("post_backward", unit.name):
+            self._release(unit)
 
     def _use(
         self,

@@ -28,16 +28,17 @@ class ForwardOrder:
     Note [order].
     """
 
+    is_recorded = False
+    """Whether the pass under way is to be recorded: it enqueued all-gathers, so it runs on every
+    rank."""
+    _last_recorded: Sequence[UnitIndex] = ()
+    _predicted: Sequence[UnitIndex] = ()
+    _first = -1
+    _next = 0
+
     def __init__(self) -> None:
         self._recorded: dict[UnitIndex, Sequence[UnitIndex]] = {}
-        self._last_recorded: Sequence[UnitIndex] = []
-        self._predicted: Sequence[UnitIndex] = []
-        self._first = -1
         self._running: list[UnitIndex] = []
-        self.is_recorded = False
-        """Whether the pass under way is to be recorded: it enqueued all-gathers, so it runs on
-        every rank."""
-        self._next = 0
 
     def begin(self, first: UnitIndex = -1) -> None:
         """Begin a new pass. ``first`` is the unit that begins it; passes are told apart by it."""
@@ -111,6 +112,14 @@ class Prefetcher:
     all-gathers: Note [pairing]. Units are named by index, so that none is kept alive.
     """
 
+    _was_next_in_vain = False
+    """Whether the units of :attr:`_for_next_pass` were edited again between the last step and the
+    pass that followed. Then they were gathered in vain, and are not gathered ahead until a pass
+    finds them as the step left them."""
+    _issued = 0
+    """How many all-gathers were enqueued. By it :meth:`use` knows whether it enqueued any."""
+    _waits_for_event = False
+
     def __init__(
         self,
         comm: CommOps,
@@ -132,16 +141,9 @@ class Prefetcher:
         # The units that the next pass needs first. Each with its version after the last step, and
         # whether its full buffer is there for that alone.
         self._for_next_pass: dict[UnitIndex, tuple[int, bool]] = {}
-        self._was_next_in_vain = False
-        """Whether they were edited again between the last step and the pass that followed. Then
-        they were gathered in vain, and are not gathered ahead until a pass finds them as the step
-        left them."""
         self.in_graphs: dict[UnitIndex, GraphUse] = {}
         """Units whose full buffers a graph may read at moments that no hook sees, as one that
         ``backward(create_graph=True)`` made: Note [graphs of gradients]."""
-        self._issued = 0
-        """How many all-gathers were enqueued. By it :meth:`use` knows whether it enqueued any."""
-        self._waits_for_event = False
 
     def use(
         self,

@@ -62,6 +62,11 @@ class Schedule:
     """
 
     prefetcher_class = Prefetcher
+    _recompute_order: RecomputeOrder | None = None
+    """The order of backwards in which units run again. ``None`` until one might."""
+    _is_pass_over = True
+    _backward: Backward | None = None
+    _backwards = 0
 
     def __init__(
         self,
@@ -85,19 +90,14 @@ class Schedule:
         self.reducer = GradReducer(comm, max_reduce_inputs, self._states)
         self.finalizer = BackwardFinalizer(self.prefetcher, self.reducer, comm, engine, units)
         self.order = ForwardOrder()
-        self._recompute_order: RecomputeOrder | None = None
-        """The order of backwards in which units run again. ``None`` until one might."""
         self._prepares = prepares
         self._sync_requires_grad = sync_requires_grad
         self._tick = count(1).__next__
         self._running: list[tuple[ScheduledUnit, int]] = []
         self._pass = ForwardPass()
-        self._is_pass_over = True
         self._by_hand: set[UnitIndex] = set()
         """Units that the user has unsharded. See Note [unsharded by hand]."""
         self._open_passes: deque[ForwardPass] = deque(maxlen=MAX_OPEN_PASSES)
-        self._backward: Backward | None = None
-        self._backwards = 0
 
     @classmethod
     def take_in(cls, schedule: Schedule, unit: ScheduledUnit) -> None:
@@ -145,7 +145,8 @@ class Schedule:
         if self.finalizer.pending is not None:
             self.finalizer.check_done("forward")
         self.prefetcher.finish_pass(keep=first)
-        self.prefetcher.release_stale()
+        if self.prefetcher.in_graphs:
+            self.prefetcher.release_stale()
         self.prefetcher.begin_pass(self._units())
 
     def after_forward(
@@ -324,12 +325,15 @@ class Schedule:
             return False
         if unit.version != call.version:
             raise RuntimeError(EDITED.format(unit.name))
-        if self._comm.is_profiled():
-            with self._comm.profiler_range("pre_backward", unit.name):
-                self._come_back_to(call, unit, backward)
-        else:
-            self._come_back_to(call, unit, backward)
+        come = self._come_back_in_range if self._comm.is_profiled() else self._come_back_to
+        come(call, unit, backward)
         return True
+
+    def _come_back_in_range(
+        self, call: ForwardRecord, unit: ScheduledUnit, backward: Backward
+    ) -> None:
+        with self._comm.profiler_range("pre_backward", unit.name):
+            self._come_back_to(call, unit, backward)
 
     def _come_back_to(self, call: ForwardRecord, unit: ScheduledUnit, backward: Backward) -> None:
         backward.advance_to(call)
@@ -386,13 +390,12 @@ class Schedule:
         return RecomputingBackward(**vars(backward), _recompute_order=self._recompute_order)
 
     def _end_backward(self) -> None:
-        backward = self._backward
-        if backward is None:
-            return
-        if self._comm.is_profiled():
-            with self._comm.profiler_range("root_post_backward_callback", ""):
-                self._finish(backward)
-        else:
+        if self._backward is not None:
+            finish = self._finish_in_range if self._comm.is_profiled() else self._finish
+            finish(self._backward)
+
+    def _finish_in_range(self, backward: Backward) -> None:
+        with self._comm.profiler_range("root_post_backward_callback", ""):
             self._finish(backward)
 
     def _finish(self, backward: Backward) -> None:

@@ -35,6 +35,17 @@ class Buffer:
     :attr:`when_freed`.
     """
 
+    allocated = True
+    keeps_storage = False
+    """Whether :meth:`free` leaves the storages alone, so that addresses stay the same."""
+    memory: MemorySource | None = None
+    """Where :meth:`allocate` takes memory. ``None``: where torch takes it."""
+    when_freed = ""
+    """The text of the error that reading the freed buffer raises. Empty: no error."""
+    _heap_bytes = 0
+    """How much of it malloc takes from its heap."""
+    _refuses = False
+
     def __init__(self) -> None:
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
         """Each with its size."""
@@ -42,16 +53,6 @@ class Buffer:
         """Their addresses, by which torch's storage of a tensor is told to be one of them."""
         self._tensors: list[torch.Tensor] = []
         """One in each storage."""
-        self._heap_bytes = 0
-        """How much of it malloc takes from its heap."""
-        self.allocated = True
-        self.keeps_storage = False
-        """Whether :meth:`free` leaves the storages alone, so that addresses stay the same."""
-        self.memory: MemorySource | None = None
-        """Where :meth:`allocate` takes memory. ``None``: where torch takes it."""
-        self.when_freed = ""
-        """The text of the error that reading the freed buffer raises. Empty: no error."""
-        self._refuses = False
 
     flat: torch.Tensor
     """On the device of what the buffer holds."""
@@ -211,14 +212,15 @@ class VersionCounters:
     ``counted``: what autograd may save, and what has a counter of its own.
     """
 
+    are_forbidden = False
+    """Whether autograd refuses to read the parameters."""
+    _times_forbidden = 0
+
     def __init__(self, counted: Sequence[torch.Tensor]) -> None:
         self.counted = tuple(counted)
         self.versions = tuple(map(version_of, self.counted))
         """What they were when :meth:`edited` was last asked."""
         self._not_gathered = (NOT_GATHERED,) * len(counted)
-        self.are_forbidden = False
-        """Whether autograd refuses to read the parameters."""
-        self._times_forbidden = 0
 
     def forbid_reads(self) -> None:
         """Make autograd refuse to read the parameters, until :meth:`allow_reads`."""

@@ -87,15 +87,19 @@ def check_edit(name: str, target: torch.Tensor) -> None:
         RuntimeError: gradients are recorded and ``target`` is a leaf that requires grad, or a view
             of one.
     """
-    if not torch.is_grad_enabled():
-        return
-    with DisableTorchFunctionSubclass():
-        node: Any = target.grad_fn
-        is_leaf = target.requires_grad and node is None
-    # What shares a parameter's memory was made by a view, or by data and edited since.
-    is_view = node is not None and getattr(target, "edits", None) is not None
-    if is_leaf or (is_view and not getattr(node, "is_edit", True)):
+    if torch.is_grad_enabled() and _is_parameter(target):
         _refuse_edit(name, target)
+
+
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` is a leaf that requires grad, or a view of one."""
+    with DisableTorchFunctionSubclass():
+        node: Any = tensor.grad_fn
+        if node is None:
+            return tensor.requires_grad
+    # What shares a parameter's memory was made by a view, or by data and edited since.
+    is_view = getattr(tensor, "edits", None) is not None
+    return is_view and not getattr(node, "is_edit", True)
 
 
 def _refuse_edit(name: str, target: torch.Tensor) -> NoReturn:
@@ -559,15 +563,20 @@ def op_name(func: Callable[..., Any]) -> str:
     if name in ("__get__", "__set__", "__delete__"):
         return str(func.__self__.__name__)  # type: ignore[attr-defined]
     name = name.split(".")[0]
-    if name.startswith("__") and name.endswith("__") and name not in CONVERSIONS:
-        bare = name[2:-2]
-        if bare in POINTWISE:
-            return bare
-        if bare[:1] == "i" and bare[1:] in POINTWISE:
-            return bare[1:] + "_"
-        if bare[:1] == "r" and bare[1:] in POINTWISE:
-            return bare[1:]
-    return str(name)
+    is_operator = name.startswith("__") and name.endswith("__") and name not in CONVERSIONS
+    return _name_of_operator(name) if is_operator else str(name)
+
+
+def _name_of_operator(name: str) -> str:
+    """Return the name of the op behind a method of Python's operators, such as ``__iadd__``."""
+    bare = name[2:-2]
+    if bare in POINTWISE:
+        return bare
+    if bare[:1] == "i" and bare[1:] in POINTWISE:
+        return bare[1:] + "_"
+    if bare[:1] == "r" and bare[1:] in POINTWISE:
+        return bare[1:]
+    return name
 
 
 def _resolve(table: Table, func: Callable[..., Any]) -> tuple[Handler, str]:
