@@ -23,11 +23,7 @@ from fsdp_overlap.comm.comm_streams import (
 from fsdp_overlap.comm.process_groups import CommGroups, GroupCache
 from fsdp_overlap.engine import hooks
 from fsdp_overlap.engine.comm_context import CommContext
-from fsdp_overlap.engine.mesh import (
-    Faults,
-    MeshInfo,
-    default_mesh,
-)
+from fsdp_overlap.engine.mesh import Faults, MeshInfo, default_mesh
 from fsdp_overlap.engine.param_group import verify_params_across_ranks
 from fsdp_overlap.engine.unit import (
     Uncompared,
@@ -104,6 +100,9 @@ class FsdpContext:
     is_initialized = False
     """Whether :meth:`lazy_init` has nothing left to do."""
     was_initialized = False
+    comm_stream_factory: Callable[[str, torch.device], CommStream] = staticmethod(
+        lambda _, device: make_comm_stream(device)
+    )
     _monitor: DesyncMonitor | None = None
     _captures: CapturedSteps | None = None
 
@@ -136,9 +135,6 @@ class FsdpContext:
         self.shard_optimizer_over_replicas = shard_optimizer_over_replicas
         self.sync_module_states = sync_module_states
         self._stats = Stats()
-        self.comm_stream_factory: Callable[[str, torch.device], CommStream] = lambda _, device: (
-            make_comm_stream(device)
-        )
         self._groups = GroupCache(separate_reduce_scatter_group)
         self._given_groups = self._hand_in(groups) if groups is not None else None
         self._pg_options = self._set_options(pg_options) if pg_options else None

@@ -450,14 +450,18 @@ def choose(group: dist.ProcessGroup, device_type: str, plan: ParamGroupPlan) -> 
         return RaggedTensorCollectives(plan)
     name = backend_name(group, device_type)
     if not plan.is_equal:
-        owners = len(_owned(plan))
-        # "nccl2", which torch 2.15 makes in NCCL's place, launches coalesced calls one by one. Its
-        # lists are one launch, and a rank that holds nothing is no work of its own there.
-        is_one_launch = (name == "nccl" and owners < plan.world_size) or (
-            name == "nccl2" and owners == 1
-        )
-        return (OwnerCollectives if is_one_launch else RaggedTensorCollectives)(plan)
+        return _choose_for_ragged(name, plan)
     return NcclCollectives(plan) if name == "nccl" else TensorCollectives(plan)
+
+
+def _choose_for_ragged(backend: str, plan: ParamGroupPlan) -> RangeCollectives:
+    owners = len(_owned(plan))
+    # "nccl2", which torch 2.15 makes in NCCL's place, launches coalesced calls one by one. Its
+    # lists are one launch, and a rank that holds nothing is no work of its own there.
+    is_one_launch = (backend == "nccl" and owners < plan.world_size) or (
+        backend == "nccl2" and owners == 1
+    )
+    return (OwnerCollectives if is_one_launch else RaggedTensorCollectives)(plan)
 
 
 @cache

@@ -220,11 +220,7 @@ class HostWorkHandle:
     __slots__ = ("_accept", "_pending", "kind", "label")
 
     def __init__(
-        self,
-        kind: str,
-        label: str,
-        pending: PendingCollective,
-        accept: Accept | None,
+        self, kind: str, label: str, pending: PendingCollective, accept: Accept | None
     ) -> None:
         self.kind = kind
         self.label = label

@@ -82,6 +82,8 @@ class OrderCheck:
     """Whether ranks ask each other before collectives too."""
     is_enabled = True
     """Whether the end of a backward runs the check."""
+    has_reduced = False
+    """Whether a reduce-scatter was issued since the last :meth:`validate_and_sync`."""
 
     def __init__(
         self, device: torch.device, explain: Callable[[str], str], is_read_at_once: bool = True
@@ -90,8 +92,6 @@ class OrderCheck:
         self._explain = explain
         self._is_read_at_once = is_read_at_once
         self._under_way: deque[tuple[WorkHandle, torch.Tensor]] = deque()
-        self.has_reduced = False
-        """Whether a reduce-scatter was issued since the last :meth:`validate_and_sync`."""
         self.has_gradient = bytearray()
         """For each parameter, whether this rank has reduced a gradient in the backward under
         way."""

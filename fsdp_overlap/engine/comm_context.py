@@ -75,6 +75,12 @@ def _issue(param_groups: Sequence[ParamGroup]) -> PendingCollective:
     return PendingCollective([work for other in others for work in other.works], finish, group)
 
 
+def _cancel_gather(unit: Unit, param_groups: Sequence[ParamGroup]) -> None:
+    for param_group in param_groups:
+        param_group.cancel_gather()
+    unit.find_state()
+
+
 # ---- What the schedule decides ----
 
 
@@ -84,6 +90,9 @@ class CommContext:
 
     It counts in ``stats``, and notes for the other ranks what it issues. ``make_comm_stream`` makes
     the comm stream of a name. ``mesh_infos`` and ``units`` list those of the context."""
+
+    exchange_messages: Callable[[bytes], interface.Replies] | None = None
+    """Exchanges messages between the hosts of all ranks, if they do."""
 
     def __init__(
         self,
@@ -96,8 +105,6 @@ class CommContext:
         self._stats = stats
         self._mesh_infos = mesh_infos
         self._units = units
-        self.exchange_messages: Callable[[bytes], interface.Replies] | None = None
-        """Exchanges messages between the hosts of all ranks, if they do."""
         self._use_comm_streams(make_comm_stream("all_gather"), make_comm_stream("reduce_scatter"))
         self._unread: dict[ParamGroup, DeviceWorkHandle] = {}
         """All-gathers for other ranks that compute has to wait for before it edits shards, oldest
@@ -176,9 +183,7 @@ class CommContext:
                 name = label + SHADOW if shadow else label
                 work = comm_stream.enqueue("all_gather", name, issue, accept, nbytes)
             except BaseException:
-                for param_group in param_groups:
-                    param_group.cancel_gather()
-                unit.find_state()
+                _cancel_gather(unit, param_groups)
                 raise
             for param_group in param_groups:
                 param_group.record_gather(work)

@@ -296,10 +296,7 @@ def _tensors_in(output: Any) -> Sequence[torch.Tensor]:
 
 
 def _expect_backward(
-    unit: Unit,
-    call: ForwardRecord,
-    tracked: SavedForward | None,
-    tensors: Sequence[torch.Tensor],
+    unit: Unit, call: ForwardRecord, tracked: SavedForward | None, tensors: Sequence[torch.Tensor]
 ) -> None:
     """Make the gradients of ``tensors``, which a forward returned, begin the backward of its
     ``call``."""

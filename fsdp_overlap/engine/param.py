@@ -279,12 +279,13 @@ class UnownedParameters:
     their places later is left alone too.
     """
 
+    registrations = -1
+    """What was counted when they were last looked for."""
+
     def __init__(self, modules: Sequence[nn.Module], ignored: frozenset[nn.Parameter]) -> None:
         self._ignored = ignored
         outside = parameters_outside_units(modules if ignored else ())
         self._ignored_names = {fqn for fqn, parameter, *_ in outside if parameter in ignored}
-        self.registrations = -1
-        """What was counted when they were last looked for."""
         _count_registrations()
 
     def find(self, modules: Sequence[nn.Module], own: Iterable[torch.Tensor]) -> str | None:

@@ -659,8 +659,13 @@ def _difference(mesh_info: MeshInfo, param_groups: Sequence[ParamGroup], failure
         ):
             shapes = shapes if its_shapes == shapes else DIFFERENT
             summary = summary if its_summary == summary else DIFFERENT
-    if shapes == DIFFERENT or summary != DIFFERENT:
-        return ""
+    differs = shapes != DIFFERENT and summary == DIFFERENT
+    return _described(mesh_info, param_groups, hashes, failure) if differs else ""
+
+
+def _described(
+    mesh_info: MeshInfo, param_groups: Sequence[ParamGroup], hashes: list[int], failure: str
+) -> str:
     from fsdp_overlap.engine.start_differences import describe_difference
 
     names = [f"{spec.fqn!r} of unit {b.label!r}" for b in param_groups for spec in b.plan.specs]

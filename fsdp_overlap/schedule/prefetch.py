@@ -121,12 +121,7 @@ class Prefetcher:
     _waits_for_event = False
 
     def __init__(
-        self,
-        comm: CommOps,
-        prefetch: int,
-        stats: Stats,
-        refs: UnitRefs,
-        states: UnitStates,
+        self, comm: CommOps, prefetch: int, stats: Stats, refs: UnitRefs, states: UnitStates
     ) -> None:
         self._comm = comm
         self.prefetch = prefetch
@@ -146,10 +141,7 @@ class Prefetcher:
         ``backward(create_graph=True)`` made: Note [graphs of gradients]."""
 
     def use(
-        self,
-        unit: ScheduledUnit,
-        upcoming: Sequence[UnitIndex] = (),
-        asked: UnitRefs = (),
+        self, unit: ScheduledUnit, upcoming: Sequence[UnitIndex] = (), asked: UnitRefs = ()
     ) -> bool:
         """Enqueue the all-gathers that are missing: compute needs ``unit`` now, and is expected to
         need ``upcoming`` next. Free delayed buffers after this unit's all-gather, so that it does

@@ -581,27 +581,21 @@ def _name_of_operator(name: str) -> str:
 
 def _resolve(table: Table, func: Callable[..., Any]) -> tuple[Handler, str]:
     name = op_name(func)
-    if func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward):
-        return refuse_derivative, name
-    access = getattr(func, "__name__", "")
-    if (name, access) == ("data", "__set__"):
-        return assign_data, name
-    if name in ("requires_grad_", "requires_grad") and access != "__get__":
-        return set_requires_grad, name
-    module = getattr(func, "__module__", "")
-    if module == "torch.nn.init":
-        return random, name
-    if module == "torch.foreach":  # from torch 2.15 on; exp_ of a list, say
-        return _foreach, name
-    for names, handler in table:
-        if name in names:
-            return handler, name
+    access, module = getattr(func, "__name__", ""), getattr(func, "__module__", "")
+    handler = _SPECIAL.get(func) or _SPECIAL.get((name, access)) or _SPECIAL.get(module)
+    if handler is None:
+        handler = next((handler for names, handler in table if name in names), None)
+    return handler or _by_affixes(name), name
+
+
+def _by_affixes(name: str) -> Handler:
+    """Return who runs an op that the table does not have."""
     if name.startswith("_fused_"):
-        return fused, name
+        return fused
     bare = name.removeprefix("_foreach_").removesuffix("_")
     if bare in POINTWISE or bare == "copy":
-        return (foreach if name.startswith("_foreach_") else pointwise), name
-    return refuse, name
+        return foreach if name.startswith("_foreach_") else pointwise
+    return refuse
 
 
 def refuse(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
@@ -696,6 +690,18 @@ def factory(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         return made
     return tensor.wrap_like(own_elements(made, tensor._spec).clone())
 
+
+_SPECIAL: dict[object, Handler] = {
+    torch.autograd.grad: refuse_derivative,
+    torch.autograd.backward: refuse_derivative,
+    torch.Tensor.backward: refuse_derivative,
+    ("data", "__set__"): assign_data,
+    ("requires_grad", "__set__"): set_requires_grad,
+    ("requires_grad_", "requires_grad_"): set_requires_grad,
+    "torch.nn.init": random,
+    "torch.foreach": _foreach,  # from torch 2.15 on; exp_ of a list, say
+}
+"""Who runs a function, an op of a name by a method of a name, and all functions of a module."""
 
 _WITHOUT_VALUES: frozenset[Handler] = frozenset(
     (metadata, grad_dtype, local_metadata, data_ptr, set_requires_grad, register_hook)

@@ -328,13 +328,16 @@ class ShardedParam(DTensor):
                 given._local_tensor = _EMPTY
             else:
                 self._given_gradient = None
-        elif self._fits(gradient):
-            # As autograd does with what it accumulates. torch's set_optimizer_state_dict() gives a
-            # parameter a gradient of the parameter's own dtype.
-            self._gradient = gradient.to(self._grad_dtype)
-            self._given_gradient = None
         else:
+            self._take_grad(gradient)
+
+    def _take_grad(self, gradient: torch.Tensor) -> None:
+        if not self._fits(gradient):
             self._refuse_grad(gradient)
+        # As autograd does with what it accumulates. torch's set_optimizer_state_dict() gives a
+        # parameter a gradient of the parameter's own dtype.
+        self._gradient = gradient.to(self._grad_dtype)
+        self._given_gradient = None
 
     def _refuse_grad(self, gradient: Any) -> NoReturn:
         raise TypeError(
