@@ -33,7 +33,7 @@ from fsdp_overlap.engine.param import (
     record_replacement,
     reduce_dtype,
 )
-from fsdp_overlap.engine.param_group import DEVICE, ParamGroup, Storage
+from fsdp_overlap.engine.param_group import DEVICE, MakeGatherer, ParamGroup, Storage
 from fsdp_overlap.engine.unit import Tie, Unit, unit_of
 from fsdp_overlap.fsdp_module import FSDPModule
 from fsdp_overlap.layout import ParamGroupPlan, Plan
@@ -528,14 +528,19 @@ def _choose_strategies(param_group: ParamGroup, options: UnitOptions) -> None:
         or param_group.storage.is_on_host
     ):
         param_group.make_gradients = _gradients_class(param_group)
+    if mesh_info.shards_replicas or type(options.reshard_after_forward) is int:
+        param_group.make_gatherer = _gatherer_of(mesh_info)
+
+
+def _gatherer_of(mesh_info: MeshInfo) -> MakeGatherer:
+    """Return what makes gatherers where replicas divide shards, or neighbors keep parts."""
     if mesh_info.shards_replicas:
         from fsdp_overlap.features import outer_shard
 
-        param_group.make_gatherer = outer_shard.make_gatherer
-    elif type(options.reshard_after_forward) is int:
-        from fsdp_overlap.features import kept_parts
+        return outer_shard.make_gatherer
+    from fsdp_overlap.features import kept_parts
 
-        param_group.make_gatherer = kept_parts.make_gatherer
+    return kept_parts.make_gatherer
 
 
 def _gradients_class(param_group: ParamGroup) -> type[ParamGroupGradients]:

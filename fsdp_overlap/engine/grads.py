@@ -72,26 +72,24 @@ class ParamGroupGradients:
     ) -> None:
         self.param_group = param_group
         self.options = reduce_options
-        self.reduce_scatter_input = FlatBuffer(
-            param_group.plan, reduce_dtype, param_group.full.flat.device
-        )
-        self.reduce_scatter_input.memory = param_group.full.memory
+        plan, full = param_group.plan, param_group.full
+        self.reduce_scatter_input = FlatBuffer(plan, reduce_dtype, full.flat.device)
+        self.reduce_scatter_input.memory = full.memory
         sent = sent_sizes(
             param_group.gather_plan, reduce_dtype, param_group.comm_policy, reduced=True
         )
         self.reduced_nbytes = sum(sent)
         """What a reduce-scatter divides among the ranks."""
         self._communicates = self.reduced_nbytes - sent[param_group.mesh_info.shard_rank]
-        if param_group.plan.specs[0].grad_dtype is not None:
+        if plan.specs[0].grad_dtype is not None:
             # Autograd rounds gradients to the grad_dtype of what it accumulates into.
             for parameter in param_group.parameters:
                 parameter.grad_dtype = reduce_dtype
         self.count = len(param_group.parameters)
         self.filled = [False] * self.count
         self._all_filled = bytes([True]) * self.count
-        self.is_large = [
-            spec.numel * reduce_dtype.itemsize >= LARGE_BYTES for spec in param_group.plan.specs
-        ]
+        nbytes = [spec.numel * reduce_dtype.itemsize for spec in plan.specs]
+        self.is_large = [each >= LARGE_BYTES for each in nbytes]
         # Reduced gradients of parameters that have none on this rank. They are kept until it is
         # known whether another rank has one.
         self.unused: list[tuple[int, torch.Tensor]] = []

@@ -343,8 +343,11 @@ def _raise_edit(unit: Unit, lost: str | None) -> None:
     is_outermost = _is_outermost(unit)
     if lost is None and is_outermost:
         lost = compare(unit.context.uncompared)
-    if lost is None:
-        return
+    if lost is not None:
+        _raise_lost(unit, lost, is_outermost)
+
+
+def _raise_lost(unit: Unit, lost: str, is_outermost: bool) -> NoReturn:
     error = RuntimeError(lost)
     if is_outermost:
         _post_error(unit, error)

@@ -22,9 +22,7 @@ from fsdp_overlap.comm.process_groups import (
     end_threads_before_python,
 )
 from fsdp_overlap.desync.order_check import OrderCheck, Subject
-from fsdp_overlap.engine.param import (
-    ParamInfo,
-)
+from fsdp_overlap.engine.param import ParamInfo
 from fsdp_overlap.layout import LayoutRule, ParamGroupPlan
 from fsdp_overlap.layout.plan import BalancedPlanner, Planner
 from fsdp_overlap.schedule.stats import Stats
@@ -199,6 +197,7 @@ class MeshInfo:
     """Whether the ranks that hold replicas of a shard divide it."""
     has_late_gradients = False
     """Whether some gradients are given to parameters only at the end of backward."""
+    _flags = 0
     reading: WorkHandle | None = None
     """The last all-gather that reads a shard on the host."""
 
@@ -223,7 +222,6 @@ class MeshInfo:
         self._members: list[weakref.ref[Subject]] = []
         self.memories: dict[Any, Any] = {}
         """Memory that is registered with groups of the mesh, until these are renewed."""
-        self._flags = 0
 
     def find_places(self) -> None:
         """Find this rank's place among those that parameters are sharded over."""

@@ -304,6 +304,8 @@ class Unit:
     ties: Sequence[Tie] = ()
     owners: Sequence[Unit] = ()
     """The other units whose parameters its modules have registered too: Note [tied parameters]."""
+    single_all_gather: Sequence[tuple[str, list[ParamGroup]]] = ()
+    """The name of its all-gather, and the param group. Empty if it has several, or no name yet."""
     is_root = False
     _is_uneven = False
     _trainability = -1
@@ -340,9 +342,6 @@ class Unit:
         self.cast_inputs = cast_of_inputs(self.mp_policy, None)
         self.cast_output = cast_of_output(self.mp_policy)
         self.name = module_class_name(modules)
-        self.single_all_gather: list[tuple[str, list[ParamGroup]]] = []
-        """The name of its all-gather, and the param group. Empty if it has several, or no name
-        yet."""
         self._look_for_edits()
         self.gradients: list[ParamGroupGradients] = []
         self._were_trainable: set[tuple[bool, ...]] = set()
@@ -436,11 +435,8 @@ class Unit:
     @property
     def is_unsharded(self) -> bool:
         # as ParamGroup.version, without a call for each: asked often
-        for param_group in self.param_groups:
-            if (
-                param_group.gathered_version
-                != param_group.edits.values + param_group.shard._version
-            ):
+        for group in self.param_groups:
+            if group.gathered_version != group.edits.values + group.shard._version:
                 return False
         return True
 
@@ -621,11 +617,15 @@ class Unit:
                     self._known_gradients[param_group] = gradients
                 self.gradients.append(gradients)
                 self._hook(gradients, only_large=not self.is_in_pieces)
-            elif gradients is not None and self.context.schedule.has_unreduced(self):
-                # It is frozen, but has sums that a backward has yet to reduce. The next forward
-                # looks again.
-                self.gradients.append(gradients)
-                self._trainability = -1
+            elif gradients is not None:
+                self._keep_unreduced(gradients)
+
+    def _keep_unreduced(self, gradients: ParamGroupGradients) -> None:
+        """Keep the gradients of a param group that is frozen, if they have sums that a backward has
+        yet to reduce. The next forward looks again."""
+        if self.context.schedule.has_unreduced(self):
+            self.gradients.append(gradients)
+            self._trainability = -1
 
     def _check_frozen(self) -> None:
         for param_group in self.param_groups:

@@ -227,6 +227,11 @@ def _last_first(unit: ScheduledUnit) -> Sequence[Gradients]:
 # ---- The walk back ----
 
 
+def _read_in_backward(units: UnitRefs) -> UnitRefs:
+    """Return those of ``units`` that backward gathers."""
+    return [find for find in units if (other := find()) and other.settings.unshard_in_backward]
+
+
 @dataclass(eq=False)
 class Backward:
     """What one backward has done so far, and what it does next.
@@ -269,14 +274,13 @@ class Backward:
             self._enter(forward_pass)
         remaining = self.remaining[forward_pass]
         # The call almost always is the last one, and a long list takes long to search.
-        place = len(remaining) - 1
-        if place < 0 or remaining[place] is not call:
-            if call not in remaining:
-                self._come_again_to(call)
-                return
-            place = remaining.index(call)
-        while len(remaining) > place:
+        if remaining and remaining[-1] is call:
             self._step(remaining.pop())
+        elif call in remaining:
+            self._walk_to(remaining.index(call), remaining)
+        else:
+            self._come_again_to(call)
+            return
         if not remaining and self._has_reached_all():
             self._reducer.nothing_follows()
 
@@ -336,6 +340,10 @@ class Backward:
         else:
             self._leave(call.end)
             self._reducer.passed(call.end)
+
+    def _walk_to(self, place: int, remaining: list[ForwardRecord]) -> None:
+        while len(remaining) > place:
+            self._step(remaining.pop())
 
     def _walk_rest(self) -> None:
         for forward_pass in self.remaining:
@@ -403,11 +411,7 @@ class Backward:
     ) -> bool:
         """Gather ``unit``, and what is used next: ``upcoming``, by default what ``forward_pass``
         comes back to. Return whether anything was enqueued."""
-        asked = unit.backward_prefetch and [
-            find
-            for find in unit.backward_prefetch
-            if (other := find()) and other.settings.unshard_in_backward
-        ]
+        asked = unit.backward_prefetch and _read_in_backward(unit.backward_prefetch)
         if upcoming is None:
             prefetch = self._prefetcher.prefetch
             remaining = self.remaining[forward_pass] if forward_pass is not None else []

@@ -152,8 +152,7 @@ class Prefetcher:
         if self._for_next_pass and (asked or self._is_for_all_ranks(unit, upcoming)):
             self._take_over()
         ahead, delayed = self._ahead, self._delayed
-        if mine in delayed:
-            del delayed[mine]
+        delayed.pop(mine, None)
         is_ahead = mine in ahead or mine in self._asked
         if is_ahead:
             ahead.pop(mine, None)
@@ -161,7 +160,8 @@ class Prefetcher:
         if unit.is_unsharded:
             self.stats.prefetch_hits += is_ahead
         else:
-            self._make_room()
+            if len(ahead) + len(delayed) > self.prefetch:
+                self._make_room()
             self._gather(unit)
             self.stats.prefetch_misses += 1
         if ahead:

@@ -245,8 +245,10 @@ class VersionCounters:
         """Return the index of a tensor that was edited in place since this was last asked. ``None``
         if none was."""
         versions = tuple(map(version_of, self.counted))
-        if versions == self.versions or self.are_forbidden:
-            return None
+        return None if versions == self.versions or self.are_forbidden else self._take(versions)
+
+    def _take(self, versions: tuple[int, ...]) -> int:
+        """Keep ``versions``. Return the index of the first that differs."""
         pairs = zip(versions, self.versions, strict=True)
         index = next(index for index, (now, before) in enumerate(pairs) if now != before)
         self.versions = versions

@@ -328,23 +328,30 @@ def pointwise(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:
     if result is model._local_tensor:
         return model
     result = model.wrap_like(result)
-    return result if name in DETACHED else raise_in_backward(name, result, values)
+    if name in DETACHED or not torch.is_grad_enabled():
+        return result
+    return raise_in_backward(name, result, values)
 
 
 def _edit(name: str, func: Call, args: Args, kwargs: Kwargs, target: Any) -> Any:
     """Run a point-wise op that edits ``target``."""
     if not (isinstance(target, DTensor) and has_range(target)):
-        if not isinstance(target, torch.Tensor):
-            raise_unsupported(f"{name} of a {type(target).__name__}")
-        return call_with(full_operand, func, args, kwargs)
+        return _edit_plain(name, func, args, kwargs, target)
     locals_ = [local_operand(name, value, target) for value in args]
     named = {key: local_operand(name, value, target) for key, value in kwargs.items()}
     check_edit(name, target)
     # Before it begins: a save in another thread may be reading.
     record_edits([target])
     func(*locals_, **named)
-    edit_raises_in_backward(name, target, [*args, *kwargs.values()])
+    if torch.is_grad_enabled():
+        edit_raises_in_backward(name, target, [*args, *kwargs.values()])
     return target
+
+
+def _edit_plain(name: str, func: Call, args: Args, kwargs: Kwargs, target: Any) -> Any:
+    if not isinstance(target, torch.Tensor):
+        raise_unsupported(f"{name} of a {type(target).__name__}")
+    return call_with(full_operand, func, args, kwargs)
 
 
 def foreach(name: str, func: Call, args: Args, kwargs: Kwargs) -> Any:

@@ -16,14 +16,14 @@ import pytest
 from support.pages import ROOT, linked_code_in
 
 LIMITS = {
-    "plain run, code lines": 3006,
-    "plain run, files": 23,
-    "steady forward and backward, code lines": 1087,
+    "plain run, code lines": 2819,
+    "plain run, files": 22,
+    "steady forward and backward, code lines": 1027,
     "steady forward and backward, files": 12,
-    "fully_shard, code lines": 877,
+    "fully_shard, code lines": 847,
     "fully_shard, files": 10,
-    "loaded by the import, code lines": 7500,
-    "loaded by the import, files": 43,
+    "loaded by the import, code lines": 7498,
+    "loaded by the import, files": 42,
     "Python calls a unit and steady step": 130,
     "branches of Schedule.after_forward": 11,
     "branches of hooks.after_forward": 12,
