@@ -37,10 +37,10 @@ SHADOW = " (shadow)"
 
 
 def gathers_of(unit: Unit, again: bool = False) -> list[tuple[str, list[ParamGroup]]]:
-    """Return what is to be gathered of a unit that is not unsharded, or ``again``: the name of each
-    collective, and its param groups. A param group that is asked to keep a part goes alone, because
-    it may travel among other ranks than the rest."""
-    waiting = [group for group in unit.param_groups if again or not group.is_unsharded]
+    """Return what is to be gathered of a unit that is not up to date, or ``again``: the name of
+    each collective, and its param groups. A param group that is asked to keep a part goes alone,
+    because it may travel among other ranks than the rest."""
+    waiting = [group for group in unit.param_groups if again or not group.is_up_to_date]
     together: dict[dist.ProcessGroup | ParamGroup, list[ParamGroup]] = {}
     for param_group in waiting:
         key = param_group if param_group.gatherer.goes_alone else param_group.groups.gather

@@ -464,7 +464,7 @@ class ParamGroup:
         return self.state is not ParamGroupState.SHARDED
 
     @property
-    def is_unsharded(self) -> bool:
+    def is_up_to_date(self) -> bool:
         """Whether it is gathered and the shard was not edited since."""
         return self.gathered_version == self.version
 

@@ -433,7 +433,7 @@ class Unit:
         return any(param_group.is_meta for param_group in self.param_groups)
 
     @property
-    def is_unsharded(self) -> bool:
+    def is_up_to_date(self) -> bool:
         # as ParamGroup.version, without a call for each: asked often
         for group in self.param_groups:
             if group.gathered_version != group.edits.values + group.shard._version:
@@ -444,7 +444,7 @@ class Unit:
     def version(self) -> int:  # see Note [stale]
         version = 0
         for param_group in self.param_groups:
-            # as is_unsharded
+            # as is_up_to_date
             version += param_group.edits.values + param_group.shard._version
         return version
 
@@ -485,7 +485,7 @@ class Unit:
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` lies in a full buffer."""
         storage = tensor.untyped_storage()._cdata
-        for param_group in self.param_groups:  # noqa: SIM110, as in is_unsharded
+        for param_group in self.param_groups:  # noqa: SIM110, as in is_up_to_date
             if storage in param_group.full.storage_ids:
                 return True
         return False

@@ -42,14 +42,14 @@ class OuterShard(Gatherer):
         self._version = -1
 
     @property
-    def is_fresh(self) -> bool:
+    def is_up_to_date(self) -> bool:
         """Whether ``full_shard`` is put together, or will be, from the parts as they are now."""
         return self._version == self.param_group.version
 
     def prepare(self, comm_stream: CommStream) -> None:
         """Enqueue the all-gather that puts the shard together, unless it is fresh or on the meta
         device. Collective over the replicas."""
-        if self.is_fresh or self.param_group.is_meta:
+        if self.is_up_to_date or self.param_group.is_meta:
             return
         self.wait_for_prepared()
         group = self.param_group.groups.replicas

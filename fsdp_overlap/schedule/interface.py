@@ -91,7 +91,7 @@ class ScheduledUnit(Protocol):
         """Whether full buffers exist, or will exist once an all-gather is done."""
 
     @property
-    def is_unsharded(self) -> bool:
+    def is_up_to_date(self) -> bool:
         """Whether it is gathered, and no shard was edited since."""
 
     @property
@@ -261,7 +261,7 @@ class CommOps(Protocol):
         """Return the messages of all ranks. All have the same size. The host waits."""
 
     def gather(self, unit: ScheduledUnit, again: bool = False, shadow: bool = False) -> None:
-        """Enqueue the all-gathers of the param groups that are not unsharded, or of all of them
+        """Enqueue the all-gathers of the param groups that are not up to date, or of all of them
         ``again``. ``shadow``: only other ranks need them."""
 
     def prepare_gathers(self, unit: ScheduledUnit) -> None:

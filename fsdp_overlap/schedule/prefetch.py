@@ -23,8 +23,8 @@ class ForwardOrder:
     A pass is predicted from the last one that began with the same unit: a head that runs alone,
     chunk by chunk, says nothing about the whole model. If none did, it is predicted from the last.
 
-    Only passes that gathered something count. A pass that found all units unsharded may have run on
-    this rank alone, and what is predicted is enqueued, so it must be the same on every rank. See
+    Only passes that gathered something count. A pass that found all units up to date may have run
+    on this rank alone, and what is predicted is enqueued, so it must be the same on every rank. See
     Note [order].
     """
 
@@ -157,7 +157,7 @@ class Prefetcher:
         if is_ahead:
             ahead.pop(mine, None)
             self._asked.pop(mine, None)
-        if unit.is_unsharded:
+        if unit.is_up_to_date:
             self.stats.prefetch_hits += is_ahead
         else:
             if len(ahead) + len(delayed) > self.prefetch:
@@ -180,7 +180,7 @@ class Prefetcher:
             if len(ahead) + len(self._asked) >= self.prefetch:
                 break
             other = self._refs[index]()
-            if other is not None and not (other.is_gathered and other.is_unsharded):
+            if other is not None and not (other.is_gathered and other.is_up_to_date):
                 self._gather(other)
                 ahead[index] = None
         return self._issued != issued
@@ -188,7 +188,7 @@ class Prefetcher:
     def refresh(self, units: Iterable[ScheduledUnit]) -> None:
         """Enqueue the all-gathers of full buffers whose shards were edited since the last one."""
         for unit in units:
-            if unit.is_gathered and not unit.is_unsharded:
+            if unit.is_gathered and not unit.is_up_to_date:
                 self._gather(unit)
 
     def begin_next(self, units: Iterable[ScheduledUnit]) -> None:
@@ -245,7 +245,7 @@ class Prefetcher:
             unit = self._refs[index]()
             if unit is None:
                 del self.in_graphs[index]
-            elif not unit.is_unsharded:
+            elif not unit.is_up_to_date:
                 self.take_out_of_graphs(unit)
                 if unit.settings.reshard_after_backward:
                     self.release(unit)
@@ -328,10 +328,10 @@ class Prefetcher:
         """Return whether the pass that now comes to ``unit`` runs on every rank, as far as that is
         known. What users keep unsharded this rank may run alone: Note [order]. Then the others must
         find here what they have too."""
-        if unit.index in self._for_next_pass or not unit.is_unsharded:
+        if unit.index in self._for_next_pass or not unit.is_up_to_date:
             return True
         others = [other for index in upcoming if (other := self._refs[index]()) is not None]
-        return not all(other.is_unsharded for other in others)
+        return not all(other.is_up_to_date for other in others)
 
     def _take_over(self) -> None:
         """Count what was gathered for a pass, which has begun, as gathered ahead."""
@@ -345,7 +345,7 @@ class Prefetcher:
         self._for_next_pass.clear()
 
     def _ask(self, asked: UnitRefs) -> None:
-        """Gather the units that the user ``asked`` for and that are not unsharded.
+        """Gather the units that the user ``asked`` for and that are not up to date.
         See Note [explicit prefetch]."""
         others = [
             other
@@ -358,7 +358,7 @@ class Prefetcher:
                     self._asked[other.index] = waiting.pop(other.index)
         self.flush()
         for other in others:
-            if not other.is_unsharded:
+            if not other.is_up_to_date:
                 self._asked.setdefault(other.index, None)
                 self._gather(other)
 

@@ -228,7 +228,7 @@ class Schedule:
     def is_in_use(self, unit: ScheduledUnit) -> bool:
         """Return whether a forward or backward of ``unit`` is under way. A module may call itself,
         and backward may run a forward again."""
-        for other, _ in self._running:  # a loop, as in Unit.is_unsharded
+        for other, _ in self._running:  # a loop, as in Unit.is_up_to_date
             if other is unit:
                 return True
         backward = self._backward
@@ -495,7 +495,7 @@ class Schedule:
     # On the user's command
 
     def unshard(self, unit: ScheduledUnit) -> None:
-        """Gather ``unit``, unless it is unsharded."""
+        """Gather ``unit``, unless it is up to date."""
         self.prefetcher.use(unit)
 
     def show_unsharded(self, unit: ScheduledUnit) -> None:

@@ -47,7 +47,7 @@ def poison(twins: Twins) -> None:
     for unit in twins.ctx.units:
         for param_group in unit.param_groups:
             # A parameter without a gradient is not stepped, and stays fresh.
-            if param_group.is_gathered and not param_group.is_unsharded:
+            if param_group.is_gathered and not param_group.is_up_to_date:
                 param_group.full.flat.fill_(torch.nan)
 
 
@@ -66,7 +66,7 @@ def train(stage: int, name: str, microbatches: int) -> list[list[torch.Tensor]]:
             accumulate(twins, batches, microbatches)
             twins.check_gradients()
             twins.step()
-            assert not any(unit.is_unsharded for unit in twins.ctx.units)
+            assert not any(unit.is_up_to_date for unit in twins.ctx.units)
             poison(twins)
             SYNCS[sync](twins.ctx)
             twins.check_parameters()

@@ -913,7 +913,7 @@ def gather_without_waits(
     self: NegotiatedPrefetcher, unit: Any, gather: Any, shadow: bool = False
 ) -> None:
     gather.is_issued = True
-    if unit.is_unsharded:
+    if unit.is_up_to_date:
         self._comm.gather(unit, again=True)
     else:
         self._gather(unit, shadow)

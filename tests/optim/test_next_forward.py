@@ -61,14 +61,14 @@ def products_under_gathers(layout: LayoutRule) -> bool:
     original = orthogonalization.orthogonalize
 
     def spy(*args: Any) -> torch.Tensor:
-        seen.append(first.is_unsharded)
+        seen.append(first.is_up_to_date)
         return original(*args)
 
     for batch in twins.batches(3):
         twins.backward(*batch)
         with patch.object(orthogonalization, "orthogonalize", spy):
             twins.optimizer.step()
-        assert first.is_unsharded
+        assert first.is_up_to_date
         twins.twin_step()
         twins.check_parameters()
         twins.optimizer.zero_grad()
@@ -93,7 +93,7 @@ def with_two_optimizers() -> None:
         twins.backward(*batch)
         for optimizer in optimizers:
             optimizer.step()
-            assert not any(unit.is_unsharded for unit in twins.ctx.units)
+            assert not any(unit.is_up_to_date for unit in twins.ctx.units)
         for optimizer in optimizers:
             optimizer.zero_grad()
         twins.check_parameters()
@@ -110,7 +110,7 @@ def edited_after_every_second_step() -> None:
     for index, batch in enumerate(twins.batches(7)):
         twins.backward(*batch)
         twins.step()
-        found.append(any(unit.is_unsharded for unit in twins.ctx.units))
+        found.append(any(unit.is_up_to_date for unit in twins.ctx.units))
         if index % 4 in (1, 2):
             with torch.no_grad():
                 for model in (twins.model, twins.twin):
@@ -151,7 +151,7 @@ def stepped_twice() -> None:
     twins.optimizer.step()
     twins.optimizer.step()
     root = twins.ctx.units[-1]
-    assert root.is_unsharded
+    assert root.is_up_to_date
     with torch.no_grad():
         layer(torch.zeros(2, 5, layer.up.in_features, dtype=torch.float64))
     assert not root.is_gathered

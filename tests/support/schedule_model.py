@@ -126,7 +126,7 @@ class Unit:
         return self.gathered_version is not None
 
     @property
-    def is_unsharded(self) -> bool:
+    def is_up_to_date(self) -> bool:
         return self.gathered_version == self.version
 
     @property
@@ -307,7 +307,7 @@ class Rank:
         raise NotImplementedError
 
     def gather(self, unit: Unit, again: bool = False, shadow: bool = False) -> None:
-        if unit.is_unsharded and not again:
+        if unit.is_up_to_date and not again:
             raise Wrong(f"{unit.name} is gathered twice")
         if unit.is_gathered and unit.in_use and not again:
             raise Wrong(f"{unit.name} is gathered again while it is used")
@@ -541,7 +541,7 @@ class Rank:
 
     def _use(self, unit: Unit) -> None:
         """Compute reads the unit's parameters."""
-        if unit.has_parameters and not (unit.is_unsharded and unit.is_ready):
+        if unit.has_parameters and not (unit.is_up_to_date and unit.is_ready):
             raise Wrong(f"{unit.name} is used and not whole")
         self.clock += 1
         unit.last_use = self.clock

@@ -137,7 +137,7 @@ class NegotiatedPrefetcher(Prefetcher):
         self, unit: ScheduledUnit, gather: AgreedGather | AgreedCall, shadow: bool = False
     ) -> None:
         gather.is_issued = True
-        if unit.is_unsharded:  # others need it, and compute may read it here
+        if unit.is_up_to_date:  # others need it, and compute may read it here
             self._comm.after_compute()
             self._issued += 1
             self._comm.gather(unit, again=True, shadow=shadow)

@@ -320,7 +320,7 @@ class Negotiation:
         if not may_begin:
             return bytes(len(self._refs))
         units = [ref() for ref in self._refs]
-        return bytes([unit is not None and unit.is_unsharded for unit in units])
+        return bytes([unit is not None and unit.is_up_to_date for unit in units])
 
     def _append_pass(
         self, first: UnitIndex, has_grad: bool, held: Iterable[bytes], ranks: int
@@ -459,7 +459,7 @@ class Negotiation:
         needs = bool(gather.may_recompute or gather.checkpoint)
         for call in gather.records:
             needs |= call.needs_parameters
-        return CALLS + NEEDS * needs + HOLDS * unit.is_unsharded
+        return CALLS + NEEDS * needs + HOLDS * unit.is_up_to_date
 
 
 def _used(gathers: Sequence[AgreedGather], used: bytes) -> list[UnitIndex]:

@@ -92,7 +92,7 @@ def counted(stage: int, microbatches: int) -> tuple[int, int]:
         gathered, reduced = stats.all_gathers, stats.reduce_scatters
         trainer.advance()
         # All-gathers of what is kept are under way before the next forward.
-        assert all(unit.is_unsharded for unit in context.units) == (stage < 3)
+        assert all(unit.is_up_to_date for unit in context.units) == (stage < 3)
     return stats.all_gathers - gathered, stats.reduce_scatters - reduced
 
 
