@@ -26,7 +26,7 @@ from fsdp_overlap.engine.comm_context import CommContext
 from fsdp_overlap.engine.mesh import Faults, MeshInfo, default_mesh
 from fsdp_overlap.engine.param_group import verify_params_across_ranks
 from fsdp_overlap.engine.unit import (
-    Uncompared,
+    PendingComparisons,
     Unit,
     existing_units,
     name_units,
@@ -147,7 +147,7 @@ class FsdpContext:
         self.faults = Faults(lambda: own.mesh_infos if (own := me()) else (), self._groups)
         self._groups.watchdog = weakref.ref(self.faults)
         self.toggled: weakref.WeakSet[Unit] = weakref.WeakSet()
-        self.uncompared: Uncompared = []
+        self.pending_comparisons: PendingComparisons = []
         self.hang_timeout = hang_timeout
 
     def _hand_in(self, groups: MeshGroups | Mapping[DeviceMesh, MeshGroups]) -> GivenGroups:
@@ -581,7 +581,7 @@ class FsdpContext:
             self.comm_context.rest()
         for mesh_info in self.mesh_infos:
             mesh_info.reset()
-        self.uncompared.clear()
+        self.pending_comparisons.clear()
 
 
 def _begin_backward(

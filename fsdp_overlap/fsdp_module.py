@@ -561,7 +561,7 @@ FsdpModule = FSDPModule
 def _reshard(unit: Unit) -> None:
     context = context_of(unit)
     unit.check_registrations()
-    lost = unit.changed() if unit.is_gathered else None
+    lost = unit.find_lost_edit() if unit.is_gathered else None
     context.schedule.reshard(unit)
     if unit.rests_on_host:
         context.comm_context.finish_reading()

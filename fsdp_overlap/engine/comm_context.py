@@ -229,7 +229,7 @@ class CommContext:
         assert isinstance(unit, Unit)
         inner = (m for module in unit.modules if id(module) in modules for m in module.modules())
         tables = {id(module._parameters) for module in inner}
-        for edits in unit.edits:
+        for edits in unit.unsharded_edits:
             edits.forbid_old_graphs(tables)
 
     def keep_storage(self, unit: Unit, keep: bool) -> None:
@@ -262,7 +262,7 @@ class CommContext:
             self.reduce_scatter_stream.after_work(self._unread[param_group])
         check, dtype = param_group.mesh_info.order_check, gradients.reduce_scatter_input.flat.dtype
         check.has_reduced = True
-        kind = gradients.kinds[gradients.options.all_reduce_grads]
+        kind = gradients.kinds[gradients.reduce_options.all_reduce_grads]
         code = param_group.index * N_KINDS + kind
         check.record(code, param_group, dtype)
         return gradients.reduce(self)

@@ -71,7 +71,7 @@ class ParamGroupGradients:
         self, param_group: ParamGroup, reduce_dtype: torch.dtype, reduce_options: ReduceOptions
     ) -> None:
         self.param_group = param_group
-        self.options = reduce_options
+        self.reduce_options = reduce_options
         plan, full = param_group.plan, param_group.full
         self.reduce_scatter_input = FlatBuffer(plan, reduce_dtype, full.flat.device)
         self.reduce_scatter_input.memory = full.memory
@@ -80,7 +80,7 @@ class ParamGroupGradients:
         )
         self.reduced_nbytes = sum(sent)
         """What a reduce-scatter divides among the ranks."""
-        self._communicates = self.reduced_nbytes - sent[param_group.mesh_info.shard_rank]
+        self._comm_nbytes = self.reduced_nbytes - sent[param_group.mesh_info.shard_rank]
         if plan.specs[0].grad_dtype is not None:
             # Autograd rounds gradients to the grad_dtype of what it accumulates into.
             for parameter in param_group.parameters:
@@ -211,16 +211,16 @@ class ParamGroupGradients:
             torch._foreach_zero_(self.reduce_scatter_input.gaps)
         comm_stream.after_compute()
         work = comm_stream.enqueue(
-            "reduce_scatter", param_group.label, self._issue, accept, self._communicates
+            "reduce_scatter", param_group.label, self._issue, accept, self._comm_nbytes
         )
         is_in_order = param_group.edits.has_hooks and not comm_stream.runs_ahead
         return _InOrder(work) if is_in_order else work
 
     def _issue(self) -> PendingCollective:
         param_group, buffer = self.param_group, self.reduce_scatter_input
-        divisor = self.options.divisor
+        divisor = self.reduce_options.divisor
         # NCCL uses memory that is registered with its group for sums, and not for means.
-        if divisor is None and (self.options.sums_only or buffer.memory is not None):
+        if divisor is None and (self.reduce_options.sums_only or buffer.memory is not None):
             divisor = float(param_group.mesh_info.shard_size)
         groups = param_group.groups
         return param_group.collectives.reduce_scatter(
@@ -247,8 +247,8 @@ class ParamGroupGradients:
     # From the reduction into ``.grad``
 
     def _accept(self, mean: torch.Tensor, unused: Sequence[bool] | None = None) -> None:
-        if self.options.hook is not None:
-            self.options.call_hook(mean)
+        if self.reduce_options.hook is not None:
+            self.reduce_options.call_hook(mean)
         if mean.dtype != self.param_group.grad_dtype:
             mean = mean.to(self.param_group.grad_dtype)
         if self.param_group.edits.stepper is None or not self._is_stepped(mean, unused):

@@ -20,7 +20,7 @@ from torch import nn
 from fsdp_overlap.comm.comm_streams import profiler_range
 from fsdp_overlap.engine.param import Registered, is_of_own_class
 from fsdp_overlap.engine.saved_tensors import SavedForward, dynamo_disable
-from fsdp_overlap.engine.unit import Context, Unit, compare
+from fsdp_overlap.engine.unit import Context, Unit, read_comparisons
 from fsdp_overlap.schedule.interface import ForwardRecord
 from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.tensor.subclasses import inner_tensors
@@ -139,7 +139,7 @@ def _begin_forward(unit: Unit, module: nn.Module) -> None:
         _end_interrupted(unit, module)
     schedule.before_forward(unit)
     unit.to_unsharded()
-    if (id(module), module.training) not in unit.compared:
+    if (id(module), module.training) not in unit.compared_modes:
         _begin_first_forward(unit)
     if unit.saved_tensors.under_way:
         unit.saved_tensors.under_way.append(None)  # the unit runs within its own forward
@@ -184,7 +184,7 @@ def _end_interrupted(unit: Unit, module: nn.Module) -> None:
 def _begin_first_forward(unit: Unit) -> None:
     """Begin the first forward of a module of ``unit``, or its first in training or evaluation."""
     if not unit.context.is_in_capture:
-        for edits in unit.edits:
+        for edits in unit.unsharded_edits:
             edits.begin_comparison()
         unit.saved_tensors.look_again()
 
@@ -192,9 +192,9 @@ def _begin_first_forward(unit: Unit) -> None:
 def _end_first_forward(unit: Unit, module: nn.Module) -> None:
     context = unit.context
     if not context.is_in_capture:
-        unit.compared.add((id(module), module.training))
-        for edits in unit.edits:
-            edits.end_comparison(context.uncompared)
+        unit.compared_modes.add((id(module), module.training))
+        for edits in unit.unsharded_edits:
+            edits.end_comparison(context.pending_comparisons)
 
 
 def _check_all_are_owned(unit: Unit) -> None:
@@ -236,15 +236,15 @@ def after_forward(
         output = copied.finish(output)
     if output is None and (error := _error_of_forward(handled)) is not None:
         return _end_raised(unit, module, tracked, error)
-    lost = unit.changed()
-    if lost is None and (id(module), module.training) not in unit.compared:
+    lost = unit.find_lost_edit()
+    if lost is None and (id(module), module.training) not in unit.compared_modes:
         _end_first_forward(unit, module)
     context = unit.context
     end = _end_in_range if profiler_enabled() else context.schedule.after_forward
     call = end(unit, id(module))
     if unit.rests_on_host:
         _finish_reading(unit)
-    if lost is not None or context.uncompared:
+    if lost is not None or context.pending_comparisons:
         _raise_edit(unit, lost)
     output, tensors = _checked_output(unit, output, casts)
     if call is not None:
@@ -342,7 +342,7 @@ def _raise_edit(unit: Unit, lost: str | None) -> None:
     around it, also look for edits that first forwards have lost, and tell other ranks."""
     is_outermost = _is_outermost(unit)
     if lost is None and is_outermost:
-        lost = compare(unit.context.uncompared)
+        lost = read_comparisons(unit.context.pending_comparisons)
     if lost is not None:
         _raise_lost(unit, lost, is_outermost)
 

@@ -53,15 +53,15 @@ FREED = (
     "clone() of what is used after forward, or read the sharded parameter of the module"
 )
 
-Uncompared = list[tuple["UnshardedEdits", torch.Tensor]]
+PendingComparisons = list[tuple["UnshardedEdits", torch.Tensor]]
 """Param groups whose first forward has run, and for each of their parameters whether it changed."""
 
 
-def compare(uncompared: Uncompared) -> str | None:
-    """Return what the forwards in ``uncompared`` edited, in words. ``None`` if they edited nothing.
+def read_comparisons(pending: PendingComparisons) -> str | None:
+    """Return what the forwards in ``pending`` edited, in words. ``None`` if they edited nothing.
     The host waits for them. Empty the list."""
-    changes = [(edits, changed.tolist()) for edits, changed in uncompared]
-    uncompared.clear()
+    changes = [(edits, changed.tolist()) for edits, changed in pending]
+    pending.clear()
     edited = [edits.describe(changed.index(True)) for edits, changed in changes if any(changed)]
     return edited[0] if edited else None
 
@@ -98,22 +98,22 @@ class UnshardedEdits:
         self._digest = self.param_group.full.digests()
         self.forwards = 0  # so that the end of it looks for everything
 
-    def end_comparison(self, uncompared: Uncompared) -> None:
-        """Compare with the digests after the forward. The result goes to ``uncompared``."""
+    def end_comparison(self, pending: PendingComparisons) -> None:
+        """Compare with the digests after the forward. The result goes to ``pending``."""
         if self._digest is not None:
-            uncompared.append((self, self._digest != self.param_group.full.digests()))
+            pending.append((self, self._digest != self.param_group.full.digests()))
             self._digest = None
 
-    def edited(self) -> str | None:
+    def find_in_place_edit(self) -> str | None:
         """Return which parameter was edited in place since this was last asked, in words. ``None``
         if none was."""
         index = self.counters.edited()
         return None if index is None else self.describe(index % len(self._tiles))
 
-    def look(self) -> str | None:
-        """Return what :meth:`edited` does, and also find a parameter that was replaced, given other
-        memory or registered again. The full buffer must exist."""
-        if (edit := self.edited()) is not None:
+    def find_lost_edit(self) -> str | None:
+        """Return what :meth:`find_in_place_edit` does, and also find a parameter that was replaced,
+        given other memory or registered again. The full buffer must exist."""
+        if (edit := self.find_in_place_edit()) is not None:
             return edit
         if (replaced := self._replaced()) is not None:
             return replaced
@@ -231,7 +231,7 @@ class Context(Protocol):
     """Whether forwards of its units have run."""
     is_initialized: bool
     """Whether a forward may begin at once."""
-    uncompared: Uncompared
+    pending_comparisons: PendingComparisons
     faults: Faults
 
     @property
@@ -462,7 +462,7 @@ class Unit:
         )
 
     @property
-    def is_waiting(self) -> bool:
+    def holds_gradients(self) -> bool:
         for gradients in self.gradients:
             if not all(map(is_, map(_grad, gradients.param_group.parameters), repeat(None))):
                 return True
@@ -478,8 +478,8 @@ class Unit:
 
     def _look_for_edits(self) -> None:
         tables = [module._parameters for _, module in modules_outside_units(self.modules)]
-        self.edits = [UnshardedEdits(param_group, tables) for param_group in self.param_groups]
-        self.compared: set[tuple[int, bool]] = set()
+        self.unsharded_edits = [UnshardedEdits(group, tables) for group in self.param_groups]
+        self.compared_modes: set[tuple[int, bool]] = set()
         """The first forwards that are over: the module's id, and whether it was training."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -490,16 +490,16 @@ class Unit:
                 return True
         return False
 
-    def edited(self) -> str | None:
-        for edits in self.edits:
-            if (edit := edits.edited()) is not None:
+    def find_in_place_edit(self) -> str | None:
+        for edits in self.unsharded_edits:
+            if (edit := edits.find_in_place_edit()) is not None:
                 return edit
         return None
 
-    def changed(self) -> str | None:
-        """Return what :meth:`edited` does, and also find what was done otherwise, such as an
-        assignment of other memory. The full buffers must exist."""
-        for edits in self.edits:
+    def find_lost_edit(self) -> str | None:
+        """Return what :meth:`find_in_place_edit` does, and also find what was done otherwise, such
+        as an assignment of other memory. The full buffers must exist."""
+        for edits in self.unsharded_edits:
             # Only these two checks are made in each forward. What others find lasts, so forwards 1,
             # 2, 4, 8 ... of a mode are enough.
             edits.forwards += 1
@@ -508,7 +508,7 @@ class Unit:
                 not edits.forwards & (edits.forwards - 1)
                 or tuple(map(version_of, counters.counted)) != counters.versions
                 or not all(map(is_, map(dict.get, *info.places), info.unsharded))
-            ) and (change := edits.look()) is not None:
+            ) and (change := edits.find_lost_edit()) is not None:
                 return change
         return None
 

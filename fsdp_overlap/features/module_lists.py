@@ -207,7 +207,7 @@ class ListBackward(RecomputingBackward):
 
     def _comes_back_to(self, unit: UnitIndex) -> bool:
         """Return whether a call of ``unit`` is yet to be reached."""
-        return any(call.unit == unit for calls in self.remaining.values() for call in calls)
+        return any(call.unit_index == unit for calls in self.remaining.values() for call in calls)
 
     def finish(self) -> None:
         super().finish()

@@ -119,7 +119,7 @@ class GradReducer:
             # their unit's forward, and units that ran only in backwards without synchronization,
             # or without reduction over replicas.
             has_unreduced = self._states[unit.index].has_unreduced
-            if unit.is_waiting or (has_unreduced and unit.completes_gradients):
+            if unit.holds_gradients or (has_unreduced and unit.completes_gradients):
                 self._reduce(unit)
 
     def wait(self) -> None:
@@ -302,7 +302,7 @@ class Backward:
     def is_open(self, index: UnitIndex) -> bool:
         """Return whether the backward of a call of unit ``index`` is under way."""
         for call in self.open_calls:  # noqa: SIM110, asked often, and any() makes a generator first
-            if call.unit == index:
+            if call.unit_index == index:
                 return True
         return False
 
@@ -324,9 +324,9 @@ class Backward:
 
     def _take_up(self, forward_pass: ForwardPass) -> None:
         """Come back to ``forward_pass`` for the first time."""
-        self.remaining[forward_pass] = list(forward_pass.calls)
+        self.remaining[forward_pass] = calls = list(forward_pass.calls)
         first_uses = self._first_uses(forward_pass)
-        self._expect([(call.unit, first_uses[call.unit]) for call in forward_pass.calls])
+        self._expect([(call.unit_index, first_uses[call.unit_index]) for call in calls])
 
     def _expect(self, first_uses: Iterable[tuple[UnitIndex, int]]) -> None:
         if self.accumulates:
@@ -356,7 +356,7 @@ class Backward:
 
     def _step(self, call: ForwardRecord) -> None:
         """Step to ``call``, past all that started after its end."""
-        unit = self._refs[call.unit]()
+        unit = self._refs[call.unit_index]()
         if unit is None:
             return
         end = call.end
@@ -382,10 +382,10 @@ class Backward:
 
     def _keep_for_graph(self, call: ForwardRecord) -> None:
         """Keep the unit of ``call`` for the graph that this backward makes."""
-        in_graphs = self._prefetcher.in_graphs
-        if call.unit not in in_graphs:
-            in_graphs[call.unit] = GraphUse(self._first_uses(call.forward_pass)[call.unit])
-        in_graphs[call.unit].modules = ()
+        index, in_graphs = call.unit_index, self._prefetcher.in_graphs
+        if index not in in_graphs:
+            in_graphs[index] = GraphUse(self._first_uses(call.forward_pass)[index])
+        in_graphs[index].modules = ()
 
     def _leave(self, tick: int) -> None:
         """Leave every call that started after ``tick``: backward is done with it."""
@@ -393,8 +393,8 @@ class Backward:
             if call.start <= tick:
                 continue
             self.open_calls.remove(call)
-            unit = self._refs[call.unit]()
-            if unit is None or self.is_open(call.unit):
+            unit = self._refs[call.unit_index]()
+            if unit is None or self.is_open(call.unit_index):
                 continue
             release = self._release_in_range if self._comm.is_profiled() else self._release
             release(unit)
@@ -418,7 +418,7 @@ class Backward:
             following, upcoming = remaining[: -prefetch - 2 : -1], []
             for call in following:
                 if call.needs_parameters:
-                    upcoming.append(call.unit)
+                    upcoming.append(call.unit_index)
             if unit.index in upcoming:  # an earlier call of it, until which it stays
                 upcoming.remove(unit.index)
             del upcoming[prefetch:]
@@ -429,7 +429,7 @@ class Backward:
         sharded parameters."""
         # In backwards 1, 2, 4, 8 ... only: the unit's next forward finds what others miss.
         if not self.serial & (self.serial - 1):
-            self.lost_edit = self.lost_edit or unit.edited()
+            self.lost_edit = self.lost_edit or unit.find_in_place_edit()
         if is_passed and unit.settings.reshard_after_backward:
             self._prefetcher.release(unit)
         state = self._states[unit.index]

@@ -83,7 +83,7 @@ class BackwardFinalizer:
     def _issue_all(self) -> None:
         for unit in self._units():
             if unit.settings.reshard_after_backward and unit.is_gathered:
-                self._prefetcher.to_sharded(unit)
+                self._prefetcher.hide_unsharded(unit)
                 self._prefetcher.release(unit)
         self._prefetcher.flush()
         self._reducer.issue_rest(self._units())

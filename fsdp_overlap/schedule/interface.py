@@ -121,7 +121,7 @@ class ScheduledUnit(Protocol):
         the root, which backward needs first."""
 
     @property
-    def is_waiting(self) -> bool:
+    def holds_gradients(self) -> bool:
         """Whether autograd holds a gradient that no reduce input has yet."""
 
     @property
@@ -136,7 +136,7 @@ class ScheduledUnit(Protocol):
     def completes_gradients(self) -> bool:
         """Whether backward also reduces them over replicas."""
 
-    def edited(self) -> str | None:
+    def find_in_place_edit(self) -> str | None:
         """Return an edit of unsharded parameters in place that would be lost, in words, or
         ``None``."""
 
@@ -205,7 +205,7 @@ class ForwardPass:
 class NoGradForward(NamedTuple):
     """One forward of a unit without gradients."""
 
-    unit: UnitIndex
+    unit_index: UnitIndex
     start: int
     end: int
 
@@ -219,7 +219,7 @@ class ForwardRecord:
     ``end``. Releases and reductions rely on that. See Note [passed calls].
     """
 
-    unit: UnitIndex
+    unit_index: UnitIndex
     start: int
     end: int
     forward_pass: ForwardPass

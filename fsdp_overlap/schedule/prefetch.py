@@ -217,7 +217,7 @@ class Prefetcher:
         """Free the full buffer of ``unit`` once the compute enqueued so far has read it. That is
         put off until the next all-gather has been enqueued, so that this one does not wait."""
         if self._states[unit.index].registers_unsharded:
-            self.to_sharded(unit)
+            self.hide_unsharded(unit)
         if unit.index in self.in_graphs:
             return
         if unit.is_gathered:
@@ -226,7 +226,7 @@ class Prefetcher:
             self._for_next_pass.pop(unit.index, None)
             self._delayed[unit.index] = self._comm.record_compute_event()
 
-    def to_sharded(self, unit: ScheduledUnit) -> None:
+    def hide_unsharded(self, unit: ScheduledUnit) -> None:
         """Register the sharded parameters of ``unit``, also if the user asked for the unsharded
         ones."""
         self._states[unit.index].registers_unsharded = False
@@ -380,5 +380,5 @@ class Prefetcher:
         unit = self._refs[index]()
         if unit is not None:
             if self._states[index].registers_unsharded:  # gathered anew after an edit, ahead of use
-                self.to_sharded(unit)
+                self.hide_unsharded(unit)
             self._comm.free(unit, mark, waits)

@@ -99,7 +99,7 @@ class RecomputingBackward(Backward):
         for forward_pass in self._open_passes:
             if unit.index in forward_pass.ticks:
                 start, end = forward_pass.ticks[unit.index]
-                if all(call.unit != unit.index for call in forward_pass.calls):
+                if all(call.unit_index != unit.index for call in forward_pass.calls):
                     self._recompute_order.end_recompute()
         recompute.record(unit.index, start, end)
         return ForwardRecord(unit.index, start, end, recompute, unit.version)
@@ -223,7 +223,7 @@ class RecomputeOrder:
         """Handle that ``run`` is about to run again. Those after it that have not are of the same
         checkpoint, and the next checkpoint is guessed to be of as many. ``remaining`` are the calls
         of the pass that backward has yet to come back to."""
-        if self._guesses and self._order is not None and not self._order.expects(run.unit):
+        if self._guesses and self._order is not None and not self._order.expects(run.unit_index):
             runs = self._to_recompute(forward_pass)
             self._guess(forward_pass, remaining, sum(other.start >= run.start for other in runs))
 
@@ -255,7 +255,7 @@ class RecomputeOrder:
     def _to_recompute(self, forward_pass: ForwardPass) -> list[NoGradForward]:
         """Return the forwards of ``forward_pass`` without gradients that a checkpoint may run
         again. Those of what is frozen, as a teacher is, or of what has calls, are none of them."""
-        with_calls = {call.unit for call in forward_pass.calls}
+        with_calls = {call.unit_index for call in forward_pass.calls}
         return [
             run
             for index, runs in forward_pass.without_call.items()
@@ -274,7 +274,7 @@ def order_in_backward(
     while ran:
         last = ran.pop()
         if isinstance(last, ForwardRecord):
-            used += [last.unit] * last.needs_parameters
+            used += [last.unit_index] * last.needs_parameters
             continue
         again: list[ForwardRecord | NoGradForward] = [last]  # the latest end first
         start = last.start
@@ -285,5 +285,5 @@ def order_in_backward(
             again.append(ran.pop())
             start = min(start, again[-1].start)
         forward = sorted(again, key=attrgetter("start"))
-        used += [run.unit for run in (*forward, *again)]
+        used += [run.unit_index for run in (*forward, *again)]
     return [unit for unit, before in zip(used, [-1, *used], strict=False) if unit != before]

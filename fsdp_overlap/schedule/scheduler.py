@@ -273,7 +273,7 @@ class Schedule:
             return "a forward whose backward has not run"
         if self.finalizer.is_under_way:
             return "a backward that is not finalized"
-        if any(unit.is_waiting or self.has_unreduced(unit) for unit in self._units()):
+        if any(unit.holds_gradients or self.has_unreduced(unit) for unit in self._units()):
             return "a backward whose gradients are not reduced"
         return None
 
@@ -320,7 +320,7 @@ class Schedule:
             raise RuntimeError(UNFINISHED.format("backward"))
         call.backward = backward.serial
         backward.creates_graph |= self._engine.is_grad_enabled()
-        unit = self._refs[call.unit]()
+        unit = self._refs[call.unit_index]()
         if unit is None:
             return False
         if unit.version != call.version:
@@ -450,8 +450,8 @@ class Schedule:
                 # Its forward registers the sharded ones at its end.
                 self._states[index].registers_unsharded = False
                 continue
-            self.prefetcher.to_sharded(unit)
-            backward.lost_edit = backward.lost_edit or unit.edited()
+            self.prefetcher.hide_unsharded(unit)
+            backward.lost_edit = backward.lost_edit or unit.find_in_place_edit()
             if may_be_read:
                 continue
             self._by_hand.remove(index)
@@ -486,7 +486,7 @@ class Schedule:
         """Free every full buffer that is not in use."""
         for unit in self._units():
             if not self.is_in_use(unit):
-                self.prefetcher.to_sharded(unit)
+                self.prefetcher.hide_unsharded(unit)
                 self.prefetcher.take_out_of_graphs(unit)
                 self.prefetcher.release(unit)
                 unit.free_parts()
@@ -508,7 +508,7 @@ class Schedule:
 
     def reshard(self, unit: ScheduledUnit) -> None:
         """Free the full buffers of ``unit`` now, also if a graph may read them."""
-        self.prefetcher.to_sharded(unit)
+        self.prefetcher.hide_unsharded(unit)
         if unit.is_gathered:
             self.prefetcher.take_out_of_graphs(unit)
             self.prefetcher.release(unit)

@@ -178,7 +178,7 @@ def watching(ctx: FsdpContext, device: EmulatedDevice, recorder: Recorder) -> It
 
     def before_backward(call: Any, method: Any = schedule.before_backward) -> Any:
         recorder.is_in_backward = True
-        block = block_in(names[call.unit])
+        block = block_in(names[call.unit_index])
         return hook(f"gradient of output {block}", block, lambda: method(call))
 
     def end_backward(method: Any = schedule._end_backward) -> Any:

@@ -140,7 +140,7 @@ class Unit:
         return not (self.is_root and self._rank.engine.is_grad_enabled())
 
     @property
-    def is_waiting(self) -> bool:
+    def holds_gradients(self) -> bool:
         return any(each.arrived for each in self.gradients)
 
     @property
@@ -149,7 +149,7 @@ class Unit:
 
     completes_gradients = syncs_gradients
 
-    def edited(self) -> str | None:
+    def find_in_place_edit(self) -> str | None:
         return None
 
     def wait(self) -> None:
@@ -582,7 +582,7 @@ class Rank:
             is_kept = unit.index not in ran and self.options.reshard_after_forward is False
             if unit.is_gathered and self.options.reshard_after_backward and not is_kept:
                 raise Wrong(f"{unit.name} is not released")
-            if unit.is_waiting:
+            if unit.holds_gradients:
                 raise Wrong(f"a gradient of {unit.name} is left")
             if self.syncs and any(each.has_input for each in unit.gradients):
                 raise Wrong(f"the reduce input of {unit.name} is not freed")

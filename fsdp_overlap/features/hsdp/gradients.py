@@ -71,10 +71,12 @@ class ReplicatedGradients(ParamGroupGradients):
         reductions = comm.part(ReplicaReductions)
         reductions.make_room(comm.reduce_scatter_stream)
         replicas, filled = self.replica_reduction, list(map(or_, self._filled_partly, self.filled))
-        if self.options.all_reduce_grads:
+        if self.reduce_options.all_reduce_grads:
             self._filled_partly = [False] * self.count
             # One more collective comes before the result becomes ``.grad``.
-            divisor = self.options.divisor_among_replicas(self.param_group.mesh_info.num_replicas)
+            divisor = self.reduce_options.divisor_among_replicas(
+                self.param_group.mesh_info.num_replicas
+            )
             accept = partial(
                 replicas.start, comm.all_reduce_stream, divisor, self._accept_filled(filled)
             )

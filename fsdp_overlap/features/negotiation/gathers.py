@@ -24,7 +24,7 @@ class AgreedGather:
     """One all-gather of a pass that ranks agreed on, so all issue it. Apart from ``unit`` and
     ``gathers`` all of it is this rank's own."""
 
-    unit: UnitIndex
+    unit_index: UnitIndex
     gathers: bool
     """Whether it is issued. It is not if all ranks hold the unit since before the pass."""
     is_issued: bool = False
@@ -151,7 +151,7 @@ class NegotiatedPrefetcher(Prefetcher):
             super().release(unit)
             return
         if self._states[index].registers_unsharded:
-            self.to_sharded(unit)
+            self.hide_unsharded(unit)
         self._gathered_again[index] -= 1
         self._ahead[index] = self._comm.record_compute_event()
 

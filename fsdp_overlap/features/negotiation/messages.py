@@ -234,7 +234,7 @@ class Negotiation:
         if current is None:
             return None
         for at in range(current.position, len(current.gathers)):
-            if current.gathers[at].unit == index:
+            if current.gathers[at].unit_index == index:
                 if at > current.position:
                     self._shadow(current, at)
                 current.position = at + 1
@@ -255,9 +255,9 @@ class Negotiation:
     def _shadow(self, current: AgreedPass, end: int) -> None:
         """Take part in all-gathers up to ``end``, which this rank does not need."""
         for gather in current.gathers[current.position : end]:
-            unit = self._refs[gather.unit]()
+            unit = self._refs[gather.unit_index]()
             if unit is not None and gather.is_issued:
-                self._prefetcher.drop_ahead(gather.unit)
+                self._prefetcher.drop_ahead(gather.unit_index)
             elif unit is not None:
                 self._prefetcher.shadow(unit, gather)
         current.position = max(current.position, end)
@@ -267,7 +267,7 @@ class Negotiation:
         for gather in ahead:
             if gather.is_issued or not gather.gathers:
                 continue
-            unit = self._refs[gather.unit]()
+            unit = self._refs[gather.unit_index]()
             if unit is None:
                 continue
             if unit.is_gathered:
@@ -430,7 +430,7 @@ class Negotiation:
                 completed.append(current.forward_pass)
             for call in current.forward_pass.calls:
                 if isinstance(call, AgreedCall) and not call.gathers:
-                    self._prefetcher.keep(call.unit)
+                    self._prefetcher.keep(call.unit_index)
             tick += 2 * len(current.gathers) + 2
         self._passes.clear()
         return completed, tick
@@ -453,7 +453,7 @@ class Negotiation:
         return b"".join(facts)
 
     def _flags_of(self, gather: AgreedGather) -> int:
-        unit = self._refs[gather.unit]()
+        unit = self._refs[gather.unit_index]()
         if unit is None or not (gather.records or gather.may_recompute):
             return 0
         needs = bool(gather.may_recompute or gather.checkpoint)
@@ -463,7 +463,7 @@ class Negotiation:
 
 
 def _used(gathers: Sequence[AgreedGather], used: bytes) -> list[UnitIndex]:
-    return [gather.unit for gather, is_used in zip(gathers, used, strict=True) if is_used]
+    return [gather.unit_index for gather, is_used in zip(gathers, used, strict=True) if is_used]
 
 
 def _listed(ranks: int) -> list[int]:
@@ -496,7 +496,7 @@ def _complete(
             continue
         start, end = tick + 2 * at + 2, tick + 2 * end + 1
         call = AgreedCall(
-            gather.unit,
+            gather.unit_index,
             start,
             end,
             forward_pass,
@@ -514,14 +514,14 @@ def _complete(
                 joined.append((last[rank], call))
             if flags & CALLS:
                 last[rank] = call
-        forward_pass.record(gather.unit, start, end)
+        forward_pass.record(gather.unit_index, start, end)
         calls.append(call)
     calls.sort(key=lambda call: (call.end, -call.start))
     seen: set[UnitIndex] = set()
     for call in reversed(calls):  # as backward comes to them
-        if call.unit not in seen and call in held:
+        if call.unit_index not in seen and call in held:
             call.gathers = False
-        seen.add(call.unit)
+        seen.add(call.unit_index)
     forward_pass.calls = [*calls]
     forward_pass.is_for_all_ranks = len(last) < len(facts[0])
     place = {call: at for at, call in enumerate(calls)}

@@ -143,7 +143,7 @@ class NegotiatedSchedule(ListSchedule):
         if call is None or gather is None:
             return call
         return OwnCall(
-            call.unit, call.start, call.end, call.forward_pass, call.version, gather=gather
+            call.unit_index, call.start, call.end, call.forward_pass, call.version, gather=gather
         )
 
     def add_call(self, call: ForwardRecord) -> None:
@@ -245,7 +245,7 @@ class NegotiatedBackward(ListBackward):
             return
         for forward_pass in reversed(self._open_passes):
             for call in reversed(self.remaining.get(forward_pass, forward_pass.calls)):
-                if call.unit == unit.index and isinstance(call, AgreedCall) and call.is_own:
+                if call.unit_index == unit.index and isinstance(call, AgreedCall) and call.is_own:
                     self.advance_to(call)
                     return
         raise RuntimeError(
@@ -262,7 +262,7 @@ class NegotiatedBackward(ListBackward):
         node = self._engine.sequence_number()
         is_within = self._engine.graph_task() != self.graph_task
         return any(
-            call.unit == index
+            call.unit_index == index
             and (is_within or not isinstance(call, AgreedCall) or call.first_node <= node)
             for call in self.open_calls
         )
@@ -319,7 +319,7 @@ class NegotiatedBackward(ListBackward):
         if not isinstance(call, AgreedCall):
             super()._step(call)
             return
-        unit = self._refs[call.unit]()
+        unit = self._refs[call.unit_index]()
         if unit is None:
             return
         self._leave(passed)
@@ -351,7 +351,7 @@ class NegotiatedBackward(ListBackward):
             if not other.needs_parameters or not isinstance(other, AgreedCall):
                 continue
             room -= 1
-            ahead = self._refs[other.unit]()
+            ahead = self._refs[other.unit_index]()
             if other.gathers and not other.is_issued and ahead is not None:
                 self._prefetcher.gather_ahead(
                     ahead, other, is_needed=other.is_own or self.creates_graph
