@@ -218,7 +218,7 @@ class FsdpContext:
         return has_streams(self.device)
 
     @cached_property
-    def is_capturing(self) -> Callable[[], bool] | None:
+    def capture_query(self) -> Callable[[], bool] | None:
         return partial(is_capturing, self.device) if self.has_streams else None
 
     @property
@@ -307,9 +307,9 @@ class FsdpContext:
         )
 
     def _what_begins_backwards(self) -> Callable[[], None]:
-        if self.is_capturing is None:
+        if self.capture_query is None:
             return partial(sync_requires_grad, self.toggled)
-        return partial(_begin_backward, self.toggled, weakref.ref(self), self.is_capturing)
+        return partial(_begin_backward, self.toggled, weakref.ref(self), self.capture_query)
 
     def prepare_for_captures(self) -> CapturedSteps:
         """Take part in captures of graphs from now on."""
@@ -331,7 +331,7 @@ class FsdpContext:
         Raises:
             RuntimeError: the graph cannot hold it. Nothing was changed.
         """
-        if self.is_capturing is not None and self.is_capturing():
+        if self.capture_query is not None and self.capture_query():
             first = unit or next(iter(self.schedule.predicted_units()), None)
             if first is not None:
                 self.prepare_for_captures().join(first)

@@ -334,12 +334,12 @@ class HostCommStream(CommStream):
 class DeviceWorkHandle:
     """Work on a comm stream's stream, up to an event."""
 
-    def __init__(self, event: torch.Event, streams: Any) -> None:
+    def __init__(self, event: torch.Event, device_module: Any) -> None:
         self._event = event
-        self._streams = streams
+        self._device_module = device_module
 
     def wait(self) -> None:
-        self._streams.current_stream().wait_event(self._event)
+        self._device_module.current_stream().wait_event(self._event)
 
     def wait_on_host(self) -> None:
         self._event.synchronize()
@@ -370,9 +370,9 @@ class DeviceCommStream(CommStream):
     """What is made for each enqueued work."""
 
     def __init__(self, device: torch.device) -> None:
-        self._streams = streams_of(device)
+        self._device_module = streams_of(device)
         # High priority, so that a collective's few blocks are placed before those of waiting GEMMs.
-        self.stream = self._streams.Stream(device, priority=-1)
+        self.stream = self._device_module.Stream(device, priority=-1)
         self.kept_back: list[torch.Event] = []
         """Marks of compute that memory was kept back for. Those that are past are dropped."""
         self.launched: deque[LaunchedCollective] = deque(maxlen=MAX_LAUNCHED)
@@ -383,14 +383,14 @@ class DeviceCommStream(CommStream):
         """What the stream waits for before the next collective."""
 
     def after_compute(self) -> None:
-        self.after_event(self._streams.current_stream().record_event())
+        self.after_event(self._device_module.current_stream().record_event())
 
     def after_event(self, event: torch.Event) -> None:
         self.stream.wait_event(event)
         self.preceding.append(event)
 
     def after_work(self, work: WorkHandle) -> None:
-        with self._streams.stream(self.stream):
+        with self._device_module.stream(self.stream):
             work.wait()
 
     def after_replay(self) -> None:
@@ -401,19 +401,19 @@ class DeviceCommStream(CommStream):
         self.launched.append(LaunchedCollective(REPLAY, "", (), end))
 
     def before_compute(self) -> None:
-        self._streams.current_stream().wait_stream(self.stream)
+        self._device_module.current_stream().wait_stream(self.stream)
 
     def record_compute_event(self) -> ComputeEvent:
-        return self._streams.current_stream().record_event()
+        return self._device_module.current_stream().record_event()
 
     def allocate(self, label: str, buffer: Buffer) -> None:
-        with self._streams.stream(self.stream):
+        with self._device_module.stream(self.stream):
             buffer.allocate()
 
     def enqueue(
         self, kind: str, label: str, issue: Issue, accept: Accept | None = None, nbytes: int = 0
     ) -> WorkHandle:
-        with profiler_range(kind, label, nbytes), self._streams.stream(self.stream):
+        with profiler_range(kind, label, nbytes), self._device_module.stream(self.stream):
             result = issue().finish()
             if accept is not None:
                 accept(result)
@@ -421,7 +421,7 @@ class DeviceCommStream(CommStream):
         preceding, self.preceding = self.preceding, []
         self.count += 1
         self.launched.append(LaunchedCollective(kind, label, preceding, end))
-        return self.work_handle(end, self._streams)
+        return self.work_handle(end, self._device_module)
 
     def free(self, label: str, buffer: Buffer, after: ComputeEvent, waits: bool = True) -> None:
         late = waits or buffer.keeps_storage or buffer.memory is not None or self._keeps_enough()
@@ -431,7 +431,7 @@ class DeviceCommStream(CommStream):
             self.after_event(after)
         elif after is not None:
             # The allocator keeps the memory back until compute is done: Note [between passes].
-            compute = self._streams.current_stream()
+            compute = self._device_module.current_stream()
             compute.wait_event(after)
             buffer.record_stream(compute)
             self.kept_back.append(after)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_overlap.comm.objects import wait_for
-from fsdp_overlap.desync.order_check import NEW_UNIT, OrderCheck, Subject
+from fsdp_overlap.desync.order_check import NEW_UNIT, CheckedParamGroup, OrderCheck
 
 # At least so many of the last codes are remembered, at most twice as many. Enough for steps of some
 # thousand collectives.
@@ -86,16 +86,16 @@ class ConfirmingOrderCheck(OrderCheck):
         super()._forget()
         self._expectation = ExpectedOrder()
 
-    def record(self, code: int, subject: Subject, dtype: torch.dtype) -> None:
+    def record(self, code: int, param_group: CheckedParamGroup, dtype: torch.dtype) -> None:
         """Also wait for the other ranks if the collective was not predicted.
 
         Raises:
             RuntimeError: they issue other collectives; names what each issues. Or they planned
-                ``subject`` differently, or have other param groups on the mesh.
+                ``param_group`` differently, or have other param groups on the mesh.
         """
-        super().record(code, subject, dtype)
+        super().record(code, param_group, dtype)
         if not self._expectation.observe(code):
-            self._confirm(code, subject, dtype)
+            self._confirm(code, param_group, dtype)
 
     def record_new_param_group(self) -> None:
         """Expect nothing any more: earlier confirmations do not tell whether all ranks added the
@@ -104,13 +104,13 @@ class ConfirmingOrderCheck(OrderCheck):
             self._issued.append(NEW_UNIT)
             self._expectation = ExpectedOrder()
 
-    def _confirm(self, code: int, subject: Subject, dtype: torch.dtype) -> None:
+    def _confirm(self, code: int, param_group: CheckedParamGroup, dtype: torch.dtype) -> None:
         self._confirmed()
-        mine = [self._count, code, subject.signature(dtype)]
+        mine = [self._count, code, param_group.signature(dtype)]
         for group in self._groups():
-            others = self._gather(subject.label, mine, group)
+            others = self._gather(param_group.label, mine, group)
             if any(other != mine for other in others):
-                raise RuntimeError(self._explain(subject.label))
+                raise RuntimeError(self._explain(param_group.label))
 
     def _wait(self, work: dist.Work, group: dist.ProcessGroup, label: str) -> None:
         wait_for(work, group, "order_check", label)

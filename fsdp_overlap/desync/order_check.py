@@ -35,7 +35,7 @@ START = -4
 """Ranks compare what they start from, before the first collective."""
 
 
-class Subject(Protocol):
+class CheckedParamGroup(Protocol):
     """The param group that a collective gathers or reduces."""
 
     label: str
@@ -105,8 +105,8 @@ class OrderCheck:
         self._checks = 0
         self._over: Interval | None = None
 
-    def record(self, code: int, subject: Subject, dtype: torch.dtype) -> None:
-        """Record that this rank is about to issue the collective ``code`` of ``subject``, which
+    def record(self, code: int, param_group: CheckedParamGroup, dtype: torch.dtype) -> None:
+        """Record that this rank is about to issue the collective ``code`` of ``param_group``, which
         sends ``dtype``."""
         if len(self._issued) >= MAX_REMEMBERED:
             self._first += len(self._issued)

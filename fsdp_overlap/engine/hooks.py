@@ -106,7 +106,7 @@ def before_forward(
     unit.under_way.append((sys.exc_info()[2], None))
     if are_functorch_transforms_active():
         _refuse_transform(unit)
-    if context.is_capturing is not None and context.is_capturing():
+    if context.capture_query is not None and context.capture_query():
         context.join_capture(unit)
     begin = _begin_in_range if profiler_enabled() else _begin_forward
     begin(unit, module)

@@ -21,10 +21,10 @@ from fsdp_overlap.comm.process_groups import (
     communicates,
     end_threads_before_python,
 )
-from fsdp_overlap.desync.order_check import OrderCheck, Subject
+from fsdp_overlap.desync.order_check import CheckedParamGroup, OrderCheck
 from fsdp_overlap.engine.param import ParamInfo
 from fsdp_overlap.layout import LayoutRule, ParamGroupPlan
-from fsdp_overlap.layout.plan import BalancedPlanner, Planner
+from fsdp_overlap.layout.plan import Planner, UnitPlanner
 from fsdp_overlap.schedule.stats import Stats
 from fsdp_overlap.tensor.pending_steps import PendingStep
 from fsdp_overlap.tensor.ragged_dtensor import RaggedShard, ShardEdits, contiguous_spec
@@ -169,7 +169,7 @@ def _others() -> list[ErrorMonitor]:
     return [faults.monitor for faults in list(_faults) if faults._groups.can_close]
 
 
-def _balanced_planner(world_size: int, layout: LayoutRule) -> BalancedPlanner:
+def _balanced_planner(world_size: int, layout: LayoutRule) -> UnitPlanner:
     from fsdp_overlap.layout import balanced_planner  # Flat() needs none of it
 
     return balanced_planner.BalancedPlanner(world_size, layout)
@@ -219,7 +219,7 @@ class MeshInfo:
         self.group_cache = groups
         self.faults = faults
         self._stats = stats
-        self._members: list[weakref.ref[Subject]] = []
+        self._members: list[weakref.ref[CheckedParamGroup]] = []
         self.memories: dict[Any, Any] = {}
         """Memory that is registered with groups of the mesh, until these are renewed."""
 
@@ -308,7 +308,7 @@ class MeshInfo:
         """Return the placements over :attr:`tensor_mesh` of which ``placement`` is the last."""
         return (placement,)
 
-    def register(self, param_group: Subject, parameters: int) -> tuple[int, int]:
+    def register(self, param_group: CheckedParamGroup, parameters: int) -> tuple[int, int]:
         """Take in ``param_group``, which has so many ``parameters``. Call it in the same order on
         every rank of the mesh. Return the param group's index, and where the flags of its
         parameters begin."""

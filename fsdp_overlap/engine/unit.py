@@ -235,7 +235,7 @@ class Context(Protocol):
     faults: Faults
 
     @property
-    def is_capturing(self) -> Callable[[], bool] | None:
+    def capture_query(self) -> Callable[[], bool] | None:
         """What tells whether a graph captures compute, on a device that may have graphs."""
 
     @property

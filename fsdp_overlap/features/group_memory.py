@@ -23,16 +23,16 @@ class GroupMemory:
 
     def __init__(self, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
         check_memory(groups[0], device)
-        self._streams = streams_of(device)
+        self._device_module = streams_of(device)
         backends: list[Any] = [backend_of(group, device.type) for group in dict.fromkeys(groups)]
-        self._pool = self._streams.MemPool(backends[0].mem_allocator)
+        self._pool = self._device_module.MemPool(backends[0].mem_allocator)
         for backend in backends:
             # What the pool takes from the device later is registered then.
             backend.register_mem_pool(self._pool)
 
     def use(self) -> AbstractContextManager[None]:
         """Take what this thread allocates within from the pool."""
-        within: AbstractContextManager[None] = self._streams.use_mem_pool(self._pool)
+        within: AbstractContextManager[None] = self._device_module.use_mem_pool(self._pool)
         return within
 
 

@@ -355,7 +355,7 @@ class RowLayout(Layout):
 # ---- Planners: in equal shards where everything may be cut, else balanced ----
 
 
-class BalancedPlanner(Protocol):
+class UnitPlanner(Protocol):
     """Plans param groups so that all ranks have equal loads, which it keeps."""
 
     def plan(self, units: Sequence[Sequence[ParamSpec]]) -> list[list[Plan]]: ...
@@ -368,7 +368,7 @@ class Planner:
     ``make_balanced`` makes what plans them once not everything may be cut anywhere.
     """
 
-    _balanced: BalancedPlanner | None = None
+    _balanced: UnitPlanner | None = None
     _is_first = True
     """Whether no unit with parameters was planned yet."""
 
@@ -376,7 +376,7 @@ class Planner:
         self,
         world_size: int,
         layout: LayoutRule,
-        make_balanced: Callable[[int, LayoutRule], BalancedPlanner],
+        make_balanced: Callable[[int, LayoutRule], UnitPlanner],
     ) -> None:
         if world_size < 1:
             raise ValueError(f"world_size={world_size} is not a number of ranks; use 1 or more")

@@ -251,8 +251,8 @@ class _HostCopies:
     its own, beside compute on all others, into two slots of pinned memory."""
 
     def __init__(self, device: torch.device) -> None:
-        self._streams = streams_of(device)
-        self._stream = self._streams.Stream(device)
+        self._device_module = streams_of(device)
+        self._stream = self._device_module.Stream(device)
         self._slots = [
             torch.empty(_SLOT_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)
         ]
@@ -271,7 +271,7 @@ class _HostCopies:
             yield copied.wait()
 
     def _copy(self, piece: torch.Tensor, slot: int) -> D2HCopy:
-        with self._streams.stream(self._stream):
+        with self._device_module.stream(self._stream):
             return copy_to_host(piece, self._slots[slot][: piece.numel()])
 
 

@@ -919,7 +919,7 @@ def gather_without_waits(
         self._gather(unit, shadow)
 
 
-ALLOCATES, SERVES = "with self._streams.stream(self.stream):", "a gather that is served"
+ALLOCATES, SERVES = "with self._device_module.stream(self.stream):", "a gather that is served"
 DEFECTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "": nullcontext,
     "written while it is read": written_while_it_is_read,
@@ -954,7 +954,7 @@ def waits_of_each_rank() -> tuple[int, int]:
         comm_streams = [each.stream for each in pair.ctx.comm_context.comm_streams]
 
         def waits(self: Any) -> None:
-            is_compute = self._streams.current_stream() not in comm_streams
+            is_compute = self._device_module.current_stream() not in comm_streams
             waited.extend([self] if is_compute and self in served else [])
             wait(self)
 

@@ -51,7 +51,7 @@ class HostileCommStream(DeviceCommStream):
 
     def allocate(self, label: str, buffer: FlatBuffer) -> None:
         super().allocate(label, buffer)
-        with self._streams.stream(self.stream):
+        with self._device_module.stream(self.stream):
             buffer.flat.fill_(torch.nan)
 
     def enqueue(
@@ -59,13 +59,13 @@ class HostileCommStream(DeviceCommStream):
     ) -> WorkHandle:
         if self.late_compute:
             return LateWorkHandle(super().enqueue(kind, label, issue, accept, nbytes))
-        with self._streams.stream(self.stream):
+        with self._device_module.stream(self.stream):
             late()
         return super().enqueue(kind, label, issue, accept, nbytes)
 
     def free(self, label: str, buffer: FlatBuffer, after: ComputeEvent, waits: bool = True) -> None:
         if after is not None:
             self.stream.wait_event(after)
-        with self._streams.stream(self.stream):
+        with self._device_module.stream(self.stream):
             buffer.flat.fill_(torch.nan)
         super().free(label, buffer, None)

@@ -111,13 +111,16 @@ IN_THREADS = (
 # Every line of the comm streams, work handles and releases that orders something.
 DEFECTS = [
     Defect(
-        DeviceWorkHandle, "wait", "self._streams.current_stream().wait_event(self._event)", PLAIN
+        DeviceWorkHandle,
+        "wait",
+        "self._device_module.current_stream().wait_event(self._event)",
+        PLAIN,
     ),
     Defect(DeviceWorkHandle, "wait_on_host", "self._event.synchronize()", OFFLOADED),
     Defect(
         DeviceCommStream,
         "after_compute",
-        "self.after_event(self._streams.current_stream().record_event())",
+        "self.after_event(self._device_module.current_stream().record_event())",
         PLAIN,
     ),
     Defect(DeviceCommStream, "after_event", "self.stream.wait_event(event)", SIDE),
@@ -125,37 +128,43 @@ DEFECTS = [
     Defect(
         DeviceCommStream,
         "before_compute",
-        "self._streams.current_stream().wait_stream(self.stream)",
+        "self._device_module.current_stream().wait_stream(self.stream)",
         "a hook of reductions that raised and a reset",
     ),
     Defect(
         DeviceCommStream,
         "record_compute_event",
-        "self._streams.current_stream().record_event()",
+        "self._device_module.current_stream().record_event()",
         PLAIN,
         new="None",
     ),
     Defect(
         DeviceCommStream,
         "record_compute_event",
-        "self._streams.current_stream()",
+        "self._device_module.current_stream()",
         PLAIN,
         new="self.stream",
     ),
     Defect(
         DeviceCommStream,
         "allocate",
-        "with self._streams.stream(self.stream):",
+        "with self._device_module.stream(self.stream):",
         PLAIN,
         new="if True:",
     ),
-    Defect(DeviceCommStream, "enqueue", ", self._streams.stream(self.stream):", OFFLOADED, new=":"),
+    Defect(
+        DeviceCommStream,
+        "enqueue",
+        ", self._device_module.stream(self.stream):",
+        OFFLOADED,
+        new=":",
+    ),
     Defect(
         DeviceCommStream,
         "enqueue",
         "self.stream.record_event()",
         PLAIN,
-        new="self._streams.Event()",
+        new="self._device_module.Event()",
     ),
     Defect(DeviceCommStream, "free", "self.after_event(after)", PLAIN),
     Defect(DeviceCommStream, "free", "compute.wait_event(after)", UNEDITED),
