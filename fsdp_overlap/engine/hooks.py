@@ -20,7 +20,7 @@ from torch import nn
 from fsdp_overlap.comm.comm_streams import profiler_range
 from fsdp_overlap.engine.param import Registered, is_of_own_class
 from fsdp_overlap.engine.saved_tensors import SavedForward, dynamo_disable
-from fsdp_overlap.engine.unit import Context, Unit, read_comparisons
+from fsdp_overlap.engine.unit import Context, ForwardUnderWay, Unit, read_comparisons
 from fsdp_overlap.schedule.interface import ForwardRecord
 from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.tensor.subclasses import inner_tensors
@@ -102,8 +102,9 @@ _PLAIN = torch.Tensor, nn.Parameter
 def before_forward(
     unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    context = unit.context
-    unit.under_way.append((sys.exc_info()[2], None))
+    context, forward = unit.context, ForwardUnderWay()
+    forward.handled = sys.exc_info()[2]
+    unit.under_way.append(forward)
     if are_functorch_transforms_active():
         _refuse_transform(unit)
     if context.capture_query is not None and context.capture_query():
@@ -117,8 +118,7 @@ def _cast_inputs(
     unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     assert unit.cast_inputs is not None
-    args, kwargs, copied = unit.cast_inputs(args, kwargs)
-    unit.under_way[-1] = unit.under_way[-1][0], copied
+    args, kwargs, unit.under_way[-1].copied = unit.cast_inputs(args, kwargs)
     return args, kwargs
 
 
@@ -228,13 +228,12 @@ def _refuse_transform(unit: Unit) -> NoReturn:
 def after_forward(
     unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any, casts: bool = True
 ) -> Any:
-    saved = unit.saved_tensors
-    tracked = saved.end() if saved.under_way else None
+    tracked = unit.saved_tensors.end() if unit.saved_tensors.under_way else None
     # It is empty if another hook raised before ours.
-    handled, copied = unit.under_way.pop() if unit.under_way else (None, None)
-    if copied is not None:
-        output = copied.finish(output)
-    if output is None and (error := _error_of_forward(handled)) is not None:
+    forward = unit.under_way.pop() if unit.under_way else ForwardUnderWay()
+    if forward.copied is not None:
+        output = forward.copied.finish(output)
+    if output is None and (error := _error_of_forward(forward.handled)) is not None:
         return _end_raised(unit, module, tracked, error)
     lost = unit.find_lost_edit()
     if lost is None and (id(module), module.training) not in unit.compared_modes:

@@ -39,7 +39,9 @@ from fsdp_overlap.tensor.ragged_dtensor import ShardEdits, ShardedParam
 from fsdp_overlap.torch_internals import will_engine_execute_node
 
 if TYPE_CHECKING:
-    from fsdp_overlap.tensor.pytree import CopiedArguments, UnderWay
+    from types import TracebackType
+
+    from fsdp_overlap.tensor.pytree import CopiedArguments
 
 # ---- Edits of unsharded parameters, which would be lost: only shards last ----
 
@@ -115,15 +117,11 @@ class UnshardedEdits:
         given other memory or registered again. The full buffer must exist."""
         if (edit := self.find_in_place_edit()) is not None:
             return edit
-        if (replaced := self._replaced()) is not None:
-            return replaced
+        if (name := self.param_group.module_info.replaced()) is not None:
+            return self._was_replaced(name)
         if moved := self.param_group.full.give_back(self._tiles):
             return self._moved(moved[0])
         return None if self._count() == self._registered else self._registered_again()
-
-    def _replaced(self) -> str | None:
-        name = self.param_group.module_info.replaced()
-        return None if name is None else self._was_replaced(name)
 
     def _was_replaced(self, name: str) -> str:
         return (
@@ -215,6 +213,16 @@ def _move_and_cast(
         dtype = None
     # The host does not wait for a copy from pinned memory.
     return tensor.to(device=device, dtype=dtype, non_blocking=True)
+
+
+class ForwardUnderWay:
+    """A forward of a unit that has begun and not ended. It has no constructor, which would be one
+    more call in each forward."""
+
+    handled: TracebackType | None = None
+    """The traceback of the error that was being handled when it began."""
+    copied: CopiedArguments | None = None
+    """What was copied of its arguments."""
 
 
 # ---- Units ----
@@ -329,8 +337,7 @@ class Unit:
         self.has_parameters = bool(param_groups)
         self.is_conditional = options.conditional
         self.settings = UnitSettings()
-        self.under_way: list[UnderWay] = []
-        """What is remembered of each forward under way."""
+        self.under_way: list[ForwardUnderWay] = []
         self.unowned = unowned
         self._adopt = adopt
         self.rests_on_host = any(param_group.storage.is_on_host for param_group in param_groups)

@@ -6,7 +6,7 @@ from collections import OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 from operator import is_
-from types import BuiltinMethodType, MemberDescriptorType, TracebackType
+from types import BuiltinMethodType, MemberDescriptorType
 from typing import Any, NamedTuple
 
 import torch
@@ -116,11 +116,6 @@ class CopiedArguments:
         for each in self._made:
             each.write_back(originals)
         return _Copies([(each.copy, each.original) for each in self._made]).copy(output)
-
-
-UnderWay = tuple[TracebackType | None, CopiedArguments | None]
-"""What is remembered of a forward: the traceback of the error that was handled when it began, and
-what was copied of its arguments."""
 
 
 class _Contents(NamedTuple):
