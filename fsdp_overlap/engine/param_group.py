@@ -120,10 +120,11 @@ class Gatherer:
 
     def collective_op(self, param_group: ParamGroup) -> CollectiveOp:
         """Return how the full buffer is filled. Collective over the mesh."""
-        return param_group.all_gather, None, param_group.comm_nbytes
+        return partial(param_group.all_gather, param_group.shard), None, param_group.comm_nbytes
 
     def source(self, param_group: ParamGroup) -> torch.Tensor:
-        """Return what this rank sends in an all-gather. Call it in the comm stream's order."""
+        """Return what this rank sends in an all-gather. Call it in the comm stream's order. A
+        subclass that sends something else than the shard overrides :meth:`collective_op` too."""
         return param_group.shard
 
     def prepare(self, comm_stream: CommStream) -> None:
@@ -516,10 +517,10 @@ class ParamGroup:
             return None
         return own.gather_tensors(self.full.flat, self.gatherer.source(self), self.groups.gather)
 
-    def all_gather(self) -> PendingCollective:
-        """Fill the full buffer from the shards of all ranks."""
+    def all_gather(self, source: torch.Tensor) -> PendingCollective:
+        """Fill the full buffer from the ``source`` of each rank, which its gatherer chose."""
         group = self.groups.gather_ref() or self.groups.gather
-        return self.collectives.all_gather(self.full.flat, self.shard, group)
+        return self.collectives.all_gather(self.full.flat, source, group)
 
     def wait(self) -> None:
         """Make compute wait for the all-gather, if one is under way."""
