@@ -703,25 +703,12 @@ def unit_of(module: nn.Module) -> Unit | None:
     return module.__dict__.get("_fsdp_unit")
 
 
-# ---- Units of edits, and conditional ones ----
+# ---- Units of edits ----
 
 
 def unit_of_edits(edits: ShardEdits | None) -> Unit | None:
     """Return the unit whose edits these are. ``None`` if there is none, or it was freed."""
     return edits.unit() if isinstance(edits, ParamGroupEdits) and edits.unit is not None else None
-
-
-def find_conditional(units: Sequence[Unit]) -> None:
-    """Find which of ``units``, all units of a context, only some ranks may run: those within a
-    conditional one too."""
-    for unit in units:
-        if unit.options.conditional:
-            within = {module for member in unit.modules for module in member.modules()}
-            for other in units:
-                other.is_conditional |= all(module in within for module in other.modules)
-    for unit in units:
-        for owner in unit.owners:
-            owner.is_conditional |= unit.is_conditional
 
 
 # ---- Names of units: those of their modules in the outermost unit ----

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_overlap.engine.context import ModelContext
-from fsdp_overlap.engine.unit import find_conditional
+from fsdp_overlap.engine.unit import Unit
 from fsdp_overlap.features.negotiation import schedule
 from fsdp_overlap.features.uneven.hosts import HostExchange, group_of_hosts, host_ranks
 
@@ -86,3 +86,16 @@ def _mesh_of_all(meshes: Collection[DeviceMesh]) -> DeviceMesh:
                 "of all ranks"
             )
     return largest
+
+
+def find_conditional(units: Sequence[Unit]) -> None:
+    """Find which of ``units``, all units of a context, only some ranks may run: those within a
+    conditional one too."""
+    for unit in units:
+        if unit.options.conditional:
+            within = {module for member in unit.modules for module in member.modules()}
+            for other in units:
+                other.is_conditional |= all(module in within for module in other.modules)
+    for unit in units:
+        for owner in unit.owners:
+            owner.is_conditional |= unit.is_conditional
