@@ -23,6 +23,7 @@ from fsdp_overlap.engine.saved_tensors import SavedForward, dynamo_disable
 from fsdp_overlap.engine.unit import Context, ForwardUnderWay, Unit, read_comparisons
 from fsdp_overlap.schedule.interface import ForwardRecord
 from fsdp_overlap.schedule.scheduler import Schedule
+from fsdp_overlap.schedule.stats import CHECKED_COUNTS
 from fsdp_overlap.tensor.subclasses import inner_tensors
 from fsdp_overlap.torch_internals import (
     are_functorch_transforms_active,
@@ -152,7 +153,7 @@ def _begin_with_gradients(unit: Unit, schedule: Schedule) -> None:
     be done in this forward of ``unit``."""
     if current_graph_task_id() == -1:  # else it is recomputed
         unit.forwards += 1
-    is_looked_at = not unit.forwards & (unit.forwards - 1)
+    is_looked_at = unit.forwards in CHECKED_COUNTS
     # Tables may be written to directly, and parameters unfrozen.
     if is_looked_at or unit.unowned.registrations != Registered.count:
         _check_all_are_owned(unit)

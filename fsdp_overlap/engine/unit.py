@@ -34,6 +34,7 @@ from fsdp_overlap.engine.param import (
 from fsdp_overlap.engine.param_group import ParamGroup
 from fsdp_overlap.engine.saved_tensors import SavedTensors, dynamo_disable
 from fsdp_overlap.schedule.scheduler import Schedule
+from fsdp_overlap.schedule.stats import CHECKED_COUNTS
 from fsdp_overlap.tensor.flat_buffer import VersionCounters, version_of
 from fsdp_overlap.tensor.ragged_dtensor import ShardEdits, ShardedParam
 from fsdp_overlap.torch_internals import will_engine_execute_node
@@ -507,12 +508,12 @@ class Unit:
         """Return what :meth:`find_in_place_edit` does, and also find what was done otherwise, such
         as an assignment of other memory. The full buffers must exist."""
         for edits in self.unsharded_edits:
-            # Only these two checks are made in each forward. What others find lasts, so forwards 1,
-            # 2, 4, 8 ... of a mode are enough.
+            # Only the last two are checked in each forward. What others find lasts, so some
+            # forwards of a mode are enough.
             edits.forwards += 1
             counters, info = edits.counters, edits.param_group.module_info
             if (
-                not edits.forwards & (edits.forwards - 1)
+                edits.forwards in CHECKED_COUNTS
                 or tuple(map(version_of, counters.counted)) != counters.versions
                 or not all(map(is_, map(dict.get, *info.places), info.unsharded))
             ) and (change := edits.find_lost_edit()) is not None:

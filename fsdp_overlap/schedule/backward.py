@@ -21,6 +21,7 @@ from fsdp_overlap.schedule.interface import (
     UnitStates,
 )
 from fsdp_overlap.schedule.prefetch import GraphUse, Prefetcher
+from fsdp_overlap.schedule.stats import CHECKED_COUNTS
 
 # ---- Reduce-scatters: the reverse of forward, with few reduce inputs at a time ----
 
@@ -427,8 +428,8 @@ class Backward:
     def _release(self, unit: ScheduledUnit, is_passed: bool = True) -> None:
         """Release ``unit``, or if no call is open but not all of them ``is_passed``, register its
         sharded parameters."""
-        # In backwards 1, 2, 4, 8 ... only: the unit's next forward finds what others miss.
-        if not self.serial & (self.serial - 1):
+        # In some backwards only: the unit's next forward finds what others miss.
+        if self.serial in CHECKED_COUNTS:
             self.lost_edit = self.lost_edit or unit.find_in_place_edit()
         if is_passed and unit.settings.reshard_after_backward:
             self._prefetcher.release(unit)

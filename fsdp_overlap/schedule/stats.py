@@ -1,8 +1,12 @@
-"""Counters that users and tests read."""
+"""Counters that users and tests read, and the counts at which rare checks run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+
+CHECKED_COUNTS = frozenset([0, *(1 << power for power in range(63))])
+"""The counts at which something is looked for that lasts, once it is there: 1, 2, 4, 8 ... The test
+for one is not a function, which would be one more call in each step."""
 
 
 @dataclass

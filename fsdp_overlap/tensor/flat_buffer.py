@@ -13,6 +13,7 @@ from torch.autograd.graph import increment_version
 
 from fsdp_overlap.layout import Plan
 from fsdp_overlap.layout.plan import align
+from fsdp_overlap.schedule.stats import CHECKED_COUNTS
 from fsdp_overlap.tensor.host_memory import MMAP_BYTES, freed_memory, use_huge_pages
 from fsdp_overlap.torch_internals import allow_access, refuse_access, set_versions
 
@@ -226,10 +227,10 @@ class VersionCounters:
         """Make autograd refuse to read the parameters, until :meth:`allow_reads`."""
         if self.are_forbidden:
             return
-        # Reading the counters takes longer than setting them. What others miss is looked for in
-        # times 1, 2, 4, 8 ...: an edit stays in the counters for :meth:`edited`.
+        # Reading the counters takes longer than setting them. So it is done at some times only: an
+        # edit stays in the counters for :meth:`edited`.
         self._times_forbidden += 1
-        is_looked_at = not self._times_forbidden & (self._times_forbidden - 1)
+        is_looked_at = self._times_forbidden in CHECKED_COUNTS
         if is_looked_at and tuple(map(version_of, self.counted)) != self.versions:
             return
         self.are_forbidden = True
