@@ -1,4 +1,4 @@
-"""The entry point, :func:`fully_shard`: check, own, plan, allocate and install."""
+"""The entry point, :func:`fully_shard`: own, check, plan, allocate and install."""
 
 from __future__ import annotations
 
@@ -355,8 +355,8 @@ def make_unit(modules: Sequence[nn.Module], ctx: FsdpContext, options: UnitOptio
     planned = _plan(modules, by_mesh, ctx, options.comm_policy)
     # Nothing was changed so far, and nothing is refused from here on.
     if ctx.sync_module_states:
-        _sync_from_first(modules, by_mesh, options.mesh)
-    originals = [item.parameter for item in owned]
+        _sync_from_first(modules, by_mesh, options.mesh)  # before shards copy the values
+    originals = [item.parameter for item in owned]  # before others take their place
     param_groups = _allocate(by_mesh, planned, options)
     unowned = UnownedParameters(modules, options.ignored)
     unit = Unit(modules, ctx, options, param_groups, unowned, _adopt)
@@ -365,7 +365,7 @@ def make_unit(modules: Sequence[nn.Module], ctx: FsdpContext, options: UnitOptio
     _choose_schedule(unit)
     if ties:
         _connect_ties(unit, ties)
-    _install(unit, modules, ctx)
+    _install(unit, modules, ctx)  # after ties, which hooks depend on
     return unit
 
 

@@ -107,7 +107,8 @@ class OrderCheck:
 
     def record(self, code: int, param_group: CheckedParamGroup, dtype: torch.dtype) -> None:
         """Record that this rank is about to issue the collective ``code`` of ``param_group``, which
-        sends ``dtype``."""
+        sends ``dtype``. Where ranks confirm collectives, it may block until the others are about to
+        issue theirs."""
         if len(self._issued) >= MAX_REMEMBERED:
             self._first += len(self._issued)
             self._fold()

@@ -1,6 +1,7 @@
 """Module and autograd hooks, which report forward and backward to the schedule.
 
-They own the units, and nothing that they own refers back: Note [lifetime]. This module is also the
+They own the units, and nothing that they own refers back: Note [lifetime]. All such notes are in
+``docs/design.md``, section 8. This module is also the
 :class:`~fsdp_overlap.schedule.interface.AutogradEngine` that ``schedule/`` asks, which says what
 those of its functions do that have no docstring here.
 """
@@ -139,7 +140,7 @@ def _begin_forward(unit: Unit, module: nn.Module) -> None:
     if (unit.is_root or len(unit.under_way) > 1) and schedule.is_in_forward:
         _end_interrupted(unit, module)
     schedule.before_forward(unit)
-    unit.to_unsharded()
+    unit.to_unsharded()  # in backward the schedule does: Schedule._come_back_to
     if (id(module), module.training) not in unit.compared_modes:
         _begin_first_forward(unit)
     if unit.saved_tensors.under_way:

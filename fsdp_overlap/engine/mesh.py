@@ -249,6 +249,8 @@ class MeshInfo:
 
     @cached_property
     def groups(self) -> CommGroups:
+        """The process groups of the mesh. The first read makes them, which is collective over it,
+        so all its ranks read them at one point."""
         return self.make_groups(separate=True)
 
     def make_groups(self, separate: bool) -> CommGroups:

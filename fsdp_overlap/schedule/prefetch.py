@@ -228,7 +228,7 @@ class Prefetcher:
 
     def hide_unsharded(self, unit: ScheduledUnit) -> None:
         """Register the sharded parameters of ``unit``, also if the user asked for the unsharded
-        ones."""
+        ones, which :meth:`Schedule.show_unsharded` registered."""
         self._states[unit.index].registers_unsharded = False
         unit.to_sharded()
 

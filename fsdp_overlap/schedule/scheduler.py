@@ -125,7 +125,8 @@ class Schedule:
 
     def before_forward(self, unit: ScheduledUnit) -> None:
         """Prepare ``unit``, whose forward is about to run. Afterwards compute may use its full
-        buffers."""
+        buffers. The caller registers the unsharded parameters, as :meth:`before_backward` does
+        itself."""
         if self._graph_task() != -1:  # activation checkpointing runs it again
             self._recomputing_backward().before_recompute(unit, self._tick())
             return
