@@ -166,15 +166,14 @@ class CommContext:
                 code = param_group.index * N_KINDS + ALL_GATHER
                 order_check.record(code, param_group, param_group.compute_dtype)
                 stats.all_gather_bytes += param_group.gathered_nbytes
-                if not param_group.full.allocated:
-                    stats.current_full_buffers = held = stats.current_full_buffers + 1
-                    stats.peak_full_buffers = max(stats.peak_full_buffers, held)
                 if param_group.gatherer.prepares:
                     param_group.gatherer.prepare(self.all_reduce_stream)
             stats.all_gathers += 1
             try:
                 for param_group in param_groups:
-                    param_group.begin_gather(comm_stream)
+                    stats.current_full_buffers += param_group.begin_gather(comm_stream)
+                held = stats.current_full_buffers
+                stats.peak_full_buffers = max(stats.peak_full_buffers, held)
                 if len(param_groups) == 1:
                     issue, accept, nbytes = param_group.gatherer.collective_op(param_group)
                 else:
@@ -248,10 +247,10 @@ class CommContext:
 
     def allocate_input(self, gradients: interface.Gradients) -> None:
         assert isinstance(gradients, ParamGroupGradients)
+        gradients.reduce_scatter_input.allocate()
         stats = self._stats
         stats.current_reduce_inputs = held = stats.current_reduce_inputs + 1
         stats.peak_reduce_inputs = max(stats.peak_reduce_inputs, held)
-        gradients.reduce_scatter_input.allocate()
 
     def reduce(self, gradients: interface.Gradients) -> WorkHandle:
         assert isinstance(gradients, ParamGroupGradients)

@@ -469,9 +469,9 @@ class ParamGroup:
         """Whether it is gathered and the shard was not edited since."""
         return self.gathered_version == self.version
 
-    def begin_gather(self, comm_stream: CommStream) -> None:
-        """Give the full buffer memory. :meth:`record_gather` or :meth:`cancel_gather` comes
-        next.
+    def begin_gather(self, comm_stream: CommStream) -> bool:
+        """Give the full buffer memory. Return whether it had none. :meth:`record_gather` or
+        :meth:`cancel_gather` comes next.
 
         Raises:
             RuntimeError: the param group is on the meta device.
@@ -485,8 +485,10 @@ class ParamGroup:
         # A backward may read them before it waits for this gather.
         if not self.counters.are_forbidden and current_graph_task_id() != -1:
             self.counters.forbid_reads()
-        if not self.full.allocated:
-            comm_stream.allocate(self.label, self.full)
+        if self.full.allocated:
+            return False
+        comm_stream.allocate(self.label, self.full)
+        return True
 
     def _refuse_meta(self) -> NoReturn:
         raise RuntimeError(
