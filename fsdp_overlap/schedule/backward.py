@@ -129,10 +129,6 @@ class GradReducer:
             self._wait_for_oldest()
         self._comm.finish_all_reduces()
 
-    @property
-    def is_under_way(self) -> bool:
-        return bool(self._in_flight)
-
     def drop(self) -> None:
         """Forget everything under way."""
         self._comm.abandon((gradients, work) for _, gradients, work in self._in_flight)
@@ -167,8 +163,9 @@ class GradReducer:
             while not is_new and self._in_flight and not self._has_room(unit):
                 self._wait_for_oldest()
             self._filling.pop(gradients, None)
+            work = self._comm.reduce(gradients)  # on a device it calls users' hooks
             self._reading.add(gradients)
-            self._in_flight.append((unit, gradients, self._comm.reduce(gradients)))
+            self._in_flight.append((unit, gradients, work))
 
     def _may_fill(self, turn: PendingReduction, gradients: Gradients) -> bool:
         """Return whether a gradient may go to the reduce input before its param group is complete.

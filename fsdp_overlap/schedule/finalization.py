@@ -9,6 +9,12 @@ from fsdp_overlap.schedule.backward import GradReducer
 from fsdp_overlap.schedule.interface import AutogradEngine, CommOps, ScheduledUnit
 from fsdp_overlap.schedule.prefetch import Prefetcher
 
+UNFINISHED = (
+    "the last backward did not finish (did it raise, and was the error caught?); after an error "
+    "call ctx.reset(), or model.reset_iter_state(), which is the same, and optimizer.zero_grad() "
+    "on every rank before the next {}"
+)
+
 
 class GradientReductionHandle:
     """What ``finalize_backward(async_op=True)`` returns."""
@@ -20,7 +26,7 @@ class GradientReductionHandle:
         """Make compute wait for the reductions. Afterwards ``.grad`` is complete.
 
         Raises:
-            RuntimeError: the context was reset meanwhile.
+            RuntimeError: the context was reset meanwhile, or an earlier wait raised.
         """
         if self._finalizer is not None:
             self._finalizer.finish(self)
@@ -40,11 +46,14 @@ class BackwardFinalizer:
     _comm: CommOps
     _engine: AutogradEngine
     _units: Callable[[], Sequence[ScheduledUnit]]
+    _has_broken_backward: Callable[[], bool]
     is_manual: bool = False
     is_due: bool = False
     """Whether a backward ran that nobody finalized."""
     pending: GradientReductionHandle | None = None
     """The handle of a reduction that must be waited for before anything else."""
+    _has_failed: bool = False
+    """Whether issuing or waiting for :attr:`pending` raised. Gradients are missing then."""
 
     def set_manual(self, enabled: bool) -> None:
         if enabled == self.is_manual:
@@ -68,25 +77,25 @@ class BackwardFinalizer:
             )
         if self._engine.is_in_backward():
             raise RuntimeError("finalize_backward() during backward: call it after backward()")
-        self._issue_all()
-        self.pending = GradientReductionHandle(self)
-        return self.pending
+        return self._begin()
 
     def complete(self) -> None:
         """Complete the gradients of backwards without synchronization, also if finalization is not
         manual."""
         self.check_done("the reduction of a pipeline's step")
-        self._issue_all()
-        self.is_due = False
-        self._wait()
+        self._begin().wait()
 
-    def _issue_all(self) -> None:
+    def _begin(self) -> GradientReductionHandle:
+        self.pending = GradientReductionHandle(self)
+        self._has_failed = True  # until all is issued: users' hooks may raise
         for unit in self._units():
             if unit.settings.reshard_after_backward and unit.is_gathered:
                 self._prefetcher.hide_unsharded(unit)
                 self._prefetcher.release(unit)
         self._prefetcher.flush()
         self._reducer.issue_rest(self._units())
+        self._has_failed = False
+        return self.pending
 
     def finish(self, handle: GradientReductionHandle) -> None:
         if handle is not self.pending:
@@ -94,12 +103,19 @@ class BackwardFinalizer:
                 "this gradient reduction was dropped by reset_iter_state() or ctx.reset(): its "
                 "gradients are lost"
             )
-        self.pending = None
-        self.is_due = False
-        self._wait()
+        self._check_not_failed("backward")
+        self._has_failed = True  # until all is complete
+        self._reducer.wait()
+        self._comm.finish_backward()
+        self.drop()
+
+    def _check_not_failed(self, what: str) -> None:
+        if self._has_failed or self._has_broken_backward():
+            raise RuntimeError(UNFINISHED.format(what))
 
     def check_done(self, what: str) -> None:
         """Raise if a reduction is under way that must be waited for before ``what``."""
+        self._check_not_failed(what)
         if self.pending is not None:
             raise RuntimeError(
                 f"{what} before the last gradient reduction was waited for: call wait() on the "
@@ -114,7 +130,4 @@ class BackwardFinalizer:
     def drop(self) -> None:
         self.pending = None
         self.is_due = False
-
-    def _wait(self) -> None:
-        self._reducer.wait()
-        self._comm.finish_backward()
+        self._has_failed = False

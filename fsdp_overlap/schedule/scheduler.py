@@ -12,13 +12,12 @@ call's all-gather is enqueued all the same.
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from itertools import count
 
 from fsdp_overlap.schedule.backward import Backward, GradReducer
-from fsdp_overlap.schedule.finalization import BackwardFinalizer
+from fsdp_overlap.schedule.finalization import UNFINISHED, BackwardFinalizer
 from fsdp_overlap.schedule.interface import (
     AutogradEngine,
     CommOps,
@@ -40,12 +39,6 @@ from fsdp_overlap.schedule.stats import Stats
 # so that a program that never calls backward does not grow. A backward that reaches an older one
 # takes it up again.
 MAX_OPEN_PASSES = 64
-
-UNFINISHED = (
-    "the last backward did not finish (did it raise, and was the error caught?); after an error "
-    "call ctx.reset(), or model.reset_iter_state(), which is the same, and optimizer.zero_grad() "
-    "on every rank before the next {}"
-)
 
 EDITED = (
     "parameters of unit {!r} were modified between its forward and its backward; run backward "
@@ -88,7 +81,9 @@ class Schedule:
         self._states: UnitStates = defaultdict(UnitState)
         self.prefetcher = self.prefetcher_class(comm, prefetch, stats, refs, self._states)
         self.reducer = GradReducer(comm, max_reduce_inputs, self._states)
-        self.finalizer = BackwardFinalizer(self.prefetcher, self.reducer, comm, engine, units)
+        self.finalizer = BackwardFinalizer(
+            self.prefetcher, self.reducer, comm, engine, units, lambda: self.has_broken_backward
+        )
         self.order = ForwardOrder()
         self._prepares = prepares
         self._sync_requires_grad = sync_requires_grad
@@ -412,12 +407,11 @@ class Schedule:
             else:
                 self.reducer.wait()
                 self._comm.finish_backward()
+            # Not after an error: gradients are missing then, and the next forward says what to do.
+            self._backward = None
             if backward.lost_edit is not None:
                 raise RuntimeError(backward.lost_edit)
         finally:
-            # If a user's hook raised, gradients are missing: the next forward says what to do.
-            if sys.exception() is None or not self.reducer.is_under_way:
-                self._backward = None
             if self._recompute_order is not None:
                 self._recompute_order.end()
             self._is_pass_over = True

@@ -5,20 +5,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
-from fsdp_overlap import (
-    FsdpContext,
-    fully_shard,
-)
+from fsdp_overlap import FsdpContext, fully_shard
+from fsdp_overlap.engine.unit import unit_of
 from support.hostile_streams import RANKS, HostileCommStream
 from support.module_lists import Normed, shard_ends
 from support.ranks import run_ranks
 from support.twins import Twins, same
-from support.zoo import Model, shard_layers
+from support.zoo import Model, Shard, shard_layers
 
 # Recovery and finalization
 
@@ -65,6 +64,94 @@ def reset_and_go_on() -> None:
 
 def test_reset_iter_state_recovers_as_reset_does() -> None:
     run_ranks(reset_and_go_on, 2)
+
+
+def no_memory_left() -> None:
+    raise torch.OutOfMemoryError("no memory left")
+
+
+def raise_at_the_end(prefetch: int, shard: Shard) -> None:
+    """The last reduce input gets no memory, while nothing is in flight."""
+    twins = Twins(Model, shard, prefetch=prefetch)
+    twins.train(1)
+    buffer = unit_of(twins.model).gradients[0].reduce_scatter_input
+    batch = next(twins.batches(1))
+    with patch.object(buffer, "allocate", no_memory_left), pytest.raises(torch.OutOfMemoryError):
+        twins.losses(*batch)[0].backward()
+    refuse_to_go_on(twins, batch)
+    twins.train(2)
+    twins.check_rest()
+
+
+def refuse_to_go_on(twins: Twins, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Gradients of the backward that raised are left, which ``zero_grad()`` does not see."""
+    twins.optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match=r"last backward did not finish.*ctx\.reset\(\)"):
+        twins.losses(*batch)
+    twins.model.reset_iter_state()
+    twins.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("shard", [shard_layers, fully_shard])
+def test_an_error_at_the_end_of_backward_is_not_forgotten(prefetch: int, shard: Shard) -> None:
+    run_ranks(raise_at_the_end, 2, prefetch, shard)
+
+
+def a_hook_that_raises(parameter: nn.Parameter, raises_at: str) -> Callable[[], None]:
+    """Have ``parameter`` raise as it gets its gradient. Return what removes the hook."""
+
+    def hook(_: torch.Tensor) -> None:
+        raise ArithmeticError(raises_at)
+
+    return parameter.register_post_accumulate_grad_hook(hook).remove
+
+
+def raise_in_wait(index: int) -> None:
+    twins = Twins(Model, shard_layers)
+    twins.model.set_manual_backward_finalization(True)
+    batch = next(twins.batches(1))
+    for _ in range(2):
+        twins.losses(*batch)[0].backward()
+        twins.model.set_requires_gradient_sync(True)
+        remove = a_hook_that_raises([*twins.model.parameters()][index], "the hook")
+        with pytest.raises(ArithmeticError, match="the hook"):
+            twins.model.finalize_backward(async_op=True).wait()
+        remove()
+        for verb in (twins.model.finalize_backward, twins.ctx.schedule.finalizer.complete):
+            with pytest.raises(RuntimeError, match="last backward did not finish"):
+                verb()
+        refuse_to_go_on(twins, batch)
+        twins.model.set_requires_gradient_sync(True)
+    for batch in twins.batches(2):
+        twins.backward(*batch)
+        twins.model.finalize_backward()
+        twins.check_gradients()
+        twins.step()
+    twins.check_rest()
+
+
+@pytest.mark.parametrize("index", [0, -1])
+def test_a_wait_that_raised_is_not_over(index: int) -> None:
+    """The hook of the first parameter raises where reductions are waited for."""
+    run_ranks(raise_in_wait, 2, index)
+
+
+def finalize_within_except() -> None:
+    twins = Twins(Model, shard_layers)
+    twins.model.set_manual_backward_finalization(True)
+    for batch in twins.batches(2):
+        try:
+            raise ArithmeticError("the caller's, which has nothing to do with backward")
+        except ArithmeticError:
+            twins.backward(*batch)
+        twins.model.finalize_backward()
+        twins.check_gradients()
+        twins.step()
+
+
+def test_an_error_that_the_caller_handles_is_not_of_backward() -> None:
+    run_ranks(finalize_within_except, 2)
 
 
 def finalized_by_hand(sync_each: bool, async_op: bool, build: Callable[[], nn.Module]) -> None:

@@ -32,6 +32,7 @@ from fsdp_overlap.tools.emulator import (
 from fsdp_overlap.tools.emulator.nccl_like import BACKEND
 from support.emulated import Program
 from support.emulated_twins import Trained
+from support.fuzz_errors import UNFINISHED
 from support.ranks import run_ranks
 from support.twins import COPIES, loss_of
 from support.zoo import Model, shard_layers
@@ -183,15 +184,24 @@ def fail_with_values(**options: Any) -> tuple[set[str], list[IssuedCollective]]:
             loss_of(twins.model(tokens), targets).backward()
 
         def recover() -> None:
-            twins.ctx.reset()
-            twins.check_rest()
             twins.model.zero_grad()
-            twins.train(1)
+            try:
+                twins.train(1)  # right without a reset, or refused
+            except RuntimeError as error:
+                refused.append(str(error))
+                twins.ctx.reset()
+                twins.check_rest()
+                twins.model.zero_grad()
+                twins.train(1)
 
-        failed = set()
+        failed: set[str] = set()
+        refused: list[str] = []
         for of_collectives in (False, True):
             fault = Fault(device, of_collectives)
-            fail_everywhere(fault, step, recover)
+            positions = fail_everywhere(fault, step, recover)
+            assert 0 < len(refused) < positions
+            assert all(UNFINISHED in each for each in refused)
+            refused.clear()
             failed |= fault.kinds
             twins.model.zero_grad()
         assert not device.findings, "\n".join(map(str, device.findings))
@@ -210,6 +220,49 @@ def test_after_a_fault_on_all_ranks_the_numbers_are_right(
     seen = run_ranks(claim, world_size, backend=BACKEND, timeout=120)
     assert not any(ALWAYS - failed for failed, _ in seen)
     assert compare_issued([issued for _, issued in seen]) is None
+
+
+def raise_in_hooks(is_manual: bool) -> None:
+    """On a device hooks run where reductions are issued, before anything waits for them."""
+    with running(EmulatedDevice()) as device:
+        twins = Trained.of("layers")
+        twins.model.set_manual_backward_finalization(is_manual)
+        tokens, targets = map(twins.mine, next(twins.batches(1)))
+
+        def finalize() -> None:
+            if is_manual:
+                twins.model.finalize_backward()
+
+        def step() -> None:
+            loss_of(twins.model(tokens), targets).backward()
+            finalize()
+
+        for parameter in twins.model.parameters():
+            hook = parameter.register_post_accumulate_grad_hook(raise_planned)
+            with pytest.raises(PlannedError):
+                step()
+            hook.remove()
+            for refused in (lambda: twins.model(tokens), *[finalize] * is_manual):
+                with pytest.raises(RuntimeError, match=UNFINISHED):
+                    refused()
+            twins.ctx.reset()
+            twins.model.zero_grad()
+            for batch in twins.batches(2):
+                twins.backward(*batch)
+                finalize()
+                twins.check_gradients()
+                twins.check_rest()
+                twins.step()
+        assert not device.findings, "\n".join(map(str, device.findings))
+
+
+def raise_planned(_: torch.Tensor) -> None:
+    raise PlannedError
+
+
+@pytest.mark.parametrize("is_manual", [False, True])
+def test_a_hook_that_raised_on_a_device_is_not_forgotten(is_manual: bool) -> None:
+    run_ranks(raise_in_hooks, 2, is_manual, backend=BACKEND, timeout=120)
 
 
 def reset_twice() -> None:
