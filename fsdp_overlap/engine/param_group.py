@@ -120,7 +120,10 @@ class Gatherer:
 
     def collective_op(self, param_group: ParamGroup) -> CollectiveOp:
         """Return how the full buffer is filled. Collective over the mesh."""
-        return partial(param_group.all_gather, param_group.shard), None, param_group.comm_nbytes
+        group = param_group.groups.gather_ref() or param_group.groups.gather
+        full, shard = param_group.full.flat, param_group.shard
+        issue = partial(param_group.collectives.all_gather, full, shard, group)
+        return issue, None, param_group.comm_nbytes
 
     def source(self, param_group: ParamGroup) -> torch.Tensor:
         """Return what this rank sends in an all-gather. Call it in the comm stream's order. A
@@ -519,11 +522,6 @@ class ParamGroup:
             return None
         return own.gather_tensors(self.full.flat, self.gatherer.source(self), self.groups.gather)
 
-    def all_gather(self, source: torch.Tensor) -> PendingCollective:
-        """Fill the full buffer from the ``source`` of each rank, which its gatherer chose."""
-        group = self.groups.gather_ref() or self.groups.gather
-        return self.collectives.all_gather(self.full.flat, source, group)
-
     def wait(self) -> None:
         """Make compute wait for the all-gather, if one is under way."""
         if self.state is ParamGroupState.GATHERING:
@@ -554,8 +552,7 @@ class ParamGroup:
             self._work = None
         self.state = ParamGroupState.SHARDED
         self.gathered_version = -1
-        if current_graph_task_id() == -1:  # a backward may follow
-            self.counters.forbid_reads()
+        self.counters.forbid_reads()
         comm_stream.free(self.label, self.full, after, waits)
 
     def _refuse_free(self) -> NoReturn:

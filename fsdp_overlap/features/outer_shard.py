@@ -84,7 +84,9 @@ class OuterShard(Gatherer):
         return self._all_gather, None, param_group.comm_nbytes
 
     def _all_gather(self) -> PendingCollective:
-        return self.param_group.all_gather(self.source(self.param_group))
+        param_group = self.param_group
+        source, group = self.source(param_group), param_group.groups.gather
+        return param_group.collectives.all_gather(param_group.full.flat, source, group)
 
     def replica_reduction(
         self, total: torch.Tensor, group: dist.ProcessGroup, divisor: float | None

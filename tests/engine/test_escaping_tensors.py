@@ -351,6 +351,27 @@ def starts_late(kind: str) -> None:
     twins.train(5)
 
 
+def read_after_backward() -> None:
+    """What is kept of a forward that is not tracked is read by a backward of its own, after that of
+    the loss has freed full buffers."""
+    twins = Escaping(partial(Model, ["nothing"] * 3), shard)
+    twins.train(4)
+    for layer in [*twins.model.layers, *twins.twin.layers]:
+        layer.kind = "from the middle"
+    tokens, targets = next(twins.batches(1))
+    loss_of(twins.model(twins.mine(tokens)), twins.mine(targets)).backward(retain_graph=True)
+    for layer in twins.model.layers:
+        with pytest.raises(RuntimeError, match="at version 2147483648; expected"):
+            layer.kept.backward(retain_graph=True)
+    twins.ctx.reset()
+    twins.optimizer.zero_grad()
+    twins.train(5)
+
+
+def test_what_backward_has_freed_is_an_error_and_no_wrong_number() -> None:
+    run_ranks(read_after_backward, 2)
+
+
 def hooks_of_others_start_late() -> None:
     """Autograd does not check the versions of what others' hooks hand it, so such units are always
     tracked: a loss that begins late is right."""
