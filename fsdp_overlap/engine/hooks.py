@@ -233,10 +233,8 @@ def after_forward(
     tracked = unit.saved_tensors.end() if unit.saved_tensors.under_way else None
     # It is empty if another hook raised before ours.
     forward = unit.under_way.pop() if unit.under_way else ForwardUnderWay()
-    if forward.copied is not None:
-        output = forward.copied.finish(output)
     if output is None and (error := _error_of_forward(forward.handled)) is not None:
-        return _end_raised(unit, module, tracked, error)
+        return _end_raised(unit, module, tracked, error, forward)
     lost = unit.find_lost_edit()
     if lost is None and (id(module), module.training) not in unit.compared_modes:
         _end_first_forward(unit, module)
@@ -247,6 +245,9 @@ def after_forward(
         _finish_reading(unit)
     if lost is not None or context.pending_comparisons:
         _raise_edit(unit, lost)
+    # From here on users' classes may raise: the forward has ended.
+    if forward.copied is not None:
+        output = forward.copied.finish(output)
     output, tensors = _checked_output(unit, output, casts)
     if call is not None:
         _expect_backward(unit, call, tracked, tensors)
@@ -259,7 +260,11 @@ def _end_in_range(unit: Unit, module: int, raised: bool = False) -> ForwardRecor
 
 
 def _end_raised(
-    unit: Unit, module: nn.Module, tracked: SavedForward | None, error: BaseException
+    unit: Unit,
+    module: nn.Module,
+    tracked: SavedForward | None,
+    error: BaseException,
+    forward: ForwardUnderWay,
 ) -> None:
     call = _end_in_range(unit, id(module), raised=True)
     if _is_outermost(unit):
@@ -268,6 +273,8 @@ def _end_raised(
         _finish_reading(unit)
     if call is not None:
         _expect_backward(unit, call, tracked, ())
+    if forward.copied is not None:
+        forward.copied.finish(None)
 
 
 def _finish_reading(unit: Unit) -> None:

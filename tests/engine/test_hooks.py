@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as fsdp2
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_overlap import FsdpContext, fully_shard
@@ -195,6 +196,58 @@ def forwards_while_an_error_is_handled() -> None:
 
 def test_a_forward_that_returns_none_while_an_error_is_handled_did_not_raise() -> None:
     run_ranks(forwards_while_an_error_is_handled, 2)
+
+
+class Fragile:
+    """A class of the user's, registered with pytree, in which nobody can look once it is broken."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x, self.is_broken = x, False
+
+    def parts(self) -> tuple[list[torch.Tensor], None]:
+        if self.is_broken:
+            raise ArithmeticError("of the user's class")
+        return [self.x], None
+
+
+torch.utils._pytree.register_pytree_node(Fragile, Fragile.parts, lambda parts, _: Fragile(*parts))
+
+
+class BreaksWhatItGets(nn.Module):
+    breaks: str = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, fragile: Fragile) -> Any:
+        out = Fragile(self.linear(fragile.x))
+        fragile.is_broken = self.breaks == "argument"
+        out.is_broken = self.breaks == "output"
+        return out
+
+
+def class_that_raises(breaks: str) -> None:
+    ctx = FsdpContext()
+    model = nn.ModuleList(BreaksWhatItGets() for _ in range(2))
+    for module in model:
+        fully_shard(module, ctx, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    for _ in range(2):
+        model[0].breaks = breaks
+        with pytest.raises(ArithmeticError, match="of the user's class"):
+            model[0](Fragile(torch.ones(2, 4)))
+        assert not ctx.schedule.is_in_forward
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+        model[0].breaks = ""
+        y = model[1](model[0](Fragile(torch.ones(2, 4)))).x
+        y.sum().backward()
+        assert model[1].linear.bias.grad.full_tensor().tolist() == [2.0] * 4
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("breaks", ["argument", "output"])
+def test_a_forward_has_ended_where_a_users_class_raises(breaks: str) -> None:
+    run_ranks(class_that_raises, 2, breaks)
 
 
 # What goes around hooks.
