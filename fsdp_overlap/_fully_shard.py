@@ -23,7 +23,6 @@ from fsdp_overlap.engine.options import CommPolicy, UnitOptions
 from fsdp_overlap.engine.param import (
     Owner,
     ParamInfo,
-    UnownedParameters,
     is_replicated,
     mark_owner,
     module_class_name,
@@ -358,8 +357,7 @@ def make_unit(modules: Sequence[nn.Module], ctx: FsdpContext, options: UnitOptio
         _sync_from_first(modules, by_mesh, options.mesh)  # before shards copy the values
     originals = [item.parameter for item in owned]  # before others take their place
     param_groups = _allocate(by_mesh, planned, options)
-    unowned = UnownedParameters(modules, options.ignored)
-    unit = Unit(modules, ctx, options, param_groups, unowned, _adopt)
+    unit = Unit(modules, ctx, options, param_groups, _adopt)
     unit.make_unit = make_unit
     _mark_owners(unit, owned, originals)
     _choose_schedule(unit)
@@ -497,15 +495,11 @@ def _allocate(
         device = torch.device("meta") if is_meta else mesh_info.device
         for plan in planned[mesh_info]:
             own = [by_fqn[spec.fqn] for spec in plan.specs]
-            make = _param_group_class(plan)
+            make = ParamGroup if isinstance(plan, ParamGroupPlan) else _class_for_rows(plan)
             param_group = make(plan, own, mesh_info, device, options)
             _choose_strategies(param_group, options)
             param_groups.append(param_group)
     return param_groups
-
-
-def _param_group_class(plan: Plan) -> type[ParamGroup]:
-    return ParamGroup if isinstance(plan, ParamGroupPlan) else _class_for_rows(plan)
 
 
 def _class_for_rows(plan: Plan) -> type[ParamGroup]:
@@ -606,9 +600,8 @@ def _connect_ties(unit: Unit, ties: Sequence[Tie]) -> None:
 def _install(unit: Unit, modules: Sequence[nn.Module], ctx: FsdpContext) -> None:
     """Make forwards, backwards and loads of ``modules`` those of ``unit``."""
     move_buffers(modules, ctx.device)
-    reads = bool(unit.owners)  # parameters of other units
-    before: Any = hooks.before_reading_forward if reads else hooks.before_forward
-    after: Any = hooks.after_reading_forward if reads else hooks.after_forward
+    before: Any = hooks.before_reading_forward if unit.owners else hooks.before_forward
+    after: Any = hooks.after_reading_forward if unit.owners else hooks.after_forward
     for module in modules:
         module.__dict__["_fsdp_unit"] = unit
         # Always called, so that a forward that raised leaves the sharded parameters there too.

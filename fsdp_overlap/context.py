@@ -301,7 +301,6 @@ class FsdpContext:
             self._refs,
             partial(existing_units, self._refs),
             self.prefetch,
-            self.max_reduce_inputs,
             self.shard_optimizer_over_replicas,
             self._what_begins_backwards(),
         )

@@ -240,7 +240,8 @@ class HostWorkHandle:
 
     def _wait_for(self, pending: PendingCollective) -> None:
         with profiler_range("wait_" + self.kind, self.label):
-            watchdog = _watchdog_of(pending.group)
+            found = None if pending.group is None else watchdogs.get(pending.group)
+            watchdog = None if found is None else found()
             failure: RuntimeError | None = None
             # All are waited for, also after one has failed: the others may still read or write
             # what is freed next.
@@ -274,12 +275,6 @@ class HostWorkHandle:
         if pending is not None and pending.works:
             with suppress(RuntimeError):  # the watchdog has it for those who need a result
                 self._wait_for(pending)
-
-
-def _watchdog_of(group: dist.ProcessGroup | None) -> Watchdog | None:
-    """Return the watchdog that is polled about collectives of ``group``, or ``None``."""
-    found = None if group is None else watchdogs.get(group)
-    return None if found is None else found()
 
 
 def _wait(work: dist.Work, watchdog: Watchdog | None) -> None:

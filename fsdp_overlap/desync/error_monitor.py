@@ -72,7 +72,7 @@ class RankGroup(Protocol):
     """Some ranks, such as those of one mesh, and what this one knows of them."""
 
     @property
-    def device_type(self) -> str: ...
+    def device(self) -> torch.device: ...
     @property
     def groups_per_dim(self) -> Sequence[dist.ProcessGroup]:
         """Groups that together connect all these ranks. Empty if none were made yet."""
@@ -95,7 +95,7 @@ class OptimizerRanks:
     """The ranks of a group that serves an optimizer's steps alone. They compare nothing but how
     much they issue."""
 
-    device_type: str
+    device: torch.device
     groups_per_dim: Sequence[dist.ProcessGroup]
     order_check: OrderCheck = _UNUSED_CHECK
     labels: Sequence[str] = ()
@@ -275,7 +275,7 @@ class ErrorMonitor:
             other.post()
         statuses: list[tuple[RankGroup, Statuses]] = []
         for rank_group, group, name in compared:
-            timeout = group_timeout(group, rank_group.device_type)
+            timeout = group_timeout(group, rank_group.device.type)
             # A name for this reset alone: a rank that has met the others goes on, and may post
             # other statuses at once.
             number = self._resets - self._resets_before[name]
@@ -338,7 +338,7 @@ class ErrorMonitor:
         Two meshes over the same ranks share a group, so the name also counts the group's uses."""
         seen: Counter[str] = Counter()
         serving = own_groups_of_optimizers(self._groups)
-        others = [OptimizerRanks(own.device_type, [own.group]) for own in serving]
+        others = [OptimizerRanks(torch.device(own.device_type), [own.group]) for own in serving]
         for rank_group in [*self._rank_groups(), *others]:
             for group in rank_group.groups_per_dim:
                 label = self._groups.label(group)

@@ -272,10 +272,6 @@ class CommContext:
         self._stats.current_reduce_inputs -= 1
         gradients.reduce_scatter_input.free()
 
-    def finish_all_reduces(self) -> None:
-        for part in self._parts.values():
-            part.finish()
-
     def abandon(
         self, reductions: Iterable[tuple[interface.Gradients, interface.ReductionWork]]
     ) -> None:
@@ -286,6 +282,8 @@ class CommContext:
             part.abandon()
 
     def finish_backward(self) -> None:
+        for part in self._parts.values():
+            part.finish()
         agreed: dict[MeshInfo, Sequence[int]] = {}
         failure: RuntimeError | None = None
         # Small meshes first: a failure there is an error on all ranks of the meshes that follow,

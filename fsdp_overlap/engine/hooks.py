@@ -21,7 +21,7 @@ from torch import nn
 from fsdp_overlap.comm.comm_streams import profiler_range
 from fsdp_overlap.engine.param import Registered, is_of_own_class
 from fsdp_overlap.engine.saved_tensors import SavedForward, dynamo_disable
-from fsdp_overlap.engine.unit import Context, ForwardUnderWay, Unit, read_comparisons
+from fsdp_overlap.engine.unit import ForwardUnderWay, Unit, read_comparisons
 from fsdp_overlap.schedule.interface import ForwardRecord
 from fsdp_overlap.schedule.scheduler import Schedule
 from fsdp_overlap.schedule.stats import CHECKED_COUNTS
@@ -132,7 +132,8 @@ def _begin_in_range(unit: Unit, module: nn.Module) -> None:
 def _begin_forward(unit: Unit, module: nn.Module) -> None:
     context = unit.context
     if not context.is_initialized:
-        _initialize(context)
+        context.faults.check()
+        context.lazy_init()
     unit.sync_requires_grad()
     schedule = context.schedule
     # torch calls no hook after a KeyboardInterrupt. No forward is around a root, and rarely one of
@@ -170,11 +171,6 @@ def _begin_with_gradients(unit: Unit, schedule: Schedule) -> None:
     )
     if is_tracked or top_saved_tensors_default_hooks(True) is not None:
         saved.track(unit, schedule, is_tracked, is_looked_at)
-
-
-def _initialize(context: Context) -> None:
-    context.faults.check()
-    context.lazy_init()
 
 
 def _end_interrupted(unit: Unit, module: nn.Module) -> None:

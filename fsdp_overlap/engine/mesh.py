@@ -243,10 +243,6 @@ class MeshInfo:
         """Whether anything travels among the ranks of the mesh."""
         return any(map(communicates, self.mesh.get_all_groups()))
 
-    @property
-    def device_type(self) -> str:
-        return self.mesh.device_type
-
     @cached_property
     def groups(self) -> CommGroups:
         """The process groups of the mesh. The first read makes them, which is collective over it,

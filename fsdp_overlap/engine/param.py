@@ -391,17 +391,15 @@ class ParamModuleInfo:
         sharded: Sequence[ShardedParam],
     ) -> None:
         self._indices = {id(parameter): index for index, parameter in enumerate(sharded)}
-        self.registrations: list[Registration] = [
+        found: list[Registration] = [
             (table, name, its_parameter, its_sharded)
             for item, its_parameter, its_sharded in zip(owned, parameters, sharded, strict=True)
             for table, name in item.registrations
         ]
-        self.places = (
-            [table for table, *_ in self.registrations],
-            [name for _, name, *_ in self.registrations],
-        )
+        self.registrations = found
+        self.places = [table for table, *_ in found], [name for _, name, *_ in found]
         """The tables, and the name in each."""
-        self.unsharded = [parameter for *_, parameter, _ in self.registrations]
+        self.unsharded = [parameter for *_, parameter, _ in found]
 
     def __iter__(self) -> Iterator[Registration]:
         return iter(self.registrations)

@@ -407,7 +407,7 @@ class ParamGroup:
         """Return what gathers the param group in its dtype of compute and reduces it in
         :attr:`reduce_dtype`."""
         group, policy = self.groups.gather, self.comm_policy
-        self.carriers = choose(group, self.mesh_info.device_type, self.gather_plan.packed)
+        self.carriers = choose(group, self.mesh_info.device.type, self.gather_plan.packed)
         if self.transport is not None and communicates(group):
             self.carriers = self.transport.wrap(self.carriers, self)
         collectives = self._wrap_carriers()

@@ -325,7 +325,6 @@ class Unit:
         context: Context,
         options: UnitOptions,
         param_groups: list[ParamGroup],
-        unowned: UnownedParameters,
         adopt: Callable[[Unit], None],
     ) -> None:
         self._modules = [weakref.ref(module) for module in modules]
@@ -339,7 +338,7 @@ class Unit:
         self.is_conditional = options.conditional
         self.settings = UnitSettings()
         self.under_way: list[ForwardUnderWay] = []
-        self.unowned = unowned
+        self.unowned = UnownedParameters(modules, options.ignored)
         self._adopt = adopt
         self.rests_on_host = any(param_group.storage.is_on_host for param_group in param_groups)
         # Tensor parallelism may take a collective before a reduction, at a point of its own.
@@ -385,14 +384,12 @@ class Unit:
     def connect(self) -> None:
         """Choose the groups, collectives and memory of its param groups. Collective over their
         meshes at the first call."""
-        has_new = False
         self.keeps_parts = self.post_forward_size is not None
         for param_group in self.param_groups:
             reduced_in = reduce_dtype(param_group.grad_dtype, self.mp_policy)
             param_group.connect(self.post_forward_size, self.settings, reduced_in)
-            has_new |= param_group.make_unsharded()
-        if has_new:
-            self.forget_parameters()
+            if param_group.make_unsharded():
+                self.forget_parameters()
         for gradients in self._known_gradients.values():
             gradients.reduce_scatter_input.memory = gradients.param_group.full.memory
 

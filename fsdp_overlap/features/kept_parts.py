@@ -38,7 +38,7 @@ class FromNeighbors(Gatherer):
         self.plan = plan = full.plan.merged(size)
         # What no gather fills travels, too.
         self._gaps = [] if isinstance(full.plan, ParamGroupPlan) else full.gaps
-        self._collectives = choose(group, mesh_info.device_type, plan)
+        self._collectives = choose(group, mesh_info.device.type, plan)
         self._group = ref(group)
         rank = group.rank()
         self._start, self._numel = plan.shard_starts[rank], plan.shard_numels[rank]

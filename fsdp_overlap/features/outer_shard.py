@@ -36,7 +36,7 @@ class OuterShard(Gatherer):
         first = mesh_info.shard_rank * mesh_info.num_replicas
         numels = param_group.plan.shard_numels[first : first + mesh_info.num_replicas]
         self.plan = plan = ParamGroupPlan((), (), numels)
-        self.collectives = choose(group, mesh_info.device_type, plan)
+        self.collectives = choose(group, mesh_info.device.type, plan)
         self.full_shard = FlatBuffer(plan, param_group.compute_dtype, param_group.device)
         self._work: WorkHandle | None = None
         self._version = -1

@@ -59,10 +59,11 @@ class GradReducer:
     _goes_ahead = False
     """Whether the last unit's param groups are reduced as they become complete."""
 
-    def __init__(self, comm: CommOps, max_inputs: int, states: UnitStates) -> None:
+    max_inputs = MAX_INPUTS
+
+    def __init__(self, comm: CommOps, states: UnitStates) -> None:
         self._comm = comm
         self._states = states
-        self.max_inputs = max_inputs
         self._pending: list[PendingReduction] = []
         self._by_unit: dict[ScheduledUnit, PendingReduction] = {}
         self._in_flight: deque[tuple[ScheduledUnit, Gradients, ReductionWork]] = deque()
@@ -124,10 +125,9 @@ class GradReducer:
                 self._reduce(unit)
 
     def wait(self) -> None:
-        """Make compute wait for all reductions that were issued."""
+        """Make compute wait for all reductions among shards that were issued."""
         while self._in_flight:
             self._wait_for_oldest()
-        self._comm.finish_all_reduces()
 
     def drop(self) -> None:
         """Forget everything under way."""

@@ -296,17 +296,15 @@ class CommOps(Protocol):
 
     def finish(self, gradients: Gradients, work: ReductionWork) -> None:
         """Make compute wait for a reduce-scatter, give the gradient to the parameters, and free
-        the reduce input. With replicas the gradient is there after :meth:`finish_all_reduces`."""
-
-    def finish_all_reduces(self) -> None:
-        """Make compute wait for all reductions over replicas."""
+        the reduce input. With replicas the gradient is there after :meth:`finish_backward`."""
 
     def abandon(self, reductions: Iterable[tuple[Gradients, ReductionWork]]) -> None:
         """Wait for reductions under way whose results nobody needs any more. Each is given as its
         gradients and its work handle."""
 
     def finish_backward(self) -> None:
-        """Compare what the ranks issued, and find out which parameters have a gradient."""
+        """Make compute wait for all reductions over replicas. Compare what the ranks issued, and
+        find out which parameters have a gradient."""
 
     def is_profiled(self) -> bool:
         """Return whether a profiler runs. Without one, :meth:`profiler_range` marks nothing."""

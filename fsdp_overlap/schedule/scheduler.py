@@ -69,7 +69,6 @@ class Schedule:
         refs: UnitRefs,
         units: Callable[[], Sequence[ScheduledUnit]],
         prefetch: int,
-        max_reduce_inputs: int,
         prepares: bool,
         sync_requires_grad: Callable[[], None] = lambda: None,
     ) -> None:
@@ -80,7 +79,7 @@ class Schedule:
         self._units = units
         self._states: UnitStates = defaultdict(UnitState)
         self.prefetcher = self.prefetcher_class(comm, prefetch, stats, refs, self._states)
-        self.reducer = GradReducer(comm, max_reduce_inputs, self._states)
+        self.reducer = GradReducer(comm, self._states)
         self.finalizer = BackwardFinalizer(
             self.prefetcher, self.reducer, comm, engine, units, lambda: self.has_broken_backward
         )

@@ -384,7 +384,7 @@ def exchange_of(model: nn.Module, weights: Collection[torch.Tensor], what: str) 
     context.error_monitor.before_save(what, is_interrupted(context), uses_groups=True)
     mesh_info = context.mesh_info_of(units[0].mesh)
     like = mesh_info.mesh.get_group(mesh_info.mesh.ndim - 1)
-    group = get_for_optimizer(mesh_info.group_cache, ranks, like, mesh_info.device_type)
+    group = get_for_optimizer(mesh_info.group_cache, ranks, like, mesh_info.device.type)
     return WeightExchange(
         what, group, context.device, comm_stream, context.error_monitor, plan_cache_of(context)
     )

@@ -16,13 +16,13 @@ import pytest
 from support.pages import ROOT, linked_code_in
 
 LIMITS = {
-    "plain run, code lines": 2819,
+    "plain run, code lines": 2799,
     "plain run, files": 22,
-    "steady forward and backward, code lines": 1027,
+    "steady forward and backward, code lines": 1024,
     "steady forward and backward, files": 12,
-    "fully_shard, code lines": 847,
+    "fully_shard, code lines": 842,
     "fully_shard, files": 10,
-    "loaded by the import, code lines": 7498,
+    "loaded by the import, code lines": 7484,
     "loaded by the import, files": 42,
     "Python calls a unit and steady step": 130,
     "branches of Schedule.after_forward": 11,

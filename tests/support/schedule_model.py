@@ -286,9 +286,9 @@ class Rank:
             [lambda unit=unit: unit for unit in self.units],
             lambda: self.units,
             options.prefetch,
-            MAX_INPUTS if options.prefetch else 1,
             prepares=False,
         )
+        self.schedule.reducer.max_inputs = MAX_INPUTS if options.prefetch else 1
 
     @property
     def inputs(self) -> int:
@@ -355,9 +355,6 @@ class Rank:
 
     def finish(self, gradients: Gradients, work: ReductionWork) -> None:
         gradients.has_input = gradients.is_read = False
-
-    def finish_all_reduces(self) -> None:
-        pass
 
     def abandon(self, reductions: Any) -> None:
         pass

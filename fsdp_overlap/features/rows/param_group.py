@@ -41,7 +41,7 @@ class RowsParamGroup(ParamGroup):
             return self.carriers
         if self.transport is not None:
             return PackedRows(self.gather_plan, self.carriers)
-        return choose_for_rows(group, self.mesh_info.device_type, self.gather_plan)
+        return choose_for_rows(group, self.mesh_info.device.type, self.gather_plan)
 
 
 def row_shard(item: ParamInfo, dim: int) -> Placement:
