@@ -437,7 +437,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         context = context_of(self._fsdp_unit)
         if not context.has_schedule:
             return GradientReductionHandle(None) if async_op else None
-        handle = context.schedule.finalizer.finalize()
+        handle = context.schedule.finalize_backward()
         if async_op:
             return handle
         handle.wait()

@@ -42,7 +42,7 @@ class FSDPState:
         ``finalize_backward()``."""
         context = model_context_of(self._unit)
         if context.has_schedule:
-            context.schedule.finalizer.complete()
+            context.schedule.complete_gradients()
 
     def __getattr__(self, name: str) -> NoReturn:
         self._refuse(name)

@@ -46,7 +46,6 @@ class BackwardFinalizer:
     _comm: CommOps
     _engine: AutogradEngine
     _units: Callable[[], Sequence[ScheduledUnit]]
-    _has_broken_backward: Callable[[], bool]
     is_manual: bool = False
     is_due: bool = False
     """Whether a backward ran that nobody finalized."""
@@ -110,7 +109,7 @@ class BackwardFinalizer:
         self.drop()
 
     def _check_not_failed(self, what: str) -> None:
-        if self._has_failed or self._has_broken_backward():
+        if self._has_failed:
             raise RuntimeError(UNFINISHED.format(what))
 
     def check_done(self, what: str) -> None:

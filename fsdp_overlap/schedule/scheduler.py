@@ -17,7 +17,11 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import count
 
 from fsdp_overlap.schedule.backward import Backward, GradReducer
-from fsdp_overlap.schedule.finalization import UNFINISHED, BackwardFinalizer
+from fsdp_overlap.schedule.finalization import (
+    UNFINISHED,
+    BackwardFinalizer,
+    GradientReductionHandle,
+)
 from fsdp_overlap.schedule.interface import (
     AutogradEngine,
     CommOps,
@@ -80,9 +84,7 @@ class Schedule:
         self._states: UnitStates = defaultdict(UnitState)
         self.prefetcher = self.prefetcher_class(comm, prefetch, stats, refs, self._states)
         self.reducer = GradReducer(comm, self._states)
-        self.finalizer = BackwardFinalizer(
-            self.prefetcher, self.reducer, comm, engine, units, lambda: self.has_broken_backward
-        )
+        self.finalizer = BackwardFinalizer(self.prefetcher, self.reducer, comm, engine, units)
         self.order = ForwardOrder()
         self._prepares = prepares
         self._sync_requires_grad = sync_requires_grad
@@ -451,6 +453,21 @@ class Schedule:
             self._by_hand.remove(index)
             if unit.settings.reshard_after_backward:
                 self.prefetcher.release(unit)
+
+    def finalize_backward(self) -> GradientReductionHandle:
+        """Complete the gradients of backwards under manual finalization."""
+        self._check_not_broken("finalize_backward()")
+        return self.finalizer.finalize()
+
+    def complete_gradients(self) -> None:
+        """Complete the gradients of backwards without synchronization, also if finalization is not
+        manual."""
+        self._check_not_broken("reduction")
+        self.finalizer.complete()
+
+    def _check_not_broken(self, what: str) -> None:
+        if self.has_broken_backward:
+            raise RuntimeError(UNFINISHED.format(what))
 
     # Between passes
 

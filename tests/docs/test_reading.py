@@ -13,16 +13,17 @@ from typing import Any
 
 import pytest
 
+from fsdp_overlap.torch_internals import refuse_access
 from support.pages import ROOT, linked_code_in
 
 LIMITS = {
-    "plain run, code lines": 2799,
+    "plain run, code lines": 2797,
     "plain run, files": 22,
     "steady forward and backward, code lines": 1024,
     "steady forward and backward, files": 12,
     "fully_shard, code lines": 842,
     "fully_shard, files": 10,
-    "loaded by the import, code lines": 7484,
+    "loaded by the import, code lines": 7494,
     "loaded by the import, files": 42,
     "Python calls a unit and steady step": 130,
     "branches of Schedule.after_forward": 11,
@@ -30,6 +31,14 @@ LIMITS = {
     "files of the core that name a feature": 0,
 }
 """At most. Lower them with the figures; whoever raises one says why."""
+LATER = {
+    "plain run, code lines": 16,
+    "steady forward and backward, code lines": 10,
+    "fully_shard, code lines": 6,
+    "fully_shard, files": 1,
+    "Python calls a unit and steady step": 3,
+}
+"""More where torch can refuse accesses to freed memory, as from 2.15 on, and keeps a grad_dtype."""
 
 
 def problems_of(measured: dict[str, Any], limits: dict[str, int]) -> list[str]:
@@ -81,7 +90,9 @@ def readings(tmp_path_factory: pytest.TempPathFactory) -> Readings:
 
 
 def test_the_plain_path_stays_small_and_enters_no_feature(readings: Readings) -> None:
-    if problems := problems_of(readings.ours, LIMITS):
+    later = LATER if refuse_access is not None else {}
+    limits = {name: limit + later.get(name, 0) for name, limit in LIMITS.items()}
+    if problems := problems_of(readings.ours, limits):
         pytest.fail("\n".join(problems), pytrace=False)
 
 

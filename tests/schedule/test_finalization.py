@@ -118,7 +118,7 @@ def raise_in_wait(index: int) -> None:
         with pytest.raises(ArithmeticError, match="the hook"):
             twins.model.finalize_backward(async_op=True).wait()
         remove()
-        for verb in (twins.model.finalize_backward, twins.ctx.schedule.finalizer.complete):
+        for verb in (twins.model.finalize_backward, twins.ctx.schedule.complete_gradients):
             with pytest.raises(RuntimeError, match="last backward did not finish"):
                 verb()
         refuse_to_go_on(twins, batch)
