@@ -181,12 +181,12 @@ class CommContext:
                     nbytes = sum(param_group.comm_nbytes for param_group in param_groups)
                 name = label + SHADOW if shadow else label
                 work = comm_stream.enqueue("all_gather", name, issue, accept, nbytes)
+                for param_group in param_groups:
+                    param_group.record_gather(work)
+                unit.is_gathered = True
             except BaseException:
                 _cancel_gather(unit, param_groups)
                 raise
-            for param_group in param_groups:
-                param_group.record_gather(work)
-            unit.is_gathered = True
 
     def prepare_gathers(self, unit: interface.ScheduledUnit) -> None:
         assert isinstance(unit, Unit)
@@ -206,8 +206,8 @@ class CommContext:
         assert isinstance(unit, Unit)
         for param_group in unit.param_groups:
             if param_group.state is not ParamGroupState.SHARDED:
-                self._stats.current_full_buffers -= not param_group.full.keeps_storage
                 param_group.free(self.all_gather_stream, after, waits)
+                self._stats.current_full_buffers -= not param_group.full.keeps_storage
         unit.is_gathered = False
 
     def free_unread(self, unit: interface.ScheduledUnit) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_overlap import FsdpContext, fully_shard
+from fsdp_overlap.desync.order_check import OrderCheck
+from fsdp_overlap.engine.param_group import ParamGroup
 from support.fake_group import run_on_fake_group
 from support.ranks import run_ranks
 from support.twins import Twins
@@ -141,6 +145,50 @@ def raising_hook() -> None:
 
 def test_a_hook_that_raises_leaves_nothing_behind() -> None:
     run_ranks(raising_hook, 2)
+
+
+INTERRUPTED: dict[str, tuple[type, str, bool]] = {
+    "before record": (OrderCheck, "record", False),
+    "before record_gather": (ParamGroup, "record_gather", False),
+    "after record_gather": (ParamGroup, "record_gather", True),
+    "before free": (ParamGroup, "free", False),
+}
+
+
+def interrupts(where: str) -> None:
+    """An interrupt at each of the first calls, where units have several param groups, leaves
+    counters and states right. Without a reset the next step is that of the twin."""
+    owner, name, is_over = INTERRUPTED[where]
+    method = getattr(owner, name)
+    twins = Twins.of("frozen and partly frozen units")
+    twins.train(1)
+    for last in (1, 2):
+        count = itertools.count(1)
+
+        def interrupt(*args: Any, last: int = last, count: Any = count) -> Any:
+            is_last = next(count) == last
+            if is_last and not is_over:
+                raise KeyboardInterrupt
+            result = method(*args)
+            if is_last:
+                raise KeyboardInterrupt
+            return result
+
+        tokens, _ = next(twins.batches(1))
+        with patch.object(owner, name, interrupt), pytest.raises(KeyboardInterrupt):
+            twins.model(twins.mine(tokens))
+        param_groups = [group for unit in twins.ctx.units for group in unit.param_groups]
+        held = sum(param_group.full.allocated for param_group in param_groups)
+        assert twins.ctx.stats.current_full_buffers == held
+        for unit in twins.ctx.units:
+            assert unit.is_gathered == any(group.is_gathered for group in unit.param_groups)
+        twins.train(1)
+        twins.check_rest()
+
+
+@pytest.mark.parametrize("where", INTERRUPTED)
+def test_an_interrupt_of_a_gather_leaves_counters_right(where: str) -> None:
+    run_ranks(interrupts, 2, where)
 
 
 class Collects(nn.Module):

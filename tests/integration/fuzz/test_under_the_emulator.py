@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from fsdp_overlap import FsdpContext, fully_shard
 from fsdp_overlap.checkpoint import stager
 from fsdp_overlap.checkpoint.staged_save import StagedSave, StagingBuffers
 from fsdp_overlap.comm import collectives, threads
@@ -411,6 +413,40 @@ def test_reads_before_a_gather_are_refused_and_would_be_races() -> None:
     device = EmulatedDevice()
     with READS_EARLY.plant(), forbids.plant(), running(device), suppress(RuntimeError):
         MODES[SKIPS]()
+    assert device.findings
+
+
+class Keeps(nn.Linear):
+    """Keeps a tensor whose backward reads the weight, and returns another."""
+
+    kept: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = x * self.weight
+        return super().forward(x)
+
+
+def reads_after_backward() -> None:
+    """Of forward 3, which is not tracked, read what is kept once backward has freed it."""
+    model = nn.Sequential(Keeps(4, 4), Keeps(4, 4)).to("emulated")
+    ctx = FsdpContext()
+    for module in (*model, model):
+        fully_shard(module, ctx)
+    x = torch.ones(4, 4, device="emulated", requires_grad=True)
+    for _ in range(3):
+        model(x).sum().backward(retain_graph=True)
+    model[1].kept.sum().backward()
+
+
+def test_reads_of_what_backward_has_freed_are_refused_and_would_be_found() -> None:
+    refused = pytest.raises(RuntimeError, match="at version 2147483648")
+    with running(EmulatedDevice()) as device, refused:
+        reads_after_backward()
+    assert not device.findings
+    allows = Defect(ParamGroup, "free", "self.counters.forbid_reads()", "")
+    device = EmulatedDevice()
+    with allows.plant(), running(device), suppress(RuntimeError):
+        reads_after_backward()
     assert device.findings
 
 
