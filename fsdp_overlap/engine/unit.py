@@ -474,6 +474,10 @@ class Unit:
         return False
 
     @property
+    def has_hooks(self) -> bool:
+        return any(param_group.edits.has_hooks for param_group in self.param_groups)
+
+    @property
     def accumulates(self) -> bool:
         return any(
             parameter.requires_grad and is_to_accumulate(parameter)

@@ -7,11 +7,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdp_overlap.schedule.backward import Backward
+from fsdp_overlap.schedule.backward import MAX_OPEN_PASSES, Backward
 from fsdp_overlap.schedule.interface import ForwardPass, ForwardRecord, ScheduledUnit, UnitIndex
 from fsdp_overlap.schedule.prefetch import GraphUse
 from fsdp_overlap.schedule.recompute import RecomputeOrder, RecomputingBackward
-from fsdp_overlap.schedule.scheduler import MAX_OPEN_PASSES, Schedule
+from fsdp_overlap.schedule.scheduler import Schedule
 
 
 def become_list_schedule(schedule: Schedule) -> ListSchedule:

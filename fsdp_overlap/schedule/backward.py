@@ -31,6 +31,12 @@ from fsdp_overlap.schedule.stats import CHECKED_COUNTS
 MAX_INPUTS = 2
 
 
+# How many passes with gradients are remembered until a backward follows. Older ones are forgotten,
+# so that a program that never calls backward does not grow. A backward that reaches an older one
+# takes it up again.
+MAX_OPEN_PASSES = 64
+
+
 @dataclass(eq=False, slots=True)
 class PendingReduction:
     """A unit's place in the order of reductions. ``first_use`` is the tick of the forward at which
@@ -307,9 +313,11 @@ class Backward:
     def _has_reached_all(self) -> bool:
         """Return whether backward has come back to all calls of all passes, so that it gathers
         nothing more."""
-        return not any(
-            self.remaining.get(forward_pass, forward_pass.calls)
-            for forward_pass in self._open_passes
+        passes = self._open_passes
+        return (
+            len(passes) < MAX_OPEN_PASSES  # else some may be forgotten
+            and all(reached in passes for reached in self.remaining)  # else a graph was retained
+            and not any(self.remaining.get(each, each.calls) for each in passes)
         )
 
     def _enter(self, forward_pass: ForwardPass) -> None:
@@ -438,9 +446,9 @@ class Backward:
     def _first_uses(self, forward_pass: ForwardPass) -> Mapping[UnitIndex, int]:
         """Return for each unit of ``forward_pass`` the tick at which it first ran in the forwards
         that this backward may reach."""
-        first_uses = {index: first for index, (first, _) in forward_pass.ticks.items()}
-        for other in self._open_passes:
-            if other is not forward_pass:
-                for index in other.ticks.keys() & first_uses:
-                    first_uses[index] = min(first_uses[index], other.ticks[index][0])
-        return first_uses
+        own = forward_pass.first_ticks
+        shared = self._open_passes[-1].first_ticks if self._open_passes else own
+        return {
+            index: min(first, own.get(index, first), shared.get(index, first))
+            for index, (first, _) in forward_pass.ticks.items()
+        }

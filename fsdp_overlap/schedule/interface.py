@@ -125,6 +125,10 @@ class ScheduledUnit(Protocol):
         """Whether autograd holds a gradient that no reduce input has yet."""
 
     @property
+    def has_hooks(self) -> bool:
+        """Whether users registered hooks on sharded parameters, which see gradients."""
+
+    @property
     def accumulates(self) -> bool:
         """Whether the backward under way will accumulate into a parameter of the unit."""
 
@@ -191,6 +195,9 @@ class ForwardPass:
     """Calls that backward will come back to, in the order of their ``end``."""
     ticks: dict[UnitIndex, tuple[int, int]] = field(default_factory=dict)
     """The first start and the last end of each unit that ran, with or without gradients."""
+    first_ticks: dict[UnitIndex, int] = field(default_factory=dict)
+    """The first start of each unit in all passes that a backward may come back to with this one,
+    which share it."""
     without_call: dict[UnitIndex, list[NoGradForward]] = field(default_factory=dict)
     """For each unit, its forwards without gradients: a reentrant checkpoint may run these
     again."""

@@ -16,7 +16,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from itertools import count
 
-from fsdp_overlap.schedule.backward import Backward, GradReducer
+from fsdp_overlap.schedule.backward import MAX_OPEN_PASSES, Backward, GradReducer
 from fsdp_overlap.schedule.finalization import (
     UNFINISHED,
     BackwardFinalizer,
@@ -38,11 +38,6 @@ from fsdp_overlap.schedule.interface import (
 from fsdp_overlap.schedule.prefetch import ForwardOrder, Prefetcher
 from fsdp_overlap.schedule.recompute import RecomputeOrder, RecomputingBackward
 from fsdp_overlap.schedule.stats import Stats
-
-# How many passes with gradients are remembered until a backward follows. Older ones are forgotten,
-# so that a program that never calls backward does not grow. A backward that reaches an older one
-# takes it up again.
-MAX_OPEN_PASSES = 64
 
 EDITED = (
     "parameters of unit {!r} were modified between its forward and its backward; run backward "
@@ -94,6 +89,8 @@ class Schedule:
         self._by_hand: set[UnitIndex] = set()
         """Units that the user has unsharded. See Note [unsharded by hand]."""
         self._open_passes: deque[ForwardPass] = deque(maxlen=MAX_OPEN_PASSES)
+        self._first_ticks: dict[UnitIndex, int] = {}
+        """The :attr:`ForwardPass.first_ticks` of these, and of those that were forgotten."""
 
     @classmethod
     def take_in(cls, schedule: Schedule, unit: ScheduledUnit) -> None:
@@ -162,7 +159,9 @@ class Schedule:
         end = self._tick()
         ticks = self._pass.ticks
         first, _ = ticks.get(unit.index, (start, end))
-        ticks[unit.index] = min(first, start), end
+        ticks[unit.index] = first, end = min(first, start), end
+        first_ticks = self._pass.first_ticks
+        first_ticks[unit.index] = min(first_ticks.get(unit.index, first), first)
         if not self.is_in_use(unit):
             if not self._states[unit.index].registers_unsharded:
                 unit.to_sharded()
@@ -298,6 +297,7 @@ class Schedule:
         self._pass = ForwardPass()
         if self._engine.is_grad_enabled():
             self._open_passes.append(self._pass)
+            self._pass.first_ticks = self._first_ticks
 
     # Backward
 
@@ -417,6 +417,10 @@ class Schedule:
                 self._recompute_order.end()
             self._is_pass_over = True
             self._open_passes.clear()
+            # With retain_graph=True later backwards may come back to these passes and to others.
+            # Hooks then see whole gradients all the same, for less overlap.
+            if not (self._engine.keeps_graph() and any(unit.has_hooks for unit in self._units())):
+                self._first_ticks = {}
 
     def _finish_walk(self, backward: Backward) -> Collection[ForwardPass]:
         """End the walk of ``backward``. Return the passes that it came back to."""
@@ -540,5 +544,6 @@ class Schedule:
         self._is_pass_over = True
         self._by_hand.clear()
         self._open_passes.clear()
+        self._first_ticks = {}
         for state in self._states.values():
             state.drop()

@@ -13,7 +13,6 @@ from torch.autograd.graph import increment_version
 
 from fsdp_overlap.layout import Plan
 from fsdp_overlap.layout.plan import align
-from fsdp_overlap.schedule.stats import CHECKED_COUNTS
 from fsdp_overlap.tensor.host_memory import MMAP_BYTES, freed_memory, use_huge_pages
 from fsdp_overlap.torch_internals import allow_access, refuse_access, set_versions
 
@@ -215,7 +214,6 @@ class VersionCounters:
 
     are_forbidden = False
     """Whether autograd refuses to read the parameters."""
-    _times_forbidden = 0
 
     def __init__(self, counted: Sequence[torch.Tensor]) -> None:
         self.counted = tuple(counted)
@@ -224,17 +222,11 @@ class VersionCounters:
         self._not_gathered = (NOT_GATHERED,) * len(counted)
 
     def forbid_reads(self) -> None:
-        """Make autograd refuse to read the parameters, until :meth:`allow_reads`."""
-        if self.are_forbidden:
-            return
-        # Reading the counters takes longer than setting them. So it is done at some times only: an
-        # edit stays in the counters for :meth:`edited`.
-        self._times_forbidden += 1
-        is_looked_at = self._times_forbidden in CHECKED_COUNTS
-        if is_looked_at and tuple(map(version_of, self.counted)) != self.versions:
-            return
-        self.are_forbidden = True
-        set_versions(self.counted, self._not_gathered)
+        """Make autograd refuse to read the parameters, until :meth:`allow_reads`. An edit stays in
+        the counters for :meth:`edited` instead."""
+        if not self.are_forbidden and tuple(map(version_of, self.counted)) == self.versions:
+            self.are_forbidden = True
+            set_versions(self.counted, self._not_gathered)
 
     def allow_reads(self) -> None:
         """Take :meth:`forbid_reads` back: the parameters have their values."""

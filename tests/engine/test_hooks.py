@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_overlap import FsdpContext, fully_shard
+from fsdp_overlap import FsdpContext, PerTensor, fully_shard
 from fsdp_overlap.desync.order_check import OrderCheck
 from fsdp_overlap.engine.param_group import ParamGroup
 from support.fake_group import run_on_fake_group
@@ -296,6 +297,62 @@ def class_that_raises(breaks: str) -> None:
 @pytest.mark.parametrize("breaks", ["argument", "output"])
 def test_a_forward_has_ended_where_a_users_class_raises(breaks: str) -> None:
     run_ranks(class_that_raises, 2, breaks)
+
+
+def forwards_of_one_backward(model: nn.Module, count: int) -> None:
+    sum(model(x).square().sum() for x in inputs(count)).backward()  # type: ignore[union-attr]
+
+
+def backwards_of_one_graph(model: nn.Module, count: int) -> None:
+    loss = sum(model(x).square().sum() for x in inputs(count))
+    for _ in range(3):
+        loss.backward(retain_graph=True)  # type: ignore[union-attr]
+
+
+def backwards_through_time(model: nn.Module, count: int) -> None:
+    x = torch.ones(2, 4)
+    for _ in range(count):
+        x = model(x).tanh()
+        x.square().sum().backward(retain_graph=True)
+
+
+def inputs(count: int) -> Sequence[torch.Tensor]:
+    return torch.randn(count, 2, 4, generator=torch.Generator().manual_seed(0)).unbind()
+
+
+def hooks_that_are_not_linear(
+    train: Callable[[nn.Module, int], None], count: int, options: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    twin = copy.deepcopy(model)
+    ctx = FsdpContext(**options)
+    for module in model:
+        fully_shard(module, ctx)
+    fully_shard(model, ctx)
+    for each in (model, twin):
+        for parameter in each.parameters():
+            parameter.register_hook(lambda gradient: gradient.square() - 1)
+        for _ in range(2):
+            train(each, count)
+    for (name, mine), its in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), its.grad, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("train", "count"),
+    [
+        (forwards_of_one_backward, 64),
+        (forwards_of_one_backward, 70),
+        (backwards_of_one_graph, 3),
+        (backwards_through_time, 4),
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"prefetch": 0}, {"layout": PerTensor()}])
+def test_a_hook_sees_one_whole_gradient_in_a_backward(
+    train: Callable[[nn.Module, int], None], count: int, options: dict[str, Any]
+) -> None:
+    run_ranks(hooks_that_are_not_linear, 2, train, count, options)
 
 
 # What goes around hooks.

@@ -196,6 +196,26 @@ def test_edits_in_backward_are_refused_once_it_is_done() -> None:
     run_ranks(edits_in_backward, 2)
 
 
+def edit_in_a_backward(of: int) -> None:
+    """Backwards look for edits at some times, and forwards always."""
+    twins = Twins(Model, shard_layers)
+    batch = next(twins.batches(1))
+    for _ in range(1, of):
+        twins.losses(*batch)[0].backward()
+    linear = twins.model.layers[1].linear
+    handle = linear.register_full_backward_hook(lambda module, *_: clamp(module))
+    loss, _ = twins.losses(*batch)
+    handle.remove()
+    loss.backward()
+    with pytest.raises(RuntimeError, match=EDITED):
+        twins.losses(*batch)
+
+
+@pytest.mark.parametrize("of", [3, 5, 6, 7])
+def test_an_edit_in_a_backward_that_does_not_look_is_found_in_the_next_forward(of: int) -> None:
+    run_ranks(edit_in_a_backward, 2, of)
+
+
 def edits_of_a_dtensor() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     for edit in (

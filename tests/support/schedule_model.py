@@ -101,7 +101,7 @@ class Settings:
 
 class Unit:
     rests_on_host = is_conditional = False
-    keeps_parts = False
+    keeps_parts = has_hooks = False
     has_parameters = accumulates = True
     forward_prefetch: Sequence[Callable[[], Any]] = ()
     backward_prefetch: Sequence[Callable[[], Any]] = ()

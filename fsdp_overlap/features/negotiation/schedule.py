@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -266,6 +267,16 @@ class NegotiatedBackward(ListBackward):
             and (is_within or not isinstance(call, AgreedCall) or call.first_node <= node)
             for call in self.open_calls
         )
+
+    def _first_uses(self, forward_pass: ForwardPass) -> Mapping[UnitIndex, int]:
+        if not self.agrees:
+            return super()._first_uses(forward_pass)
+        # Passes that ranks agreed on share no first_ticks.
+        first_uses = {index: first for index, (first, _) in forward_pass.ticks.items()}
+        for other in self._open_passes:
+            for index in other.ticks.keys() & first_uses:
+                first_uses[index] = min(first_uses[index], other.ticks[index][0])
+        return first_uses
 
     def _take_up(self, forward_pass: ForwardPass) -> None:
         self._walk_newer(forward_pass)
