@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from fsdp_overlap.comm.comm_streams import profiler_range
-from fsdp_overlap.engine.param import Registered, is_of_own_class
+from fsdp_overlap.engine.param import REGISTERED, is_of_own_class
 from fsdp_overlap.engine.saved_tensors import SavedForward, dynamo_disable
 from fsdp_overlap.engine.unit import ForwardUnderWay, Unit, read_comparisons
 from fsdp_overlap.schedule.interface import ForwardRecord
@@ -157,7 +157,7 @@ def _begin_with_gradients(unit: Unit, schedule: Schedule) -> None:
         unit.forwards += 1
     is_looked_at = unit.forwards in CHECKED_COUNTS
     # Tables may be written to directly, and parameters unfrozen.
-    if is_looked_at or unit.unowned.registrations != Registered.count:
+    if is_looked_at or unit.unowned.registrations != REGISTERED.count:
         _check_all_are_owned(unit)
     if not unit.has_parameters:
         return

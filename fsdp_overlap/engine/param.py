@@ -303,7 +303,7 @@ class UnownedParameters:
             is_known = id(parameter) in known or fqn in self._ignored_names
             if parameter.requires_grad and not is_known and owner_of(parameter) is None:
                 return fqn
-        self.registrations = Registered.count
+        self.registrations = REGISTERED.count
         return None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnownedParameters:
@@ -318,10 +318,13 @@ class Registered:
     count = 0
 
 
+REGISTERED = Registered()  # an object: Dynamo of torch 2.11 traces no assignment to a class
+
+
 @cache
 def _count_registrations() -> None:
     def count(*registered: Any) -> None:
-        Registered.count += 1
+        REGISTERED.count += 1
 
     register_module_module_registration_hook(count)
     register_module_parameter_registration_hook(count)
