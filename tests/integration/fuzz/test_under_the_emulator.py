@@ -409,7 +409,7 @@ def test_reads_before_a_gather_are_refused_and_would_be_races() -> None:
     refused = pytest.raises(RuntimeError, match="at version 2147483648")
     with READS_EARLY.plant(), running(EmulatedDevice()), refused:
         MODES[SKIPS]()
-    forbids = Defect(VersionCounters, "forbid_reads", "self.are_forbidden:", "", new="True:")
+    forbids = Defect(VersionCounters, "forbid_reads", "not self.are_forbidden", "", new="False")
     device = EmulatedDevice()
     with READS_EARLY.plant(), forbids.plant(), running(device), suppress(RuntimeError):
         MODES[SKIPS]()
