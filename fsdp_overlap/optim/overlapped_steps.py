@@ -114,6 +114,22 @@ class UsedGradient(torch.Tensor):
 _USED = UsedGradient()
 
 
+class _State:
+    """A tensor of an optimizer's state, and its version. Two are equal if nobody edited or replaced
+    it in between. It keeps the tensor, so that no other can take its id."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._version = tensor._version
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _State)
+            and self._tensor is other._tensor
+            and self._version == other._version
+        )
+
+
 class GradientBuffers:
     """Host memory for gradients on their way to their step: at most ``nbytes``, or two gradients.
     Memory that was given back is used again."""
@@ -374,9 +390,7 @@ class OverlappedSteps:
         states = [optimizer.state.get(p, {}) for p in param_group.sharded_parameters]
         values = [value for state in states for value in state.values()]
         tensors = [local_of(value) for value in values if isinstance(value, torch.Tensor)]
-        return param_group.version, [id(tensor) for tensor in tensors] + [
-            tensor._version for tensor in tensors
-        ]
+        return param_group.version, list(map(_State, tensors))
 
     def _check_unchanged(
         self,

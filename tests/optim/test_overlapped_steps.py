@@ -233,6 +233,31 @@ def test_a_gradient_that_was_used_cannot_be_read_or_clipped() -> None:
     run_ranks(read_gradients, 1)
 
 
+def replaces_a_state() -> None:
+    _, twins = pair(POLICIES["in backward"], layout=TensorAtomic(), **MUON)
+    for batch in zip(twins.batches(2), strict=True):
+        twins.step()
+        plain_backward(twins, batch)
+    finish_pending_steps()
+    state = next(value for value in twins.optimizer.state.values() if "momentum_buffer" in value)
+    moment = state["momentum_buffer"]
+    address, version = id(moment._local_tensor), moment._local_tensor._version
+    value = moment._local_tensor.clone()
+    del moment._local_tensor
+    others = []
+    while id(new := value.clone()) != address and len(others) < 100:
+        others.append(new)
+    while new._version < version:
+        new.zero_()
+    moment._local_tensor = new
+    with pytest.raises(RuntimeError, match=r"optimizer states of unit '.*' were edited"):
+        twins.step()
+
+
+def test_a_state_that_takes_the_address_of_another_is_a_new_one() -> None:
+    run_ranks(replaces_a_state, 1)
+
+
 def groups_and_schedule(policy: OverlapPolicy, rate: str) -> None:
     twins = pair(policy)
     schedules = []
