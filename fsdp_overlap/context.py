@@ -387,7 +387,7 @@ class FsdpContext:
             return
         is_complete = not self.is_implicit or self._take_in_units_within()
         units = self.units
-        name_units(units)
+        in_order = name_units(units)
         for unit in units:
             unit.update_registrations()
         if any(p._given_grad_dtype is not None for u in units for p in u.sharded_parameters):
@@ -396,6 +396,7 @@ class FsdpContext:
         for unit in units:
             unit.connect()
             unit.schedule_class.take_in(self.schedule, unit)
+        self.schedule.order.registered = [unit.index for unit in in_order if unit.has_parameters]
         self.sync_max_reduce_inputs()
         if self.is_uneven or any(unit.is_conditional for unit in units):
             self._negotiate()

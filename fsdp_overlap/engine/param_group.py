@@ -329,6 +329,12 @@ class ParamGroup:
         return self.plan.specs[0].never_cast
 
     @property
+    def contents(self) -> str:
+        """Tell it from the other param groups of its unit."""
+        number = self.plan.specs[0].piece
+        return f"{self.dtypes}, piece {number}" if number else self.dtypes
+
+    @property
     def dtypes(self) -> str:
         """Name the dtypes at rest and in compute, and say if it was frozen when it was made."""
         dtypes = dict.fromkeys((self.shard.dtype, self.compute_dtype))

@@ -376,9 +376,8 @@ class Unit:
         self.name = name
         self.single_all_gather = [(name, self.param_groups)] if len(self.param_groups) == 1 else []
         for param_group in self.param_groups:
-            number = param_group.plan.specs[0].piece
-            contents = f"{param_group.dtypes}, piece {number}" if number else param_group.dtypes
-            param_group.label = name if len(self.param_groups) == 1 else f"{name} [{contents}]"
+            is_alone = len(self.param_groups) == 1
+            param_group.label = name if is_alone else f"{name} [{param_group.contents}]"
             param_group.full.when_freed = FREED.format(param_group.label)
 
     def connect(self) -> None:
@@ -733,12 +732,13 @@ def unit_names(units: Sequence[Unit]) -> dict[Unit, str]:
     return names
 
 
-def name_units(units: Sequence[Unit]) -> None:
-    """Find the root among ``units``, all units of a context, and name them as users know
-    them."""
+def name_units(units: Sequence[Unit]) -> list[Unit]:
+    """Find the root among ``units``, all units of a context, and name them as users know them.
+    Return them in the order in which modules register them."""
     names = unit_names(units)
     tops = [unit for unit in units if unit not in names]
     for unit in units:
         kind = unit.module_class_name
         unit.set_root(tops == [unit] and not unit.has_several_modules)
         unit.rename(names.get(unit) or (kind if unit.is_root else f"{kind}[{unit.index}]"))
+    return [*tops, *names]

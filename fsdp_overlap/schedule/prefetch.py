@@ -31,6 +31,8 @@ class ForwardOrder:
     is_recorded = False
     """Whether the pass under way is to be recorded: it enqueued all-gathers, so it runs on every
     rank."""
+    registered: Sequence[UnitIndex] = ()
+    """The order in which modules register the units, which predicts a pass if none is recorded."""
     _last_recorded: Sequence[UnitIndex] = ()
     _predicted: Sequence[UnitIndex] = ()
     _first = -1
@@ -44,7 +46,7 @@ class ForwardOrder:
         """Begin a new pass. ``first`` is the unit that begins it; passes are told apart by it."""
         if self.is_recorded:
             self._recorded[self._first] = self._last_recorded = self._running
-        self._predicted = self._recorded.get(first, self._last_recorded)
+        self._predicted = self._recorded.get(first, self._last_recorded or self.registered)
         self._first = first
         self._running = []
         self.is_recorded = False
@@ -119,6 +121,9 @@ class Prefetcher:
     _issued = 0
     """How many all-gathers were enqueued. By it :meth:`use` knows whether it enqueued any."""
     _waits_for_event = False
+    may_run_alone = False
+    """Whether only this rank may run the pass under way: it began with a unit that the user keeps
+    unsharded, and has gathered nothing."""
 
     def __init__(
         self, comm: CommOps, prefetch: int, stats: Stats, refs: UnitRefs, states: UnitStates
@@ -176,6 +181,8 @@ class Prefetcher:
             return self._issued != issued
         if delayed:
             self.flush()
+        if self.may_run_alone and self._issued == issued:
+            return False
         for index in upcoming:
             if len(ahead) + len(self._asked) >= self.prefetch:
                 break
@@ -295,9 +302,11 @@ class Prefetcher:
         self._note_edits(units)
         self._waits_for_event = True
 
-    def begin_pass(self, units: Iterable[ScheduledUnit]) -> None:
+    def begin_pass(self, units: Iterable[ScheduledUnit], is_of_root: bool = True) -> None:
         """Make the all-gathers of this pass see the edits of ``units`` made before it. If there
-        are none, they need not wait for compute: Note [between passes]."""
+        are none, they need not wait for compute: Note [between passes]. ``is_of_root``: whether the
+        root begins it."""
+        self.may_run_alone = not is_of_root
         if self._waits_for_event:
             self._waits_for_event = False
         elif self._note_edits(units):

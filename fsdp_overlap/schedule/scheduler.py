@@ -132,6 +132,7 @@ class Schedule:
             upcoming = self.order.visit(unit.index, self.prefetcher.prefetch)
             if self.prefetcher.use(unit, upcoming, unit.forward_prefetch):
                 self.order.is_recorded = True
+                self.prefetcher.may_run_alone = False
             unit.wait()
 
     def _prepare_pass(self, first: ScheduledUnit | None) -> None:
@@ -141,7 +142,7 @@ class Schedule:
         self.prefetcher.finish_pass(keep=first)
         if self.prefetcher.in_graphs:
             self.prefetcher.release_stale()
-        self.prefetcher.begin_pass(self._units())
+        self.prefetcher.begin_pass(self._units(), first is not None and first.is_root)
 
     def after_forward(
         self, unit: ScheduledUnit, module: int, raised: bool = False
@@ -218,8 +219,7 @@ class Schedule:
             self._end_pass(raised)
 
     def _end_pass(self, raised: bool) -> None:
-        has_grad = self._engine.is_grad_enabled() and not raised
-        self.prefetcher.finish_pass(backward_follows=has_grad)
+        self.prefetcher.finish_pass(self._engine.is_grad_enabled() and not raised)
 
     def is_in_use(self, unit: ScheduledUnit) -> bool:
         """Return whether a forward or backward of ``unit`` is under way. A module may call itself,

@@ -47,6 +47,8 @@ def test_the_gather_after_next_is_enqueued_after_release() -> None:
 
 def without_prediction() -> None:
     recorded = Recorded()
+    recorded.ctx.lazy_init()
+    recorded.ctx.schedule.order.registered = ()
     forward = recorded.recorded(recorded.forward)
     for index in range(2):
         enqueued = position(forward, "enqueue", layer(index + 1))
@@ -54,7 +56,7 @@ def without_prediction() -> None:
     assert recorded.ctx.stats.prefetch_hits == 0
 
 
-def test_delayed_release_alone_overlaps_in_the_first_forward() -> None:
+def test_delayed_release_alone_overlaps_where_no_order_is_known() -> None:
     run_on_fake_group(without_prediction, 2)
 
 

@@ -36,6 +36,8 @@ class Options(NamedTuple):
     has_empty_root: bool = False
     """Whether all parameters are other units'."""
     runs_ahead: bool = False
+    is_registered: bool = False
+    """Whether the first pass is predicted."""
 
     @property
     def reshards(self) -> bool:
@@ -288,6 +290,10 @@ class Rank:
             options.prefetch,
             prepares=False,
         )
+        if options.is_registered:
+            self.schedule.order.registered = [
+                unit.index for unit in self.units if unit.has_parameters
+            ]
         self.schedule.reducer.max_inputs = MAX_INPUTS if options.prefetch else 1
 
     @property
