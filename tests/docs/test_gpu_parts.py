@@ -80,7 +80,7 @@ def first_step() -> None:
     model = bench.new_ours()
     step = simulated_training.make_step(model, bench.batch)
     step()
-    gpu_parts.assert_nothing_was_predicted(model)
+    gpu_parts.assert_is_first_step(model)
     ours = gpu_parts.units_of(bench.models[gpu_parts.OURS])[0].context
     assert (
         gpu_parts.units_of(model)[0].context.comm_context.all_gather_stream
@@ -88,10 +88,10 @@ def first_step() -> None:
     )
     step()
     with pytest.raises(AssertionError, match="prefetch hits"):
-        gpu_parts.assert_nothing_was_predicted(model)
+        gpu_parts.assert_is_first_step(model)
 
 
-def test_a_first_step_is_one_of_which_nothing_was_predicted() -> None:
+def test_a_first_step_gathers_ahead_in_order_of_registration() -> None:
     run_ranks(first_step, 1)
 
 

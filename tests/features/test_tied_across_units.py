@@ -385,7 +385,7 @@ def without_a_gradient_on_one_rank() -> None:
     call first, and to the predictor's, which is open by then, again. No prefetch is lost by it."""
     units = ("embedding+head", "predictor", "layers.1", "layers.0")
     twins = Twins(Tied, partial(shard, units, True))
-    for skipping in (None, 0, 1):
+    for in_vain, skipping in ((1, None), (0, 0), (0, 1)):  # the first order is a guess
         tokens, _ = next(twins.batches(1))
         gathers = twins.ctx.stats.all_gathers
         total = tokens.new_zeros((), dtype=torch.float64)
@@ -393,7 +393,7 @@ def without_a_gradient_on_one_rank() -> None:
             total = total + run_some(twins.twin, rows, False, rank == skipping)
         run_some(twins.model, twins.mine(tokens), False, dist.get_rank() == skipping).backward()
         (total / 2).backward()
-        assert twins.ctx.stats.all_gathers - gathers <= 9
+        assert twins.ctx.stats.all_gathers - gathers <= 9 + in_vain
         twins.check_gradients()
         twins.step()
 

@@ -54,10 +54,10 @@ def expected(steps: int, every: int, blocks: int) -> dict[str, int]:
         # The first microbatch of two reduces nothing, and so needs no check.
         "reduce_scatters": steps * (blocks + 1),
         "order_checks": steps,
-        # Only the root's gather is not ahead, but for the first forward, which knows no order. A
-        # kept buffer is a hit too, but not the root's, which was in use all along.
-        "prefetch_hits": (forwards - 1) * blocks + backwards * blocks,
-        "prefetch_misses": forwards + blocks,
+        # Only the root's gather is not ahead. A kept buffer is a hit too, but not the root's, which
+        # was in use all along.
+        "prefetch_hits": (forwards + backwards) * blocks,
+        "prefetch_misses": forwards,
         "prefetches_unused": 0,
         "current_full_buffers": 0,
         "current_reduce_inputs": 0,
