@@ -120,24 +120,39 @@ class GpusLinkOnACpu(simulated_ranks.CudaLink):
     def __init__(self) -> None:
         self.gigabytes_per_s = 1.0
         self.sent = []
-        self.nanoseconds = 0
+        self.carried: list[int] = []
         self._free_at = torch.zeros(1)
         self.waiting_blocks, self._launches = 4, 0
-        self._over = torch.zeros(2 * simulated_link.WORDS, dtype=torch.int32)
+        self._over = torch.zeros(2 * simulated_link.RUNNING, dtype=torch.int32)
+        self._tables = {}
         self._kernels = {
             (name, size): partial(self._run, name, size)
             for name in ("ncclSimulatedAllGather", "ncclSimulatedReduceScatter")
-            for size in (1, 8)
+            for size in (1, 2, 4, 8)
         }
 
     def _run(self, name: str, size: int, grid: Any, block: Any, args: list[Any]) -> None:
-        target, source, _, over, words, world, nanoseconds, launch, waiting = args
-        assert (over.data_ptr() - self._over.data_ptr()) // 8 == launch % simulated_link.WORDS
+        whole, own, _, over, table, count, held, period, nanoseconds, launch, waiting = args
+        assert (over.data_ptr() - self._over.data_ptr()) // 8 == launch % simulated_link.RUNNING
         assert waiting == self.waiting_blocks
-        self.nanoseconds += nanoseconds
-        held = ctypes.string_at(source.data_ptr(), words * size)
-        for rank in range(world if name == "ncclSimulatedAllGather" else 1):
-            ctypes.memmove(target.data_ptr() + rank * len(held), held, len(held))
+        self.carried.append(nanoseconds)
+        places = [(whole.data_ptr() + start * size, words) for start, words in table.tolist()]
+        assert len(places) == count
+        longest = max(words for _, words in places)
+        if name == "ncclSimulatedReduceScatter":
+            assert period == longest
+            assert places[0][1] == held
+            ctypes.memmove(own.data_ptr(), places[0][0], held * size)
+            return
+        if held:
+            assert period % held == 0
+            assert period >= simulated_link.BLOCKS * simulated_link.THREADS
+        else:
+            assert period == longest
+        of_rank = ctypes.string_at(own.data_ptr(), held * size) if held else b"\0"
+        for start, words in places:
+            repeated = of_rank * -(-words * size // len(of_rank))
+            ctypes.memmove(start, repeated, words * size)
 
 
 def launches() -> None:
@@ -147,8 +162,30 @@ def launches() -> None:
     dist.init_process_group(simulated_ranks.BACKEND, store=store, rank=0, world_size=WORLD)
     values("cpu", link)
     values_of_lists("cpu", link)
-    # 1e9 bytes a second: a nanosecond for each.
-    assert link.nanoseconds == sum(transfer.nbytes for transfer in link.sent)
+    # One launch of each, also of ranges of different sizes. 1e9 bytes a second: a nanosecond for
+    # each.
+    assert link.carried == [transfer.nbytes for transfer in link.sent]
+
+
+def test_ranges_that_begin_anywhere_are_copied_in_the_widest_words() -> None:
+    link = GpusLinkOnACpu()
+    sizes = []
+    link._kernels = {
+        key: partial(lambda size, **_: sizes.append(size), key[1]) for key in link._kernels
+    }
+    for dtype, start, numels in (
+        (torch.float32, 0, (4, 6)),
+        (torch.float32, 0, (4, 5)),
+        (torch.float32, 1, (4, 6)),
+        (torch.bfloat16, 0, (4, 3)),
+        (torch.uint8, 0, (8, 1)),
+    ):
+        flat = torch.zeros(32, dtype=dtype)[start : start + sum(numels)]
+        link.fill("all_gather", flat.split(numels), flat[: numels[0]])
+    assert sizes == [8, 4, 4, 2, 1]
+    link.gigabytes_per_s = 1e-10
+    with pytest.raises(ValueError, match="too long to simulate"):
+        link.fill("all_gather", flat.split(numels), flat[: numels[0]])
 
 
 def test_the_kernels_for_a_gpu_are_launched_for_the_same_values_and_bytes() -> None:

@@ -1,5 +1,6 @@
 // What a simulated collective runs on a GPU (simulated_link.py). WORD is what a thread copies at once,
-// in gather and reduce. Rank 0 is us: the own range is first.
+// in gather and reduce. `ranges` has where the range of each of `count` ranks begins in `full` or
+// `whole`, and its words. Rank 0 is us: the own range is first.
 __device__ __forceinline__ unsigned long long now() {
     unsigned long long nanoseconds;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(nanoseconds));
@@ -38,31 +39,39 @@ __device__ __forceinline__ void stay(
     if (waiting > 1) __syncthreads();
 }
 
+// Ranks hold the `held` words of `shard`, repeated until their range is full; or zeros, if these are
+// none. `period` is a multiple of `held`, and of no fewer threads than there are.
 extern "C" __global__ void ncclSimulatedAllGather(
-    WORD* full, const WORD* shard, unsigned long long* link, int* over, int words, int world,
-    int nanoseconds, int launch, int waiting
+    WORD* full, const WORD* shard, unsigned long long* link, int* over, const long long* ranges,
+    int count, int held, int period, int nanoseconds, int launch, int waiting
 ) {
     const bool watches = blockIdx.x == 0 && threadIdx.x == 0;
     const unsigned long long end = watches && nanoseconds ? take(link, nanoseconds) : 0;
-    const long long step = (long long)gridDim.x * blockDim.x;
-    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < words; i += step) {
-        const WORD word = shard[i];
-        for (int rank = 0; rank < world; ++rank) full[(long long)rank * words + i] = word;
+    const unsigned step = gridDim.x * blockDim.x;
+    for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < period; i += step) {
+        const WORD word = held ? shard[i % held] : 0;
+        for (int rank = 0; rank < count; ++rank) {
+            WORD* range = full + ranges[2 * rank];
+            const long long words = ranges[2 * rank + 1];
+            for (long long at = i; at < words; at += period) range[at] = word;
+        }
     }
     stay(end, over, launch, waiting);
 }
 
+// `period`: the words of the longest range; `held`: of the own.
 extern "C" __global__ void ncclSimulatedReduceScatter(
-    WORD* own, const WORD* whole, unsigned long long* link, int* over, int words, int world,
-    int nanoseconds, int launch, int waiting
+    const WORD* whole, WORD* own, unsigned long long* link, int* over, const long long* ranges,
+    int count, int held, int period, int nanoseconds, int launch, int waiting
 ) {
     const bool watches = blockIdx.x == 0 && threadIdx.x == 0;
     const unsigned long long end = watches && nanoseconds ? take(link, nanoseconds) : 0;
-    const long long step = (long long)gridDim.x * blockDim.x;
+    const unsigned step = gridDim.x * blockDim.x;
     WORD others = 0;
-    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < words; i += step) {
-        for (int rank = 1; rank < world; ++rank) others ^= whole[(long long)rank * words + i];
-        own[i] = whole[i];
+    for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < period; i += step) {
+        for (int rank = 1; rank < count; ++rank)
+            if (i < ranges[2 * rank + 1]) others ^= whole[ranges[2 * rank] + i];
+        if (i < held) own[i] = whole[ranges[0] + i];
     }
     // Never so, which the compiler cannot know: what is read of the others must not be left out.
     if (nanoseconds < 0) own[0] = others;

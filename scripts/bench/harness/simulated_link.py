@@ -14,10 +14,22 @@ import torch
 
 BLOCKS = 32
 THREADS = 512
-WORDS = 1024
+RUNNING = 1024
+"""More kernels than may run at once."""
+WORDS = {
+    8: "unsigned long long",
+    4: "unsigned int",
+    2: "unsigned short",
+    1: "unsigned char",
+}
+"""What a thread copies at once, by bytes."""
 GATHER, REDUCE = "ncclSimulatedAllGather", "ncclSimulatedReduceScatter"
 
 KERNELS = Path(__file__).with_suffix(".cu").read_text()
+
+
+Ranges = tuple[tuple[int, int], ...]
+"""Of each rank, where its range begins and what it takes, in bytes."""
 
 
 class Transfer(NamedTuple):
@@ -93,76 +105,87 @@ class CudaLink(Link):
         super().__init__()
         self._free_at = torch.zeros(1, dtype=torch.int64, device="cuda")
         self._launches = 0
-        # Two words for each of the kernels that may run at once, which are far fewer.
-        self._over = torch.zeros(2 * WORDS, dtype=torch.int32, device="cuda")
+        self._over = torch.zeros(2 * RUNNING, dtype=torch.int32, device="cuda")
+        self._tables: dict[tuple[Ranges, int], torch.Tensor] = {}
         self._kernels = {
             (name, size): compile_kernel(name, word)
             for name in (GATHER, REDUCE)
-            for size, word in ((8, "unsigned long long"), (1, "unsigned char"))
+            for size, word in WORDS.items()
         }
         torch.cuda.synchronize()
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, world_size: int) -> None:
-        self.sent.append(Transfer("all_gather", full.nbytes - shard.nbytes))
-        self._launch(GATHER, full, shard, shard.nbytes, world_size, self.sent[-1].nbytes)
+        carried = full.nbytes - shard.nbytes
+        self._launch(GATHER, full, shard, equal_ranges(shard.nbytes, world_size), carried)
+        self.sent.append(Transfer("all_gather", carried))
 
     def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor, world_size: int) -> None:
-        self.sent.append(Transfer("reduce_scatter", whole.nbytes - own.nbytes))
-        self._launch(REDUCE, own, whole, own.nbytes, world_size, self.sent[-1].nbytes)
+        carried = whole.nbytes - own.nbytes
+        self._launch(REDUCE, whole, own, equal_ranges(own.nbytes, world_size), carried)
+        self.sent.append(Transfer("reduce_scatter", carried))
 
     def all_reduce(self, tensor: torch.Tensor, world_size: int) -> None:
-        self.sent.append(_all_reduce(tensor, world_size))
-        self._launch(REDUCE, tensor, tensor, tensor.nbytes, carried=self.sent[-1].nbytes)
+        transfer = _all_reduce(tensor, world_size)
+        self._launch(REDUCE, tensor, tensor, equal_ranges(tensor.nbytes, 1), transfer.nbytes)
+        self.sent.append(transfer)
 
     def fill(self, kind: str, ranges: Sequence[torch.Tensor], source: torch.Tensor) -> None:
-        self.sent.append(_of_others(kind, ranges))
-        for index, target in enumerate(ranges):
-            carried = target.nbytes if index else 0
-            if not source.nbytes:
-                self._launch(GATHER, target.zero_(), target, target.nbytes, 1, carried)
-                continue
-            copies, rest = divmod(target.nbytes, source.nbytes)
-            self._launch(GATHER, target, source, source.nbytes, copies, carried)
-            self._launch(
-                GATHER, target.view(-1)[target.numel() - rest // target.itemsize :], source, rest
-            )
+        self._carry(GATHER, _of_others(kind, ranges), ranges, source)
 
     def read(self, kind: str, own: torch.Tensor, ranges: Sequence[torch.Tensor]) -> None:
-        self.sent.append(_of_others(kind, ranges))
-        self._launch(REDUCE, own, ranges[0], own.nbytes)
-        for others in ranges[1:]:  # read, and written back as they are
-            self._launch(REDUCE, others, others, others.nbytes, carried=others.nbytes)
+        self._carry(REDUCE, _of_others(kind, ranges), ranges, own)
+
+    def _carry(
+        self, name: str, transfer: Transfer, ranges: Sequence[torch.Tensor], own: torch.Tensor
+    ) -> None:
+        first = next((held for held in ranges if held.numel()), own)
+        places = tuple(
+            (held.data_ptr() - first.data_ptr(), held.nbytes) if held.numel() else (0, 0)
+            for held in ranges
+        )
+        self._launch(name, first, own, places, transfer.nbytes)
+        self.sent.append(transfer)
 
     def _launch(
-        self,
-        name: str,
-        target: torch.Tensor,
-        source: torch.Tensor,
-        nbytes: int,
-        ranges: int = 1,
-        carried: int = 0,
+        self, name: str, whole: torch.Tensor, own: torch.Tensor, ranges: Ranges, carried: int
     ) -> None:
-        """Works on `ranges` of `nbytes`, and lasts as long as `carried` bytes need."""
-        addresses = target.data_ptr() | source.data_ptr() | nbytes
-        size = 1 if addresses % 8 else 8
+        """Works on `ranges`, whose places are counted from `whole`, in one launch that lasts as
+        long as `carried` bytes need."""
+        longest = max(nbytes for _, nbytes in ranges)
+        bits = whole.data_ptr() | own.data_ptr() | own.nbytes
+        for offset, nbytes in ranges:
+            bits |= offset | nbytes
+        size = min(8, bits & -bits or 8)  # which divides all of them
+        held, period = own.nbytes // size, longest // size
+        if name == GATHER and held:
+            period = held * -(-BLOCKS * THREADS // held)
         nanoseconds = round(_seconds(carried, self.gigabytes_per_s) * 1e9)
-        if max(nbytes // size, nanoseconds) >= 2**31:  # the kernels' arguments are C's int
+        if max(period, nanoseconds) >= 2**31:  # the kernels' arguments are C's int
             raise ValueError(
                 f"a transfer of {carried} bytes at {self.gigabytes_per_s} GB/s is too long "
                 "to simulate: use smaller units, or more gigabytes_per_s"
             )
-        if not (nbytes or nanoseconds):
+        if not (longest or nanoseconds):
             return
         self._launches += 1
-        words, over = nbytes // size, self._over[2 * (self._launches % WORDS) :]
+        over = self._over[2 * (self._launches % RUNNING) :]
         self._kernels[name, size](
             grid=(BLOCKS, 1, 1),
             block=(THREADS, 1, 1),
             args=[
-                *(target, source, self._free_at, over, words, ranges, nanoseconds),
-                *(self._launches, self.waiting_blocks),
+                *(whole, own, self._free_at, over, self._table(ranges, size), len(ranges)),
+                *(held, period, nanoseconds, self._launches, self.waiting_blocks),
             ],
         )
+
+    def _table(self, ranges: Ranges, size: int) -> torch.Tensor:
+        """The ranges in words, on the GPU, where they are copied once."""
+        found = self._tables.get((ranges, size))
+        if found is None:
+            words = [(offset // size, nbytes // size) for offset, nbytes in ranges]
+            found = torch.tensor(words, dtype=torch.int64, device=self._free_at.device)
+            self._tables[ranges, size] = found
+        return found
 
 
 @cache
@@ -174,6 +197,11 @@ def compile_kernel(name: str, word: str) -> Callable[..., None]:
         # torch wants to know where a toolkit's headers are, none of which is included.
         cpp_extension.CUDA_HOME = "/usr"
     return torch.cuda._compile_kernel(KERNELS.replace("WORD", word), name)
+
+
+@cache
+def equal_ranges(nbytes: int, world_size: int) -> Ranges:
+    return tuple((rank * nbytes, nbytes) for rank in range(world_size))
 
 
 def repeated(held: torch.Tensor, numel: int) -> torch.Tensor:

@@ -30,7 +30,7 @@ honest:
   does.
 
 What is not simulated: a slower rank, and the latency of a message. On a GPU a collective is one
-kernel, and one or two for each range of a list. `simulated_link.BLOCKS` blocks copy; then
+kernel, also that of ranges of different sizes. `simulated_link.BLOCKS` blocks copy; then
 `link.waiting_blocks` of them watch the GPU's own nanosecond clock until the transfer ends (clocks
 of multiprocessors slow down under load). Its name begins with `nccl`, by which traces know a
 collective. On a CPU it sleeps in the caller's time, which says nothing about overlap.
