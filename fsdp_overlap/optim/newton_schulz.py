@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, Protocol
 
 import torch
 
@@ -41,6 +43,10 @@ _EXPONENTS = {
     torch.float32: (torch.int32, 0x7F80_0000),
     torch.float64: (torch.int64, 0x7FF0_0000_0000_0000),
 }
+
+# Smaller batches than these do not fill a GPU with tiles of their symmetric products.
+_KERNEL_ROWS = 512
+_KERNEL_ELEMENTS = 1 << 22
 
 # The largest error of a singular value's square that a segment of steps may end with. It is less
 # than the error that Newton-Schulz itself leaves.
@@ -134,20 +140,74 @@ def _segments(steps: Sequence[Polynomial], most: float) -> Iterator[Sequence[Pol
     yield steps[first:]
 
 
+class SymmetricProduct(Protocol):
+    """Returns ``alpha * left @ right + beta * added`` of a batch, which is symmetric."""
+
+    def __call__(
+        self,
+        left: torch.Tensor,
+        right: torch.Tensor,
+        added: torch.Tensor | None = None,
+        *,
+        beta: float = 1.0,
+        alpha: float = 1.0,
+    ) -> torch.Tensor: ...
+
+
 def _advance(x: torch.Tensor, steps: Sequence[Polynomial]) -> torch.Tensor:
     """Return ``x`` after ``steps``, each of which multiplies it by a polynomial of its Gram
     matrix."""
-    gram = torch.bmm(x, x.mT)
+    symmetric = _symmetric_product_for(x)
+    gram = symmetric(x, x.mT)
     factor = x
     for index, (a, b, c) in enumerate(steps):
-        change = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        change = symmetric(gram, gram, gram, beta=b, alpha=c)
         is_last = index == len(steps) - 1
-        if index == 0 and not is_last:
+        if index:  # polynomials of one matrix, whose products are symmetric
+            factor = symmetric(change, factor, factor, beta=a)
+        elif is_last:
+            factor = torch.baddbmm(factor, change, factor, beta=a)
+        else:
             factor = change.clone()
             factor.diagonal(dim1=1, dim2=2).add_(a)
-        else:
-            factor = torch.baddbmm(factor, change, factor, beta=a)
         if not is_last:
-            half = torch.baddbmm(gram, change, gram, beta=a)
-            gram = torch.baddbmm(half, half, change, beta=a)
+            half = symmetric(change, gram, gram, beta=a)
+            gram = symmetric(half, change, half, beta=a)
     return factor if len(steps) == 1 else torch.bmm(factor, x)
+
+
+def _symmetric_product_for(x: torch.Tensor) -> SymmetricProduct:
+    """Return what is fastest for matrices with as many rows as those of ``x``."""
+    count, rows, columns = x.shape
+    if (
+        x.device.type == "cuda"
+        and torch.version.hip is None
+        and x.itemsize == 2
+        and rows >= _KERNEL_ROWS
+        and count * rows * rows >= _KERNEL_ELEMENTS
+        and rows * columns < 2**31
+        and _has_triton()
+    ):
+        from fsdp_overlap.optim import symmetric_products
+
+        if symmetric_products.works_on(x.device):
+            return symmetric_products.symmetric_product
+    return _whole_product
+
+
+def _whole_product(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    added: torch.Tensor | None = None,
+    *,
+    beta: float = 1.0,
+    alpha: float = 1.0,
+) -> torch.Tensor:
+    if added is None:
+        return torch.bmm(left, right)
+    return torch.baddbmm(added, left, right, beta=beta, alpha=alpha)
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
