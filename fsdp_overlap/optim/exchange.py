@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_overlap.comm.collectives import all_to_all
-from fsdp_overlap.comm.comm_streams import CommStream
+from fsdp_overlap.comm.comm_streams import CommStream, has_streams
 from fsdp_overlap.optim.matrices import (
     MatrixBatch,
     MatrixChunk,
@@ -28,8 +28,16 @@ from fsdp_overlap.optim.matrices import (
 )
 
 # The elements that an owner gets in a round: enough for an efficient message, and few enough for
-# several rounds. Matrices that are assigned together may have more.
+# several rounds. Matrices that are assigned together may have more. An accelerator's rounds fill it
+# with products, which hide longer messages.
 ROUND_ELEMENTS = 1 << 21
+ACCELERATOR_ROUND_ELEMENTS = 1 << 24
+
+
+def round_elements(device: torch.device) -> int:
+    """Return the elements that an owner gets in a round. It depends on the type of ``device``
+    alone, so that all ranks of a mesh plan the same rounds."""
+    return ACCELERATOR_ROUND_ELEMENTS if has_streams(device) else ROUND_ELEMENTS
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from fsdp_overlap.comm.comm_streams import current_device, has_streams, streams_of
-from fsdp_overlap.optim import exchange
 from fsdp_overlap.optim.adamw import AdamW, FusedAdamW
-from fsdp_overlap.optim.exchange import plan_rounds, run_rounds
+from fsdp_overlap.optim.exchange import plan_rounds, round_elements, run_rounds
 from fsdp_overlap.optim.matrices import Split
 from fsdp_overlap.optim.matrix_param_groups import (
     check_matrices,
@@ -363,7 +362,8 @@ class Muon(torch.optim.Optimizer):
         comm_stream = self._owner_groups.comm_stream_of(options.device)
         self._owner_groups.begin_step(owner_group)
         group = owner_group.group
-        for assignments in plan_rounds(partitions, group.size(), exchange.ROUND_ELEMENTS):
+        size = round_elements(options.device)
+        for assignments in plan_rounds(partitions, group.size(), size):
             yield DirectionExchange(members, options, assignments, group, comm_stream)
 
 

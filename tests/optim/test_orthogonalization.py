@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_overlap.optim import newton_schulz
-from fsdp_overlap.optim.exchange import plan_rounds
+from fsdp_overlap.optim import Muon, exchange, newton_schulz
+from fsdp_overlap.optim.exchange import Exchange, plan_rounds, round_elements
 from fsdp_overlap.optim.matrices import (
     ShardRange,
     Split,
@@ -24,6 +24,8 @@ from fsdp_overlap.optim.matrices import (
 from fsdp_overlap.optim.newton_schulz import COEFFICIENTS, orthogonalize, polynomials
 from fsdp_overlap.optim.orthogonalization import chunk_views
 from fsdp_overlap.tensor.tiles import Tile
+from fsdp_overlap.tools.emulator import fake_ranks
+from support.emulated import run, trained
 
 # The products
 
@@ -241,3 +243,19 @@ def test_owners_of_cut_matrices_are_balanced(
                 assignment.matrices.numel for assignment in assignments if assignment.owner == owner
             ]
             assert len(share) <= 1 or sum(share) <= round_elements
+
+
+def test_ranks_plan_rounds_by_the_type_of_their_devices() -> None:
+    devices = [torch.device(name) for name in ("cuda:0", "cuda:7", "cuda")]
+    assert {round_elements(device) for device in devices} == {exchange.ACCELERATOR_ROUND_ELEMENTS}
+    assert round_elements(torch.device("cpu")) == exchange.ROUND_ELEMENTS
+    rounds = []
+    for elements in (60, exchange.ACCELERATOR_ROUND_ELEMENTS):
+        with (
+            fake_ranks(4),
+            patch.object(exchange, "ACCELERATOR_ROUND_ELEMENTS", elements),
+            patch.object(Exchange, "start", autospec=True, side_effect=Exchange.start) as start,
+        ):
+            run(trained(steps=1, optimizer=Muon))
+        rounds.append(start.call_count)
+    assert rounds[0] > rounds[1] == 1

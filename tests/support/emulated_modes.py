@@ -57,7 +57,7 @@ def mode(program: Callable[[], object]) -> Callable[[], object]:
 
 @mode
 def muon_in_rounds() -> None:
-    with patch.object(exchange, "ROUND_ELEMENTS", 60):
+    with patch.object(exchange, "ACCELERATOR_ROUND_ELEMENTS", 60):
         for dims in ((4,), (2, 2)):  # matrices that are cut, and copies of whole ones
             Program(dims=dims, optimizer=Muon, build=partial(Model, layers=6)).train(1)
 
