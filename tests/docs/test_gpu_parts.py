@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import sys
 import time
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +22,7 @@ import gpu_suite
 import gpu_tests
 import llama
 import memory
+import predicted_llama
 from fsdp_overlap.tools.emulator import EmulatedDevice, fake_ranks, running
 from fsdp_overlap.tools.profiling import Report
 from harness import simulated_training, traces
@@ -308,3 +313,22 @@ def test_a_system_that_raises_is_left_out_of_the_table() -> None:
         *(llama.OURS, llama.OURS, llama.UNSHARDED),
     ]
     assert systems == {llama.UNSHARDED, llama.OURS}
+
+
+def predicted(*arguments: str) -> dict[str, list[float]]:
+    """The figures of each row: milliseconds of a step, of its compute and exposed ones, GiB."""
+    argv = ["predicted_llama.py", "--model", "tiny", *arguments]
+    with patch.object(sys, "argv", argv), redirect_stdout(StringIO()) as shown:
+        predicted_llama.main()
+    _, _, *rows = (line.strip("| ").split("|") for line in shown.getvalue().splitlines())
+    return {name.strip(): [float(cell) for cell in cells] for name, *cells in rows}
+
+
+def test_the_table_is_predicted_without_a_gpu() -> None:
+    rates = ["--gigabytes-per-s", "0.001"]
+    rows = predicted(*rates)
+    assert [*rows] == [*predicted_llama.SYSTEMS]
+    assert all(exposed > 0 for _, _, exposed, _ in rows.values())
+    by_range = predicted(*rates, "--range-us", "5000")
+    exposes_more = {name for name in rows if by_range[name][2] > rows[name][2] + 10}
+    assert exposes_more == {llama.WHOLE}  # of which alone shards are ragged
