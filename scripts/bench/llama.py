@@ -53,6 +53,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fsdp_overlap
 import fsdp_overlap.optim
 from fsdp_overlap.layout import Flat, Layout, TensorAtomic
+from fsdp_overlap.optim import newton_schulz
 from harness import options, output, simulated_ranks, traces, turns
 from harness.measurement import Measurement
 from harness.runner import Results
@@ -179,6 +180,15 @@ def own_muon(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [fsdp_overlap.optim.Muon(model, lr=LR)]
 
 
+def muon_by_torch(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Its symmetric products are torch's, which compute all of them."""
+    muon = fsdp_overlap.optim.Muon(model, lr=LR)
+    products = newton_schulz._whole_product
+    by_torch = patch.object(newton_schulz, "_symmetric_product_for", lambda x: products)
+    muon.step = by_torch(muon.step)
+    return [muon]
+
+
 def own_adamw(model: nn.Module, **settings: Any) -> list[torch.optim.Optimizer]:
     return [fsdp_overlap.optim.AdamW(model.parameters(), lr=LR, **settings)]
 
@@ -225,6 +235,7 @@ def ours(
 FP8 = fsdp_overlap.QuantizedCommPolicy(torch.float8_e4m3fn, torch.float8_e4m3fn)
 HOST = fsdp_overlap.CPUOffloadPolicy()
 WHOLE, FLAT = "ours, Muon, whole matrices", "ours, Muon, flat shards"
+BY_TORCH = "ours, Muon, whole matrices, torch's products"
 SYSTEMS: dict[str, Build] = {
     UNSHARDED: unsharded,
     DDP: ddp,
@@ -236,6 +247,7 @@ SYSTEMS: dict[str, Build] = {
     "unsharded, torch's Muon": partial(unsharded, optimizers=torchs_muon),
     "FSDP2, torch's Muon": partial(torchs, optimizers=torchs_muon),
     WHOLE: partial(ours, optimizers=own_muon, layout=TensorAtomic()),
+    BY_TORCH: partial(ours, optimizers=muon_by_torch, layout=TensorAtomic()),
     FLAT: partial(ours, optimizers=own_muon),
     "FSDP2, offloaded": partial(torchs, offload_policy=fsdp2.CPUOffloadPolicy()),
     "ours, offloaded": partial(ours, offload_policy=HOST),
@@ -245,8 +257,10 @@ SYSTEMS: dict[str, Build] = {
         offload_policy=HOST,
     ),
 }
-ON_CUDA = tuple(name for name in SYSTEMS if "offloaded" in name or "captured" in name)
-"""A CPU's parameters are there already, and it has no graphs."""
+ON_CUDA = tuple(
+    name for name in SYSTEMS if "offloaded" in name or "captured" in name or name == BY_TORCH
+)
+"""A CPU's parameters are there already, it has no graphs, and its products are torch's."""
 
 
 # ---------------------------------------------------------------- samples
@@ -395,6 +409,7 @@ RATIOS = [
     ("step", WHOLE, "FSDP2, torch's Muon"),
     ("step", FLAT, "FSDP2, torch's Muon"),
     ("optimizer", WHOLE, "unsharded, torch's Muon"),
+    ("optimizer", WHOLE, BY_TORCH),
     ("optimizer", FLAT, "unsharded, torch's Muon"),
     ("step", "ours, offloaded", "FSDP2, offloaded"),
     ("step", "ours, offloaded, overlapped", "FSDP2, offloaded"),
