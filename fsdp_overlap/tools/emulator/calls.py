@@ -252,7 +252,7 @@ class Calls(TorchFunctionMode):
         return self._with_memory(False, True, tensor.clone)
 
     def _is_pinned(self, func: Any, tensor: torch.Tensor, *args: Any) -> bool:
-        return self.device.memory_of(tensor).is_pinned
+        return self.device.is_pinned(tensor)
 
     def _read(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Let the host read values without an operation that the dispatcher sees."""

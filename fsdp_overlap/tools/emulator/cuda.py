@@ -265,15 +265,13 @@ _SUBMODULES: dict[str, dict[str, Any]] = {
 """The modules in ``torch.cuda`` that programs name, and what they have beside its functions."""
 
 
-class _Runtime:
-    """What ``torch.cuda.cudart()`` returns: functions that do nothing, and succeed."""
+class _Runtime(torch_module._Runtime):
+    """What ``torch.cuda.cudart()`` returns. Other functions do nothing, and succeed."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name == "cudaMemGetInfo":
             return _mem_get_info
-        if name in ("cudaProfilerStart", "cudaProfilerStop", "cudaHostRegister"):
-            return lambda *_: 0
-        if name in ("cudaHostUnregister", "cudaDeviceSynchronize"):
+        if name in ("cudaProfilerStart", "cudaProfilerStop", "cudaDeviceSynchronize"):
             return lambda *_: 0
         raise NotEmulated(f"torch.cuda.cudart().{name}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -197,6 +197,15 @@ class EmulatedDevice:
         """Has the device's memory, and counts it."""
         self.on_host = self.peak_on_host = 0
         """The bytes of the host's tensors that were made, and the most that there were at once."""
+        self.pinned = 0
+        """The bytes of pinned memory that were taken from the host: what torch's allocator has, in
+        use or kept, and what the program has registered."""
+        self._free_pinned: Counter[int] = Counter()
+        """How many blocks of a size torch's allocator of pinned memory keeps."""
+        self._registered: dict[int, int] = {}
+        """The bytes of memory that the program has pinned, by its address."""
+        self.copied_to_device = self.copied_to_host = 0
+        """The bytes that copies have moved between the host and the device."""
         self._found = Findings(allow)
         self.findings = self._found.faults
         """What is wrong so far."""
@@ -506,6 +515,38 @@ class EmulatedDevice:
         memory.is_freed = nbytes == 0
         self._give(memory, nbytes)
 
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor`` lies in memory of the host that the device itself can read."""
+        if self.memory_of(tensor).is_pinned:
+            return True
+        address = tensor.untyped_storage().data_ptr() if self._registered else 0
+        ranges = self._registered.items()
+        return any(start <= address < start + nbytes for start, nbytes in ranges)
+
+    @_locked
+    def pin(self, address: int, nbytes: int) -> bool:
+        """Note that the program pins memory of its own. Return whether it may."""
+        if address in self._registered:
+            return False
+        self._registered[address] = nbytes
+        self.pinned += nbytes
+        return True
+
+    @_locked
+    def unpin(self, address: int) -> bool:
+        """Note that the program no longer needs it pinned. Return whether it was."""
+        nbytes = self._registered.pop(address, None)
+        self.pinned -= nbytes or 0
+        return nbytes is not None
+
+    @_locked
+    def count_copy(self, nbytes: int, to_device: bool) -> None:
+        """Count what a copy moves between the host and the device."""
+        if to_device:
+            self.copied_to_device += nbytes
+        else:
+            self.copied_to_host += nbytes
+
     def note_empty(self, tensors: Sequence[torch.Tensor]) -> None:
         """Note that a program has taken memory that it will write later."""
 
@@ -555,7 +596,16 @@ class EmulatedDevice:
         elif not memory.is_on_device:
             self.on_host += nbytes
             self.peak_on_host = max(self.peak_on_host, self.on_host)
+            if memory.is_pinned and nbytes:
+                self._take_pinned(_pinned_block(nbytes))
         memory.nbytes = nbytes
+
+    def _take_pinned(self, block: int) -> None:
+        """Take a block from torch's allocator of pinned memory, which keeps what is freed."""
+        if self._free_pinned[block]:
+            self._free_pinned[block] -= 1
+        else:
+            self.pinned += block
 
     def _take(self, memory: TrackedMemory) -> None:
         block = self._blocks.pop(memory, None)
@@ -564,6 +614,8 @@ class EmulatedDevice:
         left = memory.hand_over()
         if not memory.is_on_device:
             self.on_host -= memory.nbytes
+            if memory.is_pinned and memory.nbytes:
+                self._free_pinned[_pinned_block(memory.nbytes)] += 1
         if block is not None:
             self.allocator.free(block, left, used, lambda: all(map(self.is_done, moments)))
 
@@ -583,6 +635,11 @@ class EmulatedDevice:
     def _take_from_dead(self) -> None:
         while self._dead:
             self._take(self._dead.popleft())
+
+
+def _pinned_block(nbytes: int) -> int:
+    """Return what torch's allocator of pinned memory takes for ``nbytes``: a power of two."""
+    return 1 << (nbytes - 1).bit_length()
 
 
 def compare_issued(ranks: Sequence[Sequence[IssuedCollective]]) -> Finding | None:

@@ -267,6 +267,8 @@ class Dispatch(TorchDispatchMode):
         crossing = self._crossing(about, reads, writes)
         does_not_wait = about.non_blocking >= 0 and bool(values[about.non_blocking])
         not_direct = [c for c in crossing if not (does_not_wait and self._is_direct(c))]
+        for copy in crossing:
+            device.count_copy(copy.on_host.nbytes, copy.to_device)
         if crossing:
             staged = [c.on_host for c in not_direct if does_not_wait and c.to_device]
         else:  # numbers
@@ -353,7 +355,7 @@ class Dispatch(TorchDispatchMode):
         wait for the copy, and CUDA does not promise that it does."""
         host = crossing.on_host
         # torch copies what is not contiguous by way of pageable memory.
-        return self.device.memory_of(host).is_pinned and host.is_contiguous()
+        return self.device.is_pinned(host) and host.is_contiguous()
 
 
 @contextmanager

@@ -391,6 +391,20 @@ def _index(device: object) -> int:
     return current_device() if index is None else cast("int", index)
 
 
+class _Runtime:
+    """Functions of CUDA's runtime, which return an error, or 0."""
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+        return 0 if active().pin(address, nbytes) else 712
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        return 0 if not _active or active().unpin(address) else 713
+
+
+def cudart() -> _Runtime:
+    return _Runtime()
+
+
 def get_rng_state(device: object = None) -> torch.Tensor:
     # Operations run on the host, and so draw from its generator.
     return torch.get_rng_state()

@@ -172,6 +172,30 @@ def test_an_event_from_before_a_copy_tells_nothing_of_it(device: EmulatedDevice)
     assert kinds(device) == ["race"]
 
 
+def test_pinned_blocks_are_powers_of_two_unless_registered(device: EmulatedDevice) -> None:
+    """torch's allocator keeps them for what comes next. Registered memory is as large as it is."""
+    kept = torch.empty(1025, dtype=torch.uint8, pin_memory=True)
+    assert device.pinned == 2048
+    del kept
+    assert torch.empty(2000, dtype=torch.uint8, pin_memory=True).is_pinned()
+    assert device.pinned == 2048
+    own = torch.ones(1025, dtype=torch.uint8)
+    runtime = torch.get_device_module("emulated").cudart()
+    assert not own.is_pinned()
+    assert runtime.cudaHostRegister(own.data_ptr(), own.nbytes, 0) == 0
+    assert runtime.cudaHostRegister(own.data_ptr(), own.nbytes, 0) != 0
+    assert own[5:].is_pinned()
+    assert device.pinned == 2048 + 1025
+    on_device = own.to(HERE, non_blocking=True)
+    assert device.copied_to_device == 1025
+    assert not device.syncs
+    on_device.cpu()
+    assert device.copied_to_host == 1025
+    assert runtime.cudaHostUnregister(own.data_ptr()) == 0
+    assert runtime.cudaHostUnregister(own.data_ptr()) != 0
+    assert device.pinned == 2048
+
+
 def test_to_pins_what_it_does_not_wait_for_and_nothing_else(device: EmulatedDevice) -> None:
     source = torch.ones(8, device=HERE)
     assert source.to("cpu", non_blocking=True).is_pinned()
