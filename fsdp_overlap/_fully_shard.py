@@ -514,27 +514,24 @@ def _class_for_rows(plan: Plan) -> type[ParamGroup]:
 
 def _choose_strategies(param_group: ParamGroup, options: UnitOptions) -> None:
     """Give a param group what makes its gradients and its gatherer, if these are no plain ones."""
-    mesh_info = param_group.mesh_info
+    mesh_info, is_on_host = param_group.mesh_info, param_group.storage.is_on_host
     if (
         param_group.is_tensor_parallel
         or param_group.is_extension
         or mesh_info.num_replicas > 1
-        or param_group.storage.is_on_host
+        or is_on_host
     ):
         param_group.make_gradients = _gradients_class(param_group)
-    if mesh_info.shards_replicas or type(options.reshard_after_forward) is int:
+    if is_on_host or mesh_info.shards_replicas or type(options.reshard_after_forward) is int:
         param_group.make_gatherer = _gatherer_of(mesh_info)
 
 
 def _gatherer_of(mesh_info: MeshInfo) -> MakeGatherer:
-    """Return what makes gatherers where replicas divide shards, or neighbors keep parts."""
-    if mesh_info.shards_replicas:
-        from fsdp_overlap.features import outer_shard
+    """Return what makes gatherers where replicas divide shards, neighbors keep parts, or shards
+    rest on the host."""
+    from fsdp_overlap.features import kept_parts, outer_shard
 
-        return outer_shard.make_gatherer
-    from fsdp_overlap.features import kept_parts
-
-    return kept_parts.make_gatherer
+    return outer_shard.make_gatherer if mesh_info.shards_replicas else kept_parts.make_gatherer
 
 
 def _gradients_class(param_group: ParamGroup) -> type[ParamGroupGradients]:

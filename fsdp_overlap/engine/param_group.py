@@ -205,6 +205,10 @@ class ParamGroup:
     _work: WorkHandle | None = None
     _before: ParamGroupState | None = None
     """The state before a gather that is being issued."""
+    compute_copy: Any = None
+    """A copy of the shard in the dtype of compute, if all-gathers read that."""
+    reading: WorkHandle | None = None
+    """The last all-gather that reads a shard on the host."""
     counters: VersionCounters
     """Those of the unsharded parameters, which autograd must not read unless they are there."""
     transport: Transport | None = None
@@ -518,7 +522,7 @@ class ParamGroup:
         self._before = None
         self.gathered_version = self.edits.values + self.shard._version  # as version, in each step
         if self.storage.is_on_host:
-            self.mesh_info.reading = work
+            self.mesh_info.reading = self.reading = work
 
     def gather_tensors(self) -> GatherTensors | None:
         """Return what its all-gather fills and sends, if NCCL can run it as one with others of the

@@ -156,7 +156,7 @@ def _share_shard(parameter: Any, param_group: ParamGroup) -> None:
         memory = old.as_strided((room,), (1,), 0)
     else:
         assert not owner.shares_shard
-        memory = old.new_zeros(first + count, pin_memory=old.is_pinned())
+        memory = owner.storage.empty(first + count, old.dtype, owner.device).zero_()
     owner.shard, param_group.shard = memory[:numel], memory[first : first + count]
     owner.shard.copy_(old)
     for sharded, (start, size) in zip(owner.sharded_parameters, places, strict=True):

@@ -14,7 +14,8 @@ from fsdp_overlap.comm.collectives import choose
 from fsdp_overlap.comm.comm_streams import CollectiveOp, CommStream, PendingCollective
 from fsdp_overlap.comm.process_groups import alive
 from fsdp_overlap.engine.mesh import MeshInfo
-from fsdp_overlap.engine.param_group import DIRECT, Gatherer, ParamGroup
+from fsdp_overlap.engine.param_group import Gatherer, ParamGroup
+from fsdp_overlap.features.offload import gatherer_of_shard
 from fsdp_overlap.layout import ParamGroupPlan
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 from fsdp_overlap.torch_internals import current_graph_task_id
@@ -104,7 +105,8 @@ class FromNeighbors(Gatherer):
 def make_gatherer(param_group: ParamGroup, size: int | None) -> Gatherer:
     """Return the gatherer of a param group of which ``size`` neighbors keep a part each, if any
     do."""
-    return DIRECT if size is None else FromNeighbors(DIRECT, param_group, size)
+    gatherer = gatherer_of_shard(param_group)
+    return gatherer if size is None else FromNeighbors(gatherer, param_group, size)
 
 
 def neighbors_group(mesh_info: MeshInfo, size: int) -> dist.ProcessGroup:

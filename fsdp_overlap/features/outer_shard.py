@@ -14,6 +14,7 @@ from fsdp_overlap.comm.collectives import choose
 from fsdp_overlap.comm.comm_streams import CollectiveOp, CommStream, PendingCollective, WorkHandle
 from fsdp_overlap.engine.param_group import Gatherer, ParamGroup
 from fsdp_overlap.features.kept_parts import FromNeighbors
+from fsdp_overlap.features.offload import gatherer_of_shard
 from fsdp_overlap.layout import ParamGroupPlan
 from fsdp_overlap.tensor.flat_buffer import FlatBuffer
 
@@ -37,6 +38,7 @@ class OuterShard(Gatherer):
         numels = param_group.plan.shard_numels[first : first + mesh_info.num_replicas]
         self.plan = plan = ParamGroupPlan((), (), numels)
         self.collectives = choose(group, mesh_info.device.type, plan)
+        self._of_part = gatherer_of_shard(param_group)
         self.full_shard = FlatBuffer(plan, param_group.compute_dtype, param_group.device)
         self._work: WorkHandle | None = None
         self._version = -1
@@ -59,16 +61,15 @@ class OuterShard(Gatherer):
         comm_stream.after_compute()
         if not self.full_shard.allocated:
             comm_stream.allocate(self.param_group.label, self.full_shard)
-        version = self.param_group.version
-        issue = partial(
-            self.collectives.all_gather, self.full_shard.flat, self.param_group.shard, group
-        )
+        version, part = self.param_group.version, self._of_part.source(self.param_group)
+        issue = partial(self.collectives.all_gather, self.full_shard.flat, part, group)
         self._work = comm_stream.enqueue(
             "copies_all_gather",
             self.param_group.label,
             issue,
             nbytes=self.full_shard.nbytes_of_others(group.rank()),
         )
+        self.param_group.reading = self._work
         self._version = version
 
     def wait_for_prepared(self) -> None:

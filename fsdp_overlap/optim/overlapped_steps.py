@@ -18,7 +18,6 @@ from fsdp_overlap.engine.mesh import ParamGroupEdits
 from fsdp_overlap.engine.param_group import ParamGroup
 from fsdp_overlap.engine.unit import unit_of_edits
 from fsdp_overlap.features.cuda_graphs.graphs import refuse_in_capture
-from fsdp_overlap.features.offload import HostStorage
 from fsdp_overlap.optim.clipping import (
     clip_coefficient,
     flat_gradients,
@@ -179,9 +178,7 @@ class GradientBuffers:
         while self._free and self._allocated + nbytes > self._limit:
             self._allocated -= self._free.pop().numel()
         self._allocated += nbytes
-        assert isinstance(param_group.storage, HostStorage)
-        pin = param_group.storage.pin_memory
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin)
+        return param_group.storage.empty(nbytes, torch.uint8, param_group.device)
 
     def _give_back(self, nbytes: int, memory: torch.Tensor | None) -> None:
         with self._thread.changed:

@@ -5,33 +5,19 @@ test_cuda_offload does the same for real."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from functools import partial
-from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from fsdp_overlap import CPUOffloadPolicy, FsdpContext, RaggedDTensor, _fully_shard
-from fsdp_overlap.features.offload import HostStorage
-from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_, contiguous
-from fsdp_overlap.tensor import creation, sums_and_norms
+from fsdp_overlap import CPUOffloadPolicy, FsdpContext, RaggedDTensor
+from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
+from support.pretended_offload import pretending
 from support.ranks import run_ranks
 from support.recorded import Entry, RecordingCommStream
 from support.twins import Twins
 from support.zoo import Model, shard_layers
-
-
-@contextmanager
-def pretending() -> Iterator[None]:
-    storage = HostStorage(pin_memory=False)
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(_fully_shard, "_storage_on", return_value=storage))
-        for module in (creation, sums_and_norms, contiguous):
-            stack.enter_context(mock.patch.object(module, "is_on_mesh", return_value=False))
-        yield
 
 
 def on_a_cpu() -> None:

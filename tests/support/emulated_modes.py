@@ -211,6 +211,21 @@ for name, policy in OVERLAPS.items():
                 shard_options=dict(OFFLOAD),
                 **options,
             )
+LOW_OFFLOADED: dict[str, Any] = {"mp_policy": LOW, **OFFLOAD}
+for kind, options in {
+    "flat": {},
+    "rows": {"layout": PerTensor()},
+    "whole": {"layout": TensorAtomic()},
+    "copies": {"dims": (2, 2)},
+    "divided": {"dims": (2, 2), "shard_optimizer_over_replicas": True},
+    "overlapped": {"optimizer_options": {"overlap": OverlapPolicy()}},
+    "overlapped, clipped": {"optimizer_options": {"overlap": OverlapPolicy(max_norm=0.1)}},
+    "overlapped, Muon": {"optimizer": Muon, "optimizer_options": {"overlap": OverlapPolicy()}},
+}.items():
+    MODES[f"offloaded in bfloat16, {kind}"] = trained(shard_options=dict(LOW_OFFLOADED), **options)
+MODES["offloaded in bfloat16, parts kept"] = trained(
+    shard_options={"reshard_after_forward": 2, **LOW_OFFLOADED}
+)
 MODES["offloaded, not pinned"] = trained(
     shard_options={"offload_policy": CPUOffloadPolicy(pin_memory=False)}
 )
@@ -343,6 +358,23 @@ def edits_after_an_evaluation_of_offloaded_weights() -> None:
             program.forward()
             for parameter in program.model.parameters():
                 parameter.zero_()
+
+
+@mode
+def edits_of_offloaded_weights_that_are_gathered_ahead() -> None:
+    """The next unit's, which is gathered again, while the first gather may still read its copy."""
+    program = Program(shard_options=dict(LOW_OFFLOADED))
+    following = list(program.model.layers[1].parameters())
+
+    def edit(*_: object) -> None:
+        with torch.no_grad():
+            for parameter in following:
+                parameter.mul_(0.5)
+
+    program.model.layers[0].register_forward_hook(edit)
+    with torch.no_grad():
+        for _ in range(3):
+            program.forward()
 
 
 @mode

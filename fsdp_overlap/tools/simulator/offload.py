@@ -21,9 +21,6 @@ AT_REST = 4
 """Bytes of an element of a shard, of its gradient and of each moment: float32."""
 OF_ADAMW = 7 * AT_REST
 """Bytes that a step reads and writes for an element: four tensors are read, three are written."""
-OF_COPIES = 3 * AT_REST
-"""Bytes that copies read and write for an element on the host: the shard for forward and for
-backward, and the gradient."""
 FORWARD = {"none": 1 / 3, "selective": 2 / 7, "full": 1 / 4}
 """The share of forward in compute, by what is recomputed in backward."""
 STEPS = 4  # until the steps are alike
@@ -32,13 +29,14 @@ STEPS = 4  # until the steps are alike
 class OffloadedUnit(NamedTuple):
     """What a unit takes in a step, in seconds. ``fetch``: from the host until it is gathered;
     ``send``: from the end of its backward until its gradient is on the host; ``step``: on the host,
-    beside copies."""
+    beside copies; ``cast``: of the shard, by the host, to the dtype that is gathered."""
 
     fetch: float
     forward: float
     backward: float
     send: float
     step: float
+    cast: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -120,21 +118,27 @@ def predict_offload(
     compute = [one.compute - block - in_root / rate, *[block - in_block / rate] * len(blocks)]
     share = FORWARD[training.checkpointing]
     memory = host.memory_bandwidth / min(training.gpus, costs.fabric.ranks_a_node)
+    sent = min(AT_REST, training.param_dtype.itemsize)
+    of_copy = sent if sent < AT_REST else 0  # of the shard
+    of_cast = AT_REST + sent if of_copy else 0
+    # What moves beside steps: the shard for forward and for backward, the gradient, and casts.
+    of_copies = 2 * sent + AT_REST + of_cast
     units = [
         OffloadedUnit(
-            fetch=AT_REST * held / host.copy_bandwidth
+            fetch=sent * held / host.copy_bandwidth
             + _on_link(costs.fabric, training.gpus, training.param_dtype.itemsize * numel),
             forward=share * seconds,
             backward=(1 - share) * seconds,
             send=AT_REST * held / host.copy_bandwidth
             + _on_link(costs.fabric, training.gpus, training.reduce_dtype.itemsize * numel),
-            step=(OF_ADAMW + OF_COPIES) * held / memory,
+            step=(OF_ADAMW + of_copies) * held / memory,
+            cast=of_cast * held / memory,
         )
         for numel, seconds in zip([in_root, *[in_block] * len(blocks)], compute, strict=True)
         for held in [numel / training.gpus]
     ]
     slots = max(2, buffer_bytes // (AT_REST * in_block // training.gpus))
-    alone = sum(unit.step for unit in units) * OF_ADAMW / (OF_ADAMW + OF_COPIES)
+    alone = sum(unit.step for unit in units) * OF_ADAMW / (OF_ADAMW + of_copies)
     activations = max(usage.nbytes["activations"] for usage in resident.usage)
     prefetched = in_root + (1 + training.prefetch) * in_block
     reduced = in_block + max(in_block, in_root)
@@ -149,7 +153,7 @@ def predict_offload(
         memory=activations
         + training.param_dtype.itemsize * prefetched
         + training.reduce_dtype.itemsize * reduced,
-        host_memory=4 * AT_REST * elements,
+        host_memory=(4 * AT_REST + of_copy) * elements,
     )
 
 
@@ -205,6 +209,8 @@ class _Timeline:
                     self._run_thread(until=order[ahead])
                 before = ahead - self.prefetch - 2
                 room = ended[before] if before >= 0 else 0.0
+                if not is_backward:
+                    self.host += self.units[order[ahead]].cast
                 # The root stays gathered from forward to backward.
                 seconds = (
                     0.0 if is_backward and order[ahead] == 0 else self.units[order[ahead]].fetch

@@ -29,6 +29,7 @@ from fsdp_overlap.engine.saved_tensors import SavedForward
 from fsdp_overlap.features.extensions.gather import ExtensionGather
 from fsdp_overlap.features.hsdp.gradients import ReplicaReductions
 from fsdp_overlap.features.hsdp.replica_reduction import ReplicaReduction
+from fsdp_overlap.features.offload import ComputeCopy
 from fsdp_overlap.features.outer_shard import OuterShard
 from fsdp_overlap.features.quantized.collectives import QuantizedGather, QuantizedReduction
 from fsdp_overlap.features.rows.collectives import PackedRows
@@ -234,7 +235,13 @@ DEFECTS = [
         new="self.free(comm_stream, None)",
     ),
     Defect(OuterShard, "source", "self.wait_for_prepared()", DIVIDED),
-    Defect(ParamGroup, "record_gather", "self.mesh_info.reading = work", OFFLOADED),
+    Defect(ParamGroup, "record_gather", "self.mesh_info.reading = self.reading = work", OFFLOADED),
+    Defect(
+        ComputeCopy,
+        "refresh",
+        "param_group.reading.wait_on_host()",
+        "edits of offloaded weights that are gathered ahead",
+    ),
     Defect(
         comm_context,
         "_issue",
