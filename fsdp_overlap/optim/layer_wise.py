@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, Literal
@@ -18,17 +17,19 @@ from fsdp_overlap.comm.objects import gather_objects
 from fsdp_overlap.optim import exchange
 from fsdp_overlap.optim.adamw import AdamW
 from fsdp_overlap.optim.contiguous import compute_device, local_of
-from fsdp_overlap.optim.exchange import (
-    Exchange,
-    OwnerAssignment,
-    Part,
-    plan_rounds,
-    run_rounds,
+from fsdp_overlap.optim.exchange import OwnerAssignment, plan_rounds, run_rounds
+from fsdp_overlap.optim.layer_wise_batches import (
+    Batch,
+    Factory,
+    GroupOptimizer,
+    Matrix,
+    OwnBatch,
+    options_of,
 )
+from fsdp_overlap.optim.layer_wise_exchange import MatrixExchange, SharedParameters
 from fsdp_overlap.optim.layer_wise_states import local_states, with_states_of_all_ranks
 from fsdp_overlap.optim.matrices import (
     MatrixBatch,
-    MatrixChunk,
     MatrixPartition,
     SharedMatrices,
     Split,
@@ -40,168 +41,15 @@ from fsdp_overlap.optim.matrix_param_groups import (
     choice_table,
     matrix_param_groups,
 )
-from fsdp_overlap.optim.orthogonalization import chunk_views, copy_all
 from fsdp_overlap.optim.owner_groups import OwnerGroup, OwnerGroups
 from fsdp_overlap.optim.states import between_load_hooks, same_option
 from fsdp_overlap.tensor.ops import record_edits
-
-Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-"""Makes an ordinary optimizer of parameters."""
 
 Cost = Callable[[MatrixBatch | SharedMatrices], float]
 """What a step of matrices costs, in any unit. ``count``, ``rows`` and ``columns`` say how many they
 are, and how large each is."""
 
-
-_NOT_OPTIONS = {"params", "param_names", "layer_wise", "split"}
-
 _INSTEAD = 'by layer_wise= or in a group with "layer_wise": False leave it to the others'
-
-
-def _value_of(parameter: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard, flat."""
-    return local_of(parameter).detach().view(-1)
-
-
-def _gradient_of(parameter: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of the gradient, flat, in the dtype of the parameter."""
-    assert parameter.grad is not None
-    return local_of(parameter.grad).reshape(-1).to(local_of(parameter).dtype)
-
-
-class _Matrix:
-    """One matrix that this rank steps: ``plain`` is what the optimizer is given."""
-
-    def __init__(
-        self,
-        parameter: torch.Tensor,
-        number: str,
-        shape: tuple[int, int],
-        device: torch.device,
-    ) -> None:
-        self.parameter = parameter
-        self.number = number
-        self.shape = shape
-        dtype = local_of(parameter).dtype
-        # A placeholder without memory: a step gives it the values.
-        self.plain = nn.Parameter(torch.empty(1, dtype=dtype, device=device).expand(shape))
-
-    def set(self, value: torch.Tensor, gradient: torch.Tensor) -> None:
-        self.plain.data = value.view(self.shape)
-        self.plain.grad = gradient.view(self.shape)
-
-    def drop(self, target: torch.Tensor) -> None:
-        """Let go of all memory. The values are in ``target`` then, which is what was set."""
-        value = self.plain.data
-        self.plain.grad = None
-        self.plain.data = value.new_empty(1).expand(self.shape)
-        if value.data_ptr() != target.data_ptr():  # some replace a parameter's data
-            target.copy_(value.view(target.shape))
-
-
-@dataclass(frozen=True, eq=False)
-class _OwnMatrices:
-    """Matrices that follow each other in this rank's shard, which no other rank has."""
-
-    parameter: torch.Tensor
-    start: int
-    """The place of their first element in the shard."""
-    matrices: list[_Matrix]
-
-    def begin(self) -> None:
-        """Let the optimizer work in the shard."""
-        if self.parameter.grad is not None:
-            values = self._each(_value_of(self.parameter))
-            gradients = self._each(_gradient_of(self.parameter))
-            for matrix, value, gradient in zip(self.matrices, values, gradients, strict=True):
-                matrix.set(value, gradient)
-
-    def end(self) -> None:
-        """Let go of the shard, whose memory may be another one in the next step."""
-        if self.parameter.grad is not None:
-            targets = self._each(_value_of(self.parameter))
-            for matrix, target in zip(self.matrices, targets, strict=True):
-                matrix.drop(target)
-
-    def _each(self, shard: torch.Tensor) -> torch.Tensor:
-        """Return the matrices in ``shard``, ``[count, rows, columns]``."""
-        rows, columns = self.matrices[0].shape
-        count = len(self.matrices)
-        return shard.narrow(0, self.start, count * rows * columns).view(count, rows, columns)
-
-
-class _GroupOptimizer:
-    """The optimizer of those matrices of a param group that are stepped together: this rank's own,
-    or those of a round. Without any it counts steps, as some optimizers do in their group."""
-
-    def __init__(
-        self, group: dict[str, Any], matrices: Sequence[_Matrix], factory: Factory
-    ) -> None:
-        self.group = group
-        self.matrices = matrices
-        self._factory = factory
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget all states."""
-        plain = [matrix.plain for matrix in self.matrices]
-        self.optimizer = self._factory(plain or [nn.Parameter(torch.zeros(1, 1))])
-        self._known: dict[str, Any] = {}
-        """The options as they were when the last step ended."""
-
-    @property
-    def options(self) -> dict[str, Any]:
-        (own_group,) = self.optimizer.param_groups
-        return {name: own_group[name] for name in own_group.keys() - _NOT_OPTIONS}
-
-    @property
-    def has_gradient(self) -> bool:
-        return any(matrix.plain.grad is not None for matrix in self.matrices)
-
-    def step(self) -> None:
-        """Step with those options of the group that were changed since the last step. What the
-        optimizer itself changes, such as a number of steps, is its own."""
-        (own_group,) = self.optimizer.param_groups
-        for name in self.group.keys() - _NOT_OPTIONS:
-            if name not in self._known or not same_option(self.group[name], self._known[name]):
-                own_group[name] = copy.deepcopy(self.group[name])
-        self.optimizer.step()
-
-    def end_step(self) -> None:
-        """Note the options that the group has after the step."""
-        names = self.group.keys() - _NOT_OPTIONS
-        self._known = copy.deepcopy({name: self.group[name] for name in names})
-
-
-class _Batch:
-    """Matrices that are stepped together: ``parts`` has those of each param group."""
-
-    def __init__(self, matrices: Sequence[_Matrix]) -> None:
-        self._matrices = matrices
-        self.parts: list[_GroupOptimizer] = []
-
-    def regroup(self, group_of: Mapping[torch.Tensor, dict[str, Any]], factory: Factory) -> None:
-        """Divide the matrices as their parameters are now. What is in no group is not stepped."""
-        before = {(id(part.group), *part.matrices): part for part in self.parts}
-        members: dict[int, list[_Matrix]] = {}
-        for matrix in self._matrices:
-            if matrix.parameter in group_of:
-                members.setdefault(id(group_of[matrix.parameter]), []).append(matrix)
-        self.parts = [
-            before.get((key, *matrices))
-            or _GroupOptimizer(group_of[matrices[0].parameter], matrices, factory)
-            for key, matrices in members.items()
-        ]
-
-
-@dataclass(frozen=True, eq=False)
-class _SharedParameters:
-    """Parameters of which several ranks hold the same matrices, or parts of them."""
-
-    parameters: tuple[torch.Tensor, ...]
-    rounds: tuple[tuple[tuple[OwnerAssignment, ...], _Batch], ...]
-    """Which ranks step which matrices in a round, and those that this rank steps."""
-    owned: dict[OwnerAssignment, list[_Matrix]]
 
 
 class LayerWise(torch.optim.Optimizer):
@@ -253,22 +101,23 @@ class LayerWise(torch.optim.Optimizer):
         self._others = others
         self._cost = cost
         self._other_optimizer: torch.optim.Optimizer | None = None
-        self._counting: list[_GroupOptimizer] = []
+        self._counting: list[GroupOptimizer] = []
         """What counts the steps of each group of matrices in which this rank has none to step."""
         self._grouping: list[tuple[int, ...]] = []
         """The ids of each group of matrices and its parameters, as of the last step."""
         self._group_of: dict[torch.Tensor, dict[str, Any]] = {}
         """The group of each parameter whose matrices are stepped."""
-        self._batches: list[_Batch] = []
-        self._own_batches: list[_Batch] = []
-        """Those of :attr:`_own`."""
-        self._stepped: list[_GroupOptimizer] = []
-        """What was stepped in the current step."""
-        self._matrices: dict[torch.Tensor, list[_Matrix]] = {}
+        self._batches: list[Batch] = []
+        self._own_batches: list[OwnBatch] = []
+        """Those of which this rank has all matrices."""
+        self._active: set[int] = set()
+        """The ids of the groups that are stepped in the current step, and what of them was."""
+        self._stepped: dict[GroupOptimizer, bool] = {}
+        """What was stepped in the current step, and whether it had a gradient."""
+        self._matrices: dict[torch.Tensor, list[Matrix]] = {}
         """Those that this rank steps, by parameter."""
         self._splits: dict[torch.Tensor, Split] = {}
-        self._own: list[_OwnMatrices] = []
-        self._shared: list[_SharedParameters] = []
+        self._shared: list[SharedParameters] = []
         self._owner_groups = OwnerGroups("LayerWise")
         self._choice_table = ""
         if isinstance(cost, str) and cost != "measured":
@@ -294,7 +143,7 @@ class LayerWise(torch.optim.Optimizer):
                 made = self._factory([nn.Parameter(torch.zeros(1, 1))])
             else:
                 made = self._others(group["params"])
-            options = _options_of(made)
+            options = options_of(made)
         except Exception:
             self.param_groups.pop()
             raise
@@ -333,9 +182,8 @@ class LayerWise(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._prepare()
-        for matrix in (each for matrices in self._matrices.values() for each in matrices):
-            matrix.plain.grad = None  # as a step that raised has left it
-        self._stepped.clear()
+        groups = filter(_has_gradient, self._groups(layer_wise=True))
+        self._active, self._stepped = set(map(id, groups)), {}
         run_unshared = self._step_unshared
         try:
             # All are there before the first exchange, so that an error can end all.
@@ -359,38 +207,27 @@ class LayerWise(torch.optim.Optimizer):
             other.state = self.state
             if any(map(_has_gradient, other.param_groups)):
                 other.step()
-        for own in self._own:
-            own.begin()
         for batch in self._own_batches:
+            shards = batch.shards()
+            batch.begin(shards)
             self._step_parts(batch.parts)
-        for own in self._own:
-            own.end()
+            batch.end(shards)
 
-    def _step_parts(self, parts: Sequence[_GroupOptimizer]) -> None:
+    def _step_parts(self, parts: Iterable[GroupOptimizer]) -> None:
         for part in parts:
-            if not _has_gradient(part.group):
-                continue
-            states = part.optimizer.state
-            for matrix in part.matrices:  # somebody may have removed or replaced a state
-                if state := self.state[matrix.parameter].get(matrix.number):
-                    states[matrix.plain] = state
-                else:
-                    states.pop(matrix.plain, None)
-            part.step()
-            # The options that a group shows are those of its last matrices that were stepped.
-            self._stepped.insert(len(self._stepped) if part.has_gradient else 0, part)
-            for matrix in part.matrices:
-                if matrix.plain in states:
-                    self.state[matrix.parameter][matrix.number] = states[matrix.plain]
+            if id(part.group) in self._active and part not in self._stepped:
+                part.step(self.state, part.changed_options(part.group))
+                self._stepped[part] = part.has_gradient
 
     def _end_step(self) -> None:
         """Have all optimizers of the groups that were stepped count the step, and show in the
         groups what they keep there."""
         for batch in self._batches:
-            self._step_parts([part for part in batch.parts if part not in self._stepped])
+            self._step_parts(batch.parts)
         of_groups = {id(part.group) for part in self._stepped}
-        self._step_parts([part for part in self._counting if id(part.group) not in of_groups])
-        for part in self._stepped:
+        self._step_parts(part for part in self._counting if id(part.group) not in of_groups)
+        # The options that a group shows are those of its last matrices that had a gradient.
+        for part in sorted(self._stepped, key=self._stepped.__getitem__):
             group = part.group
             for name, value in part.options.items():
                 if name not in group or not same_option(value, group[name]):
@@ -452,52 +289,43 @@ class LayerWise(torch.optim.Optimizer):
         """Have each matrix stepped with the options of the group that its parameter is in."""
         before = {id(part.group): part for part in self._counting}
         self._counting = [
-            before.get(id(group)) or _GroupOptimizer(group, (), self._factory) for group in groups
+            before.get(id(group)) or GroupOptimizer(group, (), self._factory) for group in groups
         ]
         for batch in self._batches:
-            batch.regroup(self._group_of, self._factory)
-            for part in batch.parts:
-                for matrix in part.matrices:  # some have states before the first step
-                    if matrix.plain in part.optimizer.state:
-                        state = part.optimizer.state[matrix.plain]
-                        if not self.state[matrix.parameter].get(matrix.number):
-                            self.state[matrix.parameter][matrix.number] = state
+            batch.regroup(self._group_of, self._factory, self.state)
 
     def _add_parameters(self, new: Sequence[torch.Tensor]) -> None:
         """Find who steps the matrices of ``new``. Collective."""
         sharing: dict[tuple[OwnerGroup, torch.dtype], list[torch.Tensor]] = {}
-        own: list[_Matrix] = []
+        places: list[tuple[int, list[Matrix]]] = []
         for parameter in new:
             self._matrices[parameter] = []
             ownership = self._owner_groups.ownership_of(parameter)
             for batch in ownership.partition.unshared.get(ownership.rank, ()):
-                own += self._add_own(parameter, batch)
+                matrices = list(self._own_matrices(parameter, batch))
+                places.append((batch.start - ownership.start, matrices))
             if ownership.owner_group is not None:
                 key = ownership.owner_group, local_of(parameter).dtype
                 sharing.setdefault(key, []).append(parameter)
-        self._own_batches.append(self._batch_of(own))
+        own = OwnBatch(places)
+        self._own_batches.append(own)
+        self._add_batch(own)
         for (owner_group, _), parameters in sharing.items():
             self._add_shared(owner_group, tuple(parameters))
 
-    def _batch_of(self, matrices: Sequence[_Matrix]) -> _Batch:
-        for matrix in matrices:
+    def _add_batch(self, batch: Batch) -> None:
+        for matrix in batch.matrices:
             self._matrices[matrix.parameter].append(matrix)
-        batch = _Batch(matrices)
         self._batches.append(batch)
-        return batch
 
-    def _add_own(self, parameter: torch.Tensor, batch: MatrixBatch) -> list[_Matrix]:
+    def _own_matrices(self, parameter: torch.Tensor, batch: MatrixBatch) -> Iterator[Matrix]:
         ownership = self._owner_groups.ownership_of(parameter)
         tile, shape, split = ownership.partition.tile, tuple(parameter.shape), ownership.split
         assert tile is not None
         device = local_of(parameter).device
-        numbers = (matrix_number(shape, split, tile, one.start) for one in batch.split(1))
-        matrices = [
-            _Matrix(parameter, str(number), (batch.rows, batch.columns), device)
-            for number in numbers
-        ]
-        self._own.append(_OwnMatrices(parameter, batch.start - ownership.start, matrices))
-        return matrices
+        for one in batch.split(1):
+            number = matrix_number(shape, split, tile, one.start)
+            yield Matrix(parameter, str(number), (batch.rows, batch.columns), device)
 
     def _add_shared(self, owner_group: OwnerGroup, parameters: tuple[torch.Tensor, ...]) -> None:
         partitions = tuple(self._owner_groups.ownership_of(p).partition for p in parameters)
@@ -509,7 +337,7 @@ class LayerWise(torch.optim.Optimizer):
             self._owner_groups.begin_step(owner_group)
             cost = self._measured_cost(owner_group, parameters[0], partitions)
         rounds = []
-        owned: dict[OwnerAssignment, list[_Matrix]] = {}
+        owned: dict[OwnerAssignment, list[Matrix]] = {}
         for assignments in plan_rounds(partitions, size, exchange.ROUND_ELEMENTS, cost):
             mine = {
                 one: list(self._shared_matrices(parameter, one.matrices))
@@ -517,9 +345,11 @@ class LayerWise(torch.optim.Optimizer):
                 if one.owner == owner_group.rank
                 for parameter in [parameters[one.parameter]]
             }
-            rounds.append((assignments, self._batch_of(list(chain.from_iterable(mine.values())))))
+            batch = Batch(list(chain.from_iterable(mine.values())))
+            self._add_batch(batch)
+            rounds.append((assignments, batch))
             owned |= mine
-        self._shared.append(_SharedParameters(parameters, tuple(rounds), owned))
+        self._shared.append(SharedParameters(parameters, tuple(rounds), owned))
 
     def _measured_cost(
         self,
@@ -543,7 +373,7 @@ class LayerWise(torch.optim.Optimizer):
 
     def _shared_matrices(
         self, parameter: torch.Tensor, matrices: SharedMatrices
-    ) -> Iterator[_Matrix]:
+    ) -> Iterator[Matrix]:
         ownership = self._owner_groups.ownership_of(parameter)
         tile, shape = ownership.partition.tile, tuple(parameter.shape)
         device = compute_device(parameter)
@@ -553,14 +383,14 @@ class LayerWise(torch.optim.Optimizer):
             else:
                 start = matrices.chunks[0].start + index * matrices.rows * matrices.columns
                 number = matrix_number(shape, ownership.split, tile, start)
-            yield _Matrix(parameter, str(number), (matrices.rows, matrices.columns), device)
+            yield Matrix(parameter, str(number), (matrices.rows, matrices.columns), device)
 
-    def _owner_group_of(self, shared: _SharedParameters) -> OwnerGroup:
+    def _owner_group_of(self, shared: SharedParameters) -> OwnerGroup:
         owner_group = self._owner_groups.ownership_of(shared.parameters[0]).owner_group
         assert owner_group is not None
         return owner_group
 
-    def _exchanges(self, shared: _SharedParameters) -> Iterator[_MatrixExchange]:
+    def _exchanges(self, shared: SharedParameters) -> Iterator[MatrixExchange]:
         """Yield the rounds in which a parameter has a gradient."""
         example = shared.parameters[0]
         owner_group = self._owner_group_of(shared)
@@ -568,6 +398,7 @@ class LayerWise(torch.optim.Optimizer):
         comm_stream = self._owner_groups.comm_stream_of(device)
         has_begun = False
         for assignments, batch in shared.rounds:
+            batch.drop_gradients()
             stepped = tuple(
                 one
                 for one in assignments
@@ -581,7 +412,7 @@ class LayerWise(torch.optim.Optimizer):
                 has_begun = True
             step = partial(self._step_parts, batch.parts)
             group = owner_group.group
-            yield _MatrixExchange(
+            yield MatrixExchange(
                 shared, self._owner_groups, step, stepped, group, comm_stream, dtype, device
             )
 
@@ -681,7 +512,7 @@ class LayerWise(torch.optim.Optimizer):
         kept = _moved(copy.deepcopy(beside), local_of(parameter).device) if of_matrices else {}
         return kept | {m.number: self._state_of(m, states) for m in self._matrices[parameter]}
 
-    def _state_of(self, matrix: _Matrix, states: Mapping[str, Any] | None) -> dict[str, Any]:
+    def _state_of(self, matrix: Matrix, states: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return a copy of the state of ``matrix`` among the loaded ``states`` of its parameter, on
         the device where it is stepped."""
         if states is None:  # saved before the first step
@@ -727,88 +558,6 @@ class LayerWise(torch.optim.Optimizer):
             )
 
 
-class _MatrixExchange(Exchange):
-    """Gives owners the values and gradients of matrices, and the holders of their parts the new
-    values."""
-
-    label = "LayerWise"
-    values_per_element = 2
-
-    def __init__(
-        self,
-        shared: _SharedParameters,
-        owner_groups: OwnerGroups,
-        step_owned: Callable[[], None],
-        assignments: tuple[OwnerAssignment, ...],
-        *args: Any,
-    ) -> None:
-        super().__init__(assignments, *args)
-        self._matrices = {one: shared.owned[one] for one in self._owned}
-        self._step_owned = step_owned
-        self._shards = {}
-        """The start of this rank's shard, and its values and gradients, by parameter."""
-        for index in dict.fromkeys(one.parameter for one in assignments):
-            parameter = shared.parameters[index]
-            start = owner_groups.ownership_of(parameter).start
-            self._shards[index] = start, (_value_of(parameter), _gradient_of(parameter))
-
-    def _pack(self, chunks: Sequence[Part]) -> None:
-        copy_all(
-            [
-                (target, source)
-                for one, chunk, view in chunks
-                for target, source in zip(view, self._own(one, chunk), strict=True)
-            ]
-        )
-
-    def _step(self, received: Sequence[Part], results: Sequence[Part]) -> None:
-        own = [(one, chunk, self._own(one, chunk)) for one, chunk in self._own_chunks()]
-        others = [(one, chunk, view.unbind()) for one, chunk, view in received]
-        whole = {one: (self._empty(one.matrices), self._empty(one.matrices)) for one in self._owned}
-        copy_all(
-            [
-                (place, part[first:last].view(place.shape))
-                for one, chunk, parts in (*own, *others)
-                for target, part in zip(whole[one], parts, strict=True)
-                for place, first, last in chunk_views(target, chunk)
-            ]
-        )
-        each = [
-            (matrix, value, gradient)
-            for one, matrices in self._matrices.items()
-            for matrix, value, gradient in zip(
-                matrices, *(part.chunk(one.matrices.count) for part in whole[one]), strict=True
-            )
-        ]
-        for matrix, value, gradient in each:
-            matrix.set(value, gradient)
-        self._step_owned()
-        for matrix, value, _ in each:
-            matrix.drop(value)
-        targets = [(one, chunk, values) for one, chunk, (values, _) in own]
-        targets += [(one, chunk, view[0]) for one, chunk, view in results]
-        copy_all(
-            [
-                (target[first:last].view(place.shape), place)
-                for one, chunk, target in targets
-                for place, first, last in chunk_views(whole[one][0], chunk)
-            ]
-        )
-
-    def _unpack(self, chunks: Sequence[Part]) -> None:
-        copy_all([(self._own(one, chunk)[0], view[0]) for one, chunk, view in chunks])
-
-    def _own(self, one: OwnerAssignment, chunk: MatrixChunk) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return this rank's values and gradients in ``chunk``."""
-        start, (values, gradients) = self._shards[one.parameter]
-        elements = slice(chunk.first - start, chunk.last - start)
-        return values[elements], gradients[elements]
-
-    def _empty(self, matrices: SharedMatrices) -> torch.Tensor:
-        shape = matrices.count * matrices.rows, matrices.columns
-        return torch.empty(shape, dtype=self._dtype, device=self._device)
-
-
 def _of_matrices_and_others(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what ``state`` has of matrices, by number, and what it has by other names."""
     of_matrices = {name: value for name, value in state.items() if name.isdigit()}
@@ -848,13 +597,3 @@ def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_moved(each, device) for each in value)
     return value
-
-
-def _options_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    if len(optimizer.param_groups) != 1:
-        raise ValueError(
-            f"{type(optimizer).__name__} made {len(optimizer.param_groups)} groups of one list of "
-            "parameters: pass groups to LayerWise instead"
-        )
-    (group,) = optimizer.param_groups
-    return {name: group[name] for name in group.keys() - _NOT_OPTIONS}
