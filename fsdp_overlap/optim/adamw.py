@@ -353,6 +353,7 @@ class AdamW(torch.optim.AdamW):
     """
 
     overlapped: OverlappedSteps | None = None
+    edits_states = False
 
     def __init__(
         self,
@@ -448,7 +449,7 @@ class AdamW(torch.optim.AdamW):
         return loss
 
     def can_plan(self, parameters: Sequence[torch.Tensor]) -> bool:
-        return True
+        return all(map(self.state.get, parameters))
 
     def plan(self, groups: Groups) -> Callable[[], None]:
         scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)

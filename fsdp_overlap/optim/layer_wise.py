@@ -16,7 +16,7 @@ from fsdp_overlap.comm.comm_streams import has_streams, streams_of
 from fsdp_overlap.comm.objects import gather_objects
 from fsdp_overlap.optim import exchange
 from fsdp_overlap.optim.adamw import AdamW
-from fsdp_overlap.optim.contiguous import compute_device, local_of
+from fsdp_overlap.optim.contiguous import compute_device, edits_of, local_of
 from fsdp_overlap.optim.exchange import OwnerAssignment, plan_rounds, run_rounds
 from fsdp_overlap.optim.layer_wise_batches import (
     Batch,
@@ -41,9 +41,17 @@ from fsdp_overlap.optim.matrix_param_groups import (
     choice_table,
     matrix_param_groups,
 )
+from fsdp_overlap.optim.overlapped_steps import (
+    Groups,
+    OverlappedSteps,
+    OverlapPolicy,
+    check_no_prefetch,
+)
 from fsdp_overlap.optim.owner_groups import OwnerGroup, OwnerGroups
 from fsdp_overlap.optim.states import between_load_hooks, same_option
 from fsdp_overlap.tensor.ops import record_edits
+from fsdp_overlap.tensor.pending_steps import finish_pending_steps
+from fsdp_overlap.tensor.ragged_dtensor import ShardEdits, ShardedParam
 
 Cost = Callable[[MatrixBatch | SharedMatrices], float]
 """What a step of matrices costs, in any unit. ``count``, ``rows`` and ``columns`` say how many they
@@ -76,6 +84,8 @@ class LayerWise(torch.optim.Optimizer):
         cost: what a step of matrices costs, by which ranks are balanced. ``"measured"``: how long a
             matrix of each shape took ``factory``'s optimizer before the first step, as the mean of
             the ranks that share matrices.
+        overlap: as for :class:`AdamW`, which ``others`` must make then. Each unit has an optimizer
+            of its own, and is stepped in :meth:`step` if ranks hold parts of its matrices.
 
     Options of the groups, learning rates among them, are those of the optimizers that ``factory``
     and ``others`` make. State dicts have the state of each matrix by its number in the parameter,
@@ -87,6 +97,9 @@ class LayerWise(torch.optim.Optimizer):
         TypeError, ValueError: an option or a parameter is one that this cannot work with.
     """
 
+    overlapped: OverlappedSteps | None = None
+    edits_states = True
+
     def __init__(
         self,
         params: Any,
@@ -96,24 +109,31 @@ class LayerWise(torch.optim.Optimizer):
         layer_wise: Mapping[str, bool] | None = None,
         split: Mapping[str, Split] | None = None,
         cost: Cost | Literal["measured"] = flops_of,
+        overlap: OverlapPolicy | None = None,
     ) -> None:
+        if overlap is not None:
+            self.overlapped = OverlappedSteps(self, overlap, prefetch_next_forward=False)
         self._factory = factory
         self._others = others
         self._cost = cost
         self._other_optimizer: torch.optim.Optimizer | None = None
         self._counting: list[GroupOptimizer] = []
         """What counts the steps of each group of matrices in which this rank has none to step."""
-        self._grouping: list[tuple[int, ...]] = []
-        """The ids of each group of matrices and its parameters, as of the last step."""
+        self._grouping: list[tuple[Any, ...]] = []
+        """The split and ids of each group of matrices and its parameters, as of the last step."""
         self._group_of: dict[torch.Tensor, dict[str, Any]] = {}
         """The group of each parameter whose matrices are stepped."""
         self._batches: list[Batch] = []
         self._own_batches: list[OwnBatch] = []
         """Those of which this rank has all matrices."""
         self._active: set[int] = set()
-        """The ids of the groups that are stepped in the current step, and what of them was."""
+        """The ids of the groups that are stepped in the current step."""
         self._stepped: dict[GroupOptimizer, bool] = {}
         """What was stepped in the current step, and whether it had a gradient."""
+        self._in_thread: dict[GroupOptimizer, None] = {}
+        """What a thread steps, of the last step."""
+        self._planned: tuple[list[Any], bool] = [], False
+        """Groups as :attr:`overlapped` read them, and whether all are as of the last step."""
         self._matrices: dict[torch.Tensor, list[Matrix]] = {}
         """Those that this rank steps, by parameter."""
         self._splits: dict[torch.Tensor, Split] = {}
@@ -143,20 +163,39 @@ class LayerWise(torch.optim.Optimizer):
                 made = self._factory([nn.Parameter(torch.zeros(1, 1))])
             else:
                 made = self._others(group["params"])
+                if self.overlapped is not None:
+                    _check_others(made)
             options = options_of(made)
         except Exception:
             self.param_groups.pop()
             raise
         for name, value in options.items():
             group.setdefault(name, value)
+        if self.overlapped is not None:
+            self.overlapped.add(group["params"])
         if group["layer_wise"]:
             return
-        self.state.update(made.state)
+        self._state.update(made.state)
         if self._other_optimizer is None:
             made.param_groups = [group]
             self._other_optimizer = made
         else:
             self._other_optimizer.add_param_group(group)
+
+    @property
+    def state(self) -> Any:
+        """The states by parameter. A read waits for steps in a thread, which edits them."""
+        if self.overlapped is not None:
+            finish_pending_steps()
+        return self._state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        vars(self)["state"] = state
+
+    @property
+    def _state(self) -> Any:
+        return vars(self)["state"]
 
     def __repr__(self) -> str:
         return f"{super().__repr__()}\n{self._choice_table}".rstrip()
@@ -181,9 +220,17 @@ class LayerWise(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        given = self.overlapped.step() if self.overlapped is not None else []
         self._prepare()
-        groups = filter(_has_gradient, self._groups(layer_wise=True))
-        self._active, self._stepped = set(map(id, groups)), {}
+        in_thread = {p for param_group in given for p in param_group.sharded_parameters}
+        self._active = {
+            id(group)
+            for group in self._groups(layer_wise=True)
+            if _has_gradient(group) or not in_thread.isdisjoint(group["params"])
+        }
+        self._stepped = {}
+        batches = [batch for edits in edits_of(in_thread) for batch in self._own_with(edits)]
+        self._in_thread = {part: None for batch in batches for part in batch.parts}
         run_unshared = self._step_unshared
         try:
             # All are there before the first exchange, so that an error can end all.
@@ -204,19 +251,22 @@ class LayerWise(torch.optim.Optimizer):
         """Step all that this rank steps without others."""
         if (other := self._other_optimizer) is not None:
             other.param_groups = self._groups(layer_wise=False)
-            other.state = self.state
+            other.state = self._state
             if any(map(_has_gradient, other.param_groups)):
                 other.step()
         for batch in self._own_batches:
-            shards = batch.shards()
-            batch.begin(shards)
-            self._step_parts(batch.parts)
-            batch.end(shards)
+            if self._in_thread.keys().isdisjoint(batch.parts):
+                batch.wait()
+                shards = batch.shards()
+                batch.begin(shards)
+                self._step_parts(batch.parts)
+                batch.end(shards)
 
     def _step_parts(self, parts: Iterable[GroupOptimizer]) -> None:
         for part in parts:
-            if id(part.group) in self._active and part not in self._stepped:
-                part.step(self.state, part.changed_options(part.group))
+            is_done = part in self._stepped or part in self._in_thread
+            if id(part.group) in self._active and not is_done:
+                part.step(self._state, part.changed_options(part.group))
                 self._stepped[part] = part.has_gradient
 
     def _end_step(self) -> None:
@@ -232,8 +282,42 @@ class LayerWise(torch.optim.Optimizer):
             for name, value in part.options.items():
                 if name not in group or not same_option(value, group[name]):
                     group[name] = copy.deepcopy(value)  # the optimizer may edit its own in place
-        for part in self._stepped:
+        for part in (*self._stepped, *self._in_thread):
             part.end_step()
+
+    def can_plan(self, parameters: Sequence[torch.Tensor]) -> bool:
+        assert self.overlapped is not None
+        if self._planned[0] is not self.overlapped.groups:
+            is_grouped = self._grouping == self._find_grouping()
+            self._planned = self.overlapped.groups, is_grouped
+        return self._planned[1] and all(
+            # On ranks that step none of its matrices the state of a parameter is empty.
+            p in self._state and not self._owner_groups.shares(p)
+            if p in self._group_of
+            else self._state.get(p)
+            for p in parameters
+        )
+
+    def plan(self, groups: Groups) -> Callable[[], None]:
+        others = [(key, group) for key, group in groups if not group["layer_wise"]]
+        step_others = _do_nothing
+        if others:
+            assert isinstance(self._other_optimizer, AdamW)
+            self._other_optimizer.state = self._state
+            step_others = self._other_optimizer.plan(others)
+        group_of = {parameter: group for _, group in groups for parameter in group["params"]}
+        batches = [batch for edits in edits_of(group_of) for batch in self._own_with(edits)]
+        steps = [batch.plan(group_of) for batch in batches]
+
+        def run() -> None:
+            step_others()
+            for step in steps:
+                step(self._state)
+
+        return run
+
+    def _own_with(self, edits: ShardEdits) -> list[OwnBatch]:
+        return [batch for batch in self._own_batches if batch.edits is edits]
 
     # ---- who steps what ----
 
@@ -253,14 +337,17 @@ class LayerWise(torch.optim.Optimizer):
         if new:
             self._splits |= {parameter: group_of[parameter]["split"] for parameter in new}
             self._add_parameters(new)
-        grouping = [(id(group), *map(id, group["params"])) for group in groups]
-        if grouping != self._grouping:
+        if (grouping := self._find_grouping()) != self._grouping:
             self._grouping, self._group_of = grouping, group_of
             self._regroup(groups)
         for parameter in group_of:  # also on ranks that step none: checkpoints look for all
             for matrix in self._matrices[parameter]:
-                self.state[parameter].setdefault(matrix.number, {})
-            self.state[parameter]  # which makes an empty one
+                self._state[parameter].setdefault(matrix.number, {})
+            self._state[parameter]  # which makes an empty one
+
+    def _find_grouping(self) -> list[tuple[Any, ...]]:
+        groups = self._groups(layer_wise=True)
+        return [(group["split"], id(group), *map(id, group["params"])) for group in groups]
 
     def _groups(self, layer_wise: bool) -> list[dict[str, Any]]:
         return [group for group in self.param_groups if bool(group["layer_wise"]) == layer_wise]
@@ -277,7 +364,7 @@ class LayerWise(torch.optim.Optimizer):
                 )
         others = chain.from_iterable(group["params"] for group in self._groups(layer_wise=False))
         moved = [p for p in others if p in self._matrices]
-        moved += [p for p in group_of if p not in self._matrices and self.state.get(p)]
+        moved += [p for p in group_of if p not in self._matrices and self._state.get(p)]
         if moved:
             raise ValueError(
                 f"a parameter of shape {tuple(moved[0].shape)} was moved to a group with another "
@@ -292,24 +379,29 @@ class LayerWise(torch.optim.Optimizer):
             before.get(id(group)) or GroupOptimizer(group, (), self._factory) for group in groups
         ]
         for batch in self._batches:
-            batch.regroup(self._group_of, self._factory, self.state)
+            batch.regroup(self._group_of, self._factory, self._state)
 
     def _add_parameters(self, new: Sequence[torch.Tensor]) -> None:
         """Find who steps the matrices of ``new``. Collective."""
         sharing: dict[tuple[OwnerGroup, torch.dtype], list[torch.Tensor]] = {}
-        places: list[tuple[int, list[Matrix]]] = []
+        places: dict[ShardEdits | None, list[tuple[int, list[Matrix]]]] = {}
         for parameter in new:
             self._matrices[parameter] = []
             ownership = self._owner_groups.ownership_of(parameter)
-            for batch in ownership.partition.unshared.get(ownership.rank, ()):
-                matrices = list(self._own_matrices(parameter, batch))
-                places.append((batch.start - ownership.start, matrices))
+            edits = None  # all that no thread steps is stepped together
+            if self.overlapped is not None and isinstance(parameter, ShardedParam):
+                edits = parameter.edits
+            own = places.setdefault(edits, [])
+            for unshared in ownership.partition.unshared.get(ownership.rank, ()):
+                matrices = list(self._own_matrices(parameter, unshared))
+                own.append((unshared.start - ownership.start, matrices))
             if ownership.owner_group is not None:
                 key = ownership.owner_group, local_of(parameter).dtype
                 sharing.setdefault(key, []).append(parameter)
-        own = OwnBatch(places)
-        self._own_batches.append(own)
-        self._add_batch(own)
+        for edits, own in places.items():
+            batch = OwnBatch(own, edits)
+            self._own_batches.append(batch)
+            self._add_batch(batch)
         for (owner_group, _), parameters in sharing.items():
             self._add_shared(owner_group, tuple(parameters))
 
@@ -445,6 +537,10 @@ class LayerWise(torch.optim.Optimizer):
             of_all_ranks = with_states_of_all_ranks([own for own, _ in split], group)
             for (index, _), (_, beside), states in zip(members, split, of_all_ranks, strict=True):
                 state_dict["state"][index] = beside | states
+        pairs = zip(self.param_groups, state_dict["param_groups"], strict=True)
+        saved_of = {id(shown): saved for shown, saved in pairs}
+        for part in self._in_thread:  # which had not ended when groups were shown
+            saved_of.get(id(part.group), {}).update(part.own_options())
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -458,6 +554,7 @@ class LayerWise(torch.optim.Optimizer):
             ValueError: groups differ, or the state of a matrix that this rank steps is missing.
                 Nothing was changed then.
         """
+        finish_pending_steps()
         self._prepare()
         states: dict[torch.Tensor, Any] = {}
         loaded: dict[torch.Tensor, dict[str, Any]] = {}
@@ -566,6 +663,21 @@ def _of_matrices_and_others(state: Mapping[str, Any]) -> tuple[dict[str, Any], d
 
 def _has_gradient(group: dict[str, Any]) -> bool:
     return any(parameter.grad is not None for parameter in group["params"])
+
+
+def _check_others(made: torch.optim.Optimizer) -> None:
+    """Raise ValueError unless a thread can step what ``others`` makes."""
+    what = type(made).__name__
+    if not isinstance(made, AdamW):
+        raise ValueError(
+            f"overlap= with others= that makes {what} of {type(made).__module__}, which a thread "
+            "cannot step: let it make fsdp_overlap.optim.AdamW, the default, or leave overlap= out"
+        )
+    if made.overlapped is not None:
+        raise ValueError(
+            f"overlap= with others= that makes {what} with overlap=: give it to LayerWise alone"
+        )
+    check_no_prefetch(made._prefetch_next_forward)
 
 
 def _do_nothing() -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from fsdp_overlap.engine.mesh import ParamGroupEdits
 from fsdp_overlap.optim.contiguous import local_of
 from fsdp_overlap.optim.states import same_option
+from fsdp_overlap.tensor.ragged_dtensor import ShardEdits
 
 Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """Makes an ordinary optimizer of parameters."""
@@ -111,6 +114,11 @@ class GroupOptimizer:
         names = self.group.keys() - _NOT_OPTIONS
         self._known = copy.deepcopy({name: self.group[name] for name in names})
 
+    def own_options(self) -> dict[str, Any]:
+        """Return the options of which the optimizer's are newer than those that the group shows."""
+        changed = self.changed_options(self.group)
+        return copy.deepcopy({k: v for k, v in self.options.items() if k not in changed})
+
 
 class Batch:
     """Matrices that are stepped together: ``parts`` has those of each param group."""
@@ -152,12 +160,21 @@ Shards = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class OwnBatch(Batch):
     """Matrices of which this rank has all, so that the optimizer works in the shards.
 
-    ``places`` has the start of those that follow each other in the shard of a parameter.
+    ``places`` has the start of those that follow each other in the shard of a parameter. ``edits``
+    counts the edits of all these shards, if they can be stepped apart from others.
     """
 
-    def __init__(self, places: Sequence[tuple[int, Sequence[Matrix]]]) -> None:
+    def __init__(
+        self, places: Sequence[tuple[int, Sequence[Matrix]]], edits: ShardEdits | None
+    ) -> None:
+        self.edits = edits
         super().__init__([matrix for _, matrices in places for matrix in matrices])
         self._places = places
+
+    def wait(self) -> None:
+        """Block until no thread steps them."""
+        if isinstance(self.edits, ParamGroupEdits):
+            self.edits.finish_step()
 
     def shards(self) -> list[Shards]:
         """Return the shards of the parameters that have a gradient, each once."""
@@ -180,6 +197,23 @@ class OwnBatch(Batch):
         """Let go of ``shards``, whose memory may be another one in the next step."""
         for matrix, value in self._each({parameter: value for parameter, value, _ in shards}):
             matrix.drop(value)
+
+    def plan(self, group_of: Mapping[torch.Tensor, Mapping[str, Any]]) -> Callable[[States], None]:
+        """Return what steps all in another thread, with the gradients and options of now."""
+        shards = self.shards()
+        steps = [
+            partial(part.step, changed_options=part.changed_options(group_of[parameter]))
+            for part in self.parts
+            for parameter in [part.matrices[0].parameter]
+        ]
+
+        def run(states: States) -> None:
+            self.begin(shards)
+            for step in steps:
+                step(states)
+            self.end(shards)
+
+        return run
 
     def _each(
         self, shards: Mapping[torch.Tensor, torch.Tensor]

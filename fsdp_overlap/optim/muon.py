@@ -82,6 +82,7 @@ class Muon(torch.optim.Optimizer):
     """
 
     overlapped: OverlappedSteps | None = None
+    edits_states = False
 
     def __init__(
         self,
@@ -267,7 +268,9 @@ class Muon(torch.optim.Optimizer):
 
     def can_plan(self, parameters: Sequence[torch.Tensor]) -> bool:
         for parameter in parameters:
-            momentum = self.state[parameter].get("momentum_buffer")
+            if not (state := self.state.get(parameter)):
+                return False
+            momentum = state.get("momentum_buffer")
             if momentum is not None and (
                 self._owner_groups.shares(parameter)
                 or cast(ShardedParam, parameter)._grad_dtype != momentum.dtype

@@ -29,6 +29,7 @@ from fsdp_overlap.optim.contiguous import edits_of, gradients_of, local_of, loca
 from fsdp_overlap.optim.host_thread import Call, HostThread, Job
 from fsdp_overlap.optim.states import different_option
 from fsdp_overlap.tensor.pending_steps import before_steps
+from fsdp_overlap.torch_internals import tree_leaves
 
 Groups = Sequence[tuple[Hashable, dict[str, Any]]]
 """Parameters to be stepped by the options of a group. The first tells them from other ones."""
@@ -86,9 +87,13 @@ class SteppedOptimizer(Protocol):
 
     param_groups: list[dict[str, Any]]
     state: Any
+    edits_states: bool
+    """Whether the thread replaces states, or edits them so that their version counters tell of it.
+    Reads of ``state`` wait for the thread then."""
 
     def can_plan(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Return whether ``parameters`` can be stepped by themselves, without collectives."""
+        """Return whether ``parameters`` can be stepped by themselves, without collectives. The
+        first step makes what that takes, such as the states."""
         ...
 
     def plan(self, groups: Groups) -> Callable[[], None]:
@@ -127,6 +132,16 @@ class _State:
             and self._tensor is other._tensor
             and self._version == other._version
         )
+
+
+@dataclass
+class _Version:
+    """What tells whether somebody edited parameters or their states since. The thread's own edits
+    do not count."""
+
+    of_parameters: int
+    of_states: list[_State] | None
+    """``None``: the thread is yet to edit them, and whoever reads them waits for it."""
 
 
 class GradientBuffers:
@@ -188,6 +203,15 @@ class GradientBuffers:
             self._thread.changed.notify_all()
 
 
+def check_no_prefetch(prefetch_next_forward: bool) -> None:
+    """Raise ValueError if the next forward gathers in ``step()`` what a thread steps after it."""
+    if prefetch_next_forward:
+        raise ValueError(
+            "overlap= and prefetch_next_forward=True: the next forward gathers what is stepped, so "
+            "leave the latter out"
+        )
+
+
 def _end(thread: HostThread, buffers: GradientBuffers) -> None:
     thread.close()
     buffers.free()
@@ -204,21 +228,17 @@ class OverlappedSteps:
     def __init__(
         self, optimizer: SteppedOptimizer, policy: OverlapPolicy, prefetch_next_forward: bool
     ) -> None:
-        if prefetch_next_forward:
-            raise ValueError(
-                "overlap= and prefetch_next_forward=True: the next forward gathers what is "
-                "stepped, so leave the latter out"
-            )
+        check_no_prefetch(prefetch_next_forward)
         self._optimizer = weakref.ref(optimizer)
         self._policy = policy
         self._thread = HostThread()
         self._buffers = GradientBuffers(policy.buffer_bytes, self._thread)
         weakref.finalize(optimizer, _end, self._thread, self._buffers)
-        self._groups: list[dict[str, Any]] = []
+        self.groups: list[dict[str, Any]] = []
         """The optimizer's groups as they were when the first gradient of this step was used."""
         self._group_of: dict[torch.Tensor, dict[str, Any]] = {}
-        """Which of :attr:`_groups` a parameter is in."""
-        self._ahead: dict[ParamGroup, tuple[Any, ...]] = {}
+        """Which of :attr:`groups` a parameter is in."""
+        self._ahead: dict[ParamGroup, _Version] = {}
         """Those that are stepped before :meth:`step`, each with its version then."""
         self._arrived: dict[ParamGroup, None] = {}
         """Those whose gradients became ``.grad``, as they arrived."""
@@ -282,24 +302,29 @@ class OverlappedSteps:
         step = self._plan(param_group, scale)
         for parameter in parameters:
             parameter._gradient = _USED
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        states = None if optimizer.edits_states else _states_of(optimizer, parameters)
+        version = self._ahead[param_group] = _Version(param_group.version, states)
 
         def run() -> None:
             copy.wait()
             if added[0]:
                 torch._foreach_add_(*added)
             step()
+            if version.of_states is None:
+                version.of_states = _states_of(optimizer, parameters)
             give_back()
 
         step_call = Call(run, param_group.label, copy.is_done)
         [edits.pending_step] = self._thread.submit([step_call], param_group.device)
         edits.is_ahead = True
-        self._ahead[param_group] = self._version(param_group)
         return True
 
     def _read_groups(self) -> None:
         optimizer = self._optimizer()
-        self._groups = [] if optimizer is None else list(map(_fixed, optimizer.param_groups))
-        self._group_of = {p: group for group in self._groups for p in group["params"]}
+        self.groups = [] if optimizer is None else list(map(_fixed, optimizer.param_groups))
+        self._group_of = {p: group for group in self.groups for p in group["params"]}
 
     def _can_step(self, param_group: ParamGroup) -> bool:
         optimizer, parameters = self._optimizer(), param_group.sharded_parameters
@@ -307,7 +332,6 @@ class OverlappedSteps:
             optimizer is not None
             and param_group.rest_device.type == "cpu"
             and not param_group.is_extension
-            and all(map(optimizer.state.get, parameters))  # the first step makes the states
             and all(map(self._group_of.__contains__, parameters))
             and optimizer.can_plan(parameters)
         )
@@ -320,7 +344,7 @@ class OverlappedSteps:
         flats = [] if scale is None else flat_gradients(gradients_of(parameters))
         groups = [
             ((index, param_group), {**group, "params": members})
-            for index, group in enumerate(self._groups)
+            for index, group in enumerate(self.groups)
             if (members := [p for p in parameters if self._group_of[p] is group])
         ]
         step = optimizer.plan(groups)
@@ -337,9 +361,9 @@ class OverlappedSteps:
     # ---- the step ----
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Have the thread step what it was not given yet, and can step. What is left has gradients,
-        which are scaled.
+    def step(self) -> list[ParamGroup]:
+        """Have the thread step what it was not given yet, and can step. Return all that it steps,
+        or has stepped. What is left has gradients, which are scaled.
 
         Raises:
             RuntimeError: a step in the thread failed, or what was stepped in backward was changed
@@ -359,6 +383,7 @@ class OverlappedSteps:
                 "the norm of scaled gradients: call scaler.unscale_(optimizer) before "
                 "scaler.step(optimizer), as before clip_grad_norm_()"
             )
+        in_thread = list(self._ahead)
         self._count_ahead()
         arrived, self._arrived = list(self._arrived), {}
         given = [
@@ -378,21 +403,12 @@ class OverlappedSteps:
         for edits in edits_of(p for p in self._group_of if p.grad is not None):
             if isinstance(edits, ParamGroupEdits):
                 edits.finish_step()  # the caller steps these
-
-    def _version(self, param_group: ParamGroup) -> tuple[Any, ...]:
-        """Return what tells whether somebody edited the parameters of ``param_group``, or their
-        states, since. The thread's own edits do not count."""
-        optimizer = self._optimizer()
-        assert optimizer is not None
-        states = [optimizer.state.get(p, {}) for p in param_group.sharded_parameters]
-        values = [value for state in states for value in state.values()]
-        tensors = [local_of(value) for value in values if isinstance(value, torch.Tensor)]
-        return param_group.version, list(map(_State, tensors))
+        return in_thread + given
 
     def _check_unchanged(
         self,
         param_group: ParamGroup,
-        version: tuple[Any, ...],
+        version: _Version,
         groups_in_backward: Mapping[torch.Tensor, Mapping[str, Any]],
     ) -> None:
         """Raise RuntimeError if something was changed since ``param_group`` was stepped."""
@@ -413,9 +429,14 @@ class OverlappedSteps:
             if change:
                 break
         else:
-            if version == (now := self._version(param_group)):
+            optimizer, states = self._optimizer(), version.of_states
+            assert optimizer is not None
+            if version.of_parameters != param_group.version:
+                edited = "parameters"
+            elif states is None or states == _states_of(optimizer, param_group.sharded_parameters):
                 return
-            edited = "parameters" if version[0] != now[0] else "optimizer states"
+            else:
+                edited = "optimizer states"
             change = f"{edited} of unit {param_group.label!r} were edited"
         raise RuntimeError(
             f"{change} between backward and step(), but overlap=OverlapPolicy() has stepped unit "
@@ -476,6 +497,12 @@ class OverlappedSteps:
         self._arrived.clear()
         self._used_norms.clear()
         self._buffers.reset()
+
+
+def _states_of(optimizer: SteppedOptimizer, parameters: Sequence[torch.Tensor]) -> list[_State]:
+    state = vars(optimizer)["state"]  # without waiting for the thread
+    leaves = tree_leaves([state.get(parameter, {}) for parameter in parameters])
+    return [_State(local_of(leaf)) for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def _can_be_added(earlier: Sequence[Any], parameters: Sequence[Any]) -> bool:

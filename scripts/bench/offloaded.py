@@ -6,8 +6,8 @@ which they were enqueued, and use no core. The host runs ahead, as beside a GPU,
 needs what the device has made. Blocks have one parameter each, and their gradients are given, so
 the host does what it does beside a device: gather, reduce and step.
 AdamW and these copies both wait for memory, which a device's copies do less; Muon, of matrices,
-does not, and FSDP2 has none. A sample is of several steps, which begin and end with a thread at
-work.
+does not, nor does torch's Muon under LayerWise, and FSDP2 has none. A sample is of several steps,
+which begin and end with a thread at work.
 
 With `--param-dtype bfloat16` shards travel to the device, too, at the same rate in the other
 direction: from their copies in bfloat16, or in float32, to be cast there.
@@ -36,7 +36,7 @@ from fsdp_overlap.comm.collectives import LocalCollectives
 from fsdp_overlap.comm.comm_streams import PendingCollective
 from fsdp_overlap.comm.host_copies import D2HCopy
 from fsdp_overlap.features.offload import HostStorage
-from fsdp_overlap.optim import AdamW, Muon, OverlapPolicy, clip_grad_norm_
+from fsdp_overlap.optim import AdamW, LayerWise, Muon, OverlapPolicy, clip_grad_norm_
 from fsdp_overlap.optim.overlapped_steps import GradientBuffers
 from fsdp_overlap.tensor.pending_steps import finish_pending_steps
 from harness import options, runner, sharding, turns
@@ -144,7 +144,7 @@ class Block(nn.Module):
 def build(args: argparse.Namespace) -> nn.Sequential:
     torch.manual_seed(1)
     width = isqrt(args.elements)
-    shape = (width, width) if args.optimizer == "muon" else (args.elements,)
+    shape = (args.elements,) if args.optimizer == "adamw" else (width, width)
     given = (torch.randn(shape) * 1e-3).to(getattr(torch, args.param_dtype))
     return nn.Sequential(*(Block(given) for _ in range(args.blocks)))
 
@@ -162,6 +162,11 @@ def ours(args: argparse.Namespace) -> nn.Sequential:
 def theirs(args: argparse.Namespace) -> nn.Sequential:
     policy = fsdp2.CPUOffloadPolicy(pin_memory=False)
     return sharding.shard_fsdp2(build(args), offload_policy=policy)
+
+
+def layer_wise(parameters: Any, lr: float, **options: Any) -> LayerWise:
+    """torch's Muon under LayerWise."""
+    return LayerWise(parameters, partial(torch.optim.Muon, lr=lr), **options)
 
 
 class Training:
@@ -209,7 +214,12 @@ class Training:
 
 OPTIONS = options.parser(__doc__, ranks=1, blocks=16, rounds=9, steps=4, timeout=1800.0)
 OPTIONS.add_argument("--elements", type=int, default=2_000_000, help="parameters of a block")
-OPTIONS.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": AdamW,
+    "muon": Muon,
+    "layer-wise": layer_wise,
+}
+OPTIONS.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
 OPTIONS.add_argument(
     "--link",
     type=float,
@@ -227,7 +237,7 @@ OPTIONS.add_argument(
 
 
 def sample(args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
-    plain = partial({"adamw": AdamW, "muon": Muon}[args.optimizer], lr=1e-3)
+    plain = partial(OPTIMIZERS[args.optimizer], lr=1e-3)
     DEVICE.bytes_per_second = 1e9 * args.link
     is_cast = args.param_dtype != "float32"
     if is_cast:

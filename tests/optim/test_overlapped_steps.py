@@ -25,13 +25,15 @@ from fsdp_overlap import PerTensor
 from fsdp_overlap.checkpoint import ShardStager
 from fsdp_overlap.engine.mesh import ParamGroupEdits
 from fsdp_overlap.layout import BlockAtomic, Flat, LayoutRule, TensorAtomic
-from fsdp_overlap.optim import AdamW, Muon, OverlapPolicy, clip_grad_norm_
+from fsdp_overlap.optim import AdamW, LayerWise, Muon, OverlapPolicy, clip_grad_norm_
 from fsdp_overlap.optim.adamw import KernelCall
 from fsdp_overlap.optim.host_thread import Call, HostThread
+from fsdp_overlap.optim.layer_wise_batches import GroupOptimizer, OwnBatch
+from fsdp_overlap.optim.states import different_option
 from fsdp_overlap.tensor.pending_steps import finish_pending_steps
 from fsdp_overlap.weights import WeightResharder, export_weights
 from support.ranks import run_ranks
-from support.twins import COPIES, Twins
+from support.twins import COPIES, Twins, layer_wise
 
 LAYOUTS: dict[str, LayoutRule] = {
     "flat": Flat(),
@@ -44,7 +46,39 @@ POLICIES = {
     "in little memory": OverlapPolicy(buffer_bytes=0),
     "clipped": OverlapPolicy(max_norm=0.1),
 }
+ADAMW: dict[str, Any] = {"optimizer": AdamW}
 MUON: dict[str, Any] = {"optimizer": Muon, "ns_dtype": torch.double}
+
+
+class Counting(torch.optim.Optimizer):
+    """Steps by means, which it replaces in each step, as it does the data of parameters, and by
+    counts in its states and its group."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr, "steps": torch.tensor(0.0)})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["steps"] += 1
+            group["late"] = group.get("late", 0) + 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["mean"] = [0.5 * state.get("mean", [0.0])[0] + parameter.grad]
+                    state["steps"] = state.get("steps", 0) + 1
+                    rate = group["lr"] / (float(group["steps"]) + group["late"] + state["steps"])
+                    parameter.data = parameter.data - rate * state["mean"][0]
+
+
+LAYER_WISE: dict[str, Any] = {"optimizer": layer_wise}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": ADAMW,
+    "muon": MUON,
+    "layer-wise": LAYER_WISE,
+    "layer-wise, counting": {**LAYER_WISE, "factory": Counting},
+}
+WHOLE: dict[str, Any] = {**LAYER_WISE, "factory": Counting, "layout": TensorAtomic()}
 
 
 def pair(policy: OverlapPolicy, name: str = "layers", **options: Any) -> tuple[Twins, Twins]:
@@ -57,12 +91,14 @@ def same(plain: Twins, overlapped: Twins) -> None:
     pairs = zip(plain.model.named_parameters(), overlapped.model.parameters(), strict=True)
     for (name, parameter), other in pairs:
         assert torch.equal(parameter.to_local(), other.to_local()), name  # type: ignore[operator]
+    states = (tree_leaves(list(each.optimizer.state.values())) for each in (plain, overlapped))
+    for both in zip(*states, strict=True):
+        mine, its = (x.to_local() if isinstance(x, DTensor) else x for x in both)
+        assert torch.equal(mine, its) if isinstance(mine, torch.Tensor) else mine == its
     for mine, its in zip(
-        *(list(t.optimizer.state.values()) for t in (plain, overlapped)), strict=True
+        *(each.optimizer.param_groups for each in (plain, overlapped)), strict=True
     ):
-        for key in mine:
-            values = (x.to_local() if hasattr(x, "to_local") else x for x in (mine[key], its[key]))
-            assert torch.equal(*values), key
+        assert different_option(mine, its) is None, (mine, its)
 
 
 def train(
@@ -105,23 +141,28 @@ def plain_backward(twins: Twins, batches: Any) -> None:
 @pytest.mark.pairs
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_training_gives_the_same_bits(optimizer: str, layout: str, policy: str) -> None:
-    options = {"optimizer": AdamW} if optimizer == "adamw" else MUON
+    options = OPTIMIZERS[optimizer]
     run_ranks(partial(train, layout=LAYOUTS[layout], **options), 2, POLICIES[policy])
 
 
 @contextmanager
 def late(seconds: float = 0.02) -> Iterator[None]:
     """Have the thread begin each step late."""
-    run = KernelCall.run
 
-    def slowly(call: KernelCall) -> None:
-        if threading.current_thread().name == "host step":
-            time.sleep(seconds)
-        run(call)
+    def slow(run: Callable[..., None]) -> Callable[..., None]:
+        def slowly(*args: Any, **options: Any) -> None:
+            if threading.current_thread().name == "host step":
+                time.sleep(seconds)
+            run(*args, **options)
 
-    with patch.object(KernelCall, "run", slowly):
+        return slowly
+
+    with (
+        patch.object(KernelCall, "run", slow(KernelCall.run)),
+        patch.object(GroupOptimizer, "step", slow(GroupOptimizer.step)),
+    ):
         yield
 
 
@@ -130,22 +171,30 @@ def train_late(policy: OverlapPolicy, name: str = "layers", **options: Any) -> N
         train(policy, name, **options)
 
 
-@pytest.mark.sampled(3)
+KINDS: dict[str, dict[str, Any]] = {"adamw": ADAMW, "layer-wise": WHOLE}
+
+
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("layout", ["flat", "rows"])
-def test_a_gather_waits_for_a_late_step(layout: str, policy: str) -> None:
-    run_ranks(partial(train_late, layout=LAYOUTS[layout]), 2, POLICIES[policy])
+@pytest.mark.parametrize(
+    "options",
+    [{"layout": Flat()}, {"layout": PerTensor()}, WHOLE],
+    ids=["flat", "rows", "layer-wise"],
+)
+def test_a_gather_waits_for_a_late_step(options: dict[str, Any], policy: str) -> None:
+    run_ranks(partial(train_late, **options), 2, POLICIES[policy])
 
 
-def train_without_waiting() -> None:
+def train_without_waiting(options: dict[str, Any]) -> None:
     with late(0.05), patch.object(ParamGroupEdits, "finish_step", lambda edits: None):
         for policy in (POLICIES["in backward"], POLICIES["clipped"]):
             with pytest.raises(AssertionError):
-                train(policy, steps=3)
+                train(policy, steps=3, **options)
 
 
-def test_without_that_wait_other_values_are_gathered() -> None:
-    run_ranks(train_without_waiting, 2)
+@pytest.mark.parametrize("optimizer", KINDS)
+def test_without_that_wait_other_values_are_gathered(optimizer: str) -> None:
+    run_ranks(train_without_waiting, 2, KINDS[optimizer])
 
 
 MODELS = (
@@ -162,11 +211,12 @@ MODELS = (
 )
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize("optimizer", KINDS)
 @pytest.mark.parametrize("policy", ["in backward", "clipped"])
 @pytest.mark.parametrize("name", MODELS)
-def test_models_of_all_kinds(name: str, policy: str) -> None:
-    run_ranks(train_late, 2, POLICIES[policy], name)
+def test_models_of_all_kinds(name: str, policy: str, optimizer: str) -> None:
+    run_ranks(partial(train_late, **KINDS[optimizer]), 2, POLICIES[policy], name)
 
 
 MESHES: dict[str, dict[str, Any]] = {
@@ -289,9 +339,9 @@ def test_groups_and_schedules_change_between_steps(policy: str, rate: str) -> No
 # Checkpoints, and errors
 
 
-def states_are_whole(policy: OverlapPolicy) -> None:
+def states_are_whole(policy: OverlapPolicy, options: dict[str, Any]) -> None:
     with late():
-        twins = pair(policy)
+        twins = pair(policy, **options)
         for batches in zip(twins[0].batches(3), strict=True):
             for each in twins:
                 plain_backward(each, batches)
@@ -300,18 +350,19 @@ def states_are_whole(policy: OverlapPolicy) -> None:
             for mine, its in zip(*map(tree_leaves, states), strict=True):
                 if isinstance(mine, DTensor):
                     mine, its = mine.to_local(), its.to_local()
-                assert not isinstance(mine, torch.Tensor) or torch.equal(mine, its)
+                assert torch.equal(mine, its) if isinstance(mine, torch.Tensor) else mine == its
             whole = [next(each.model.parameters()) for each in twins]
             assert torch.equal(*(each.full_tensor() for each in whole))  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("optimizer", KINDS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_state_dicts_and_reads_wait_for_all_steps(policy: str) -> None:
-    run_ranks(states_are_whole, 2, POLICIES[policy])
+def test_state_dicts_and_reads_wait_for_all_steps(policy: str, optimizer: str) -> None:
+    run_ranks(states_are_whole, 2, POLICIES[policy], KINDS[optimizer])
 
 
-def resumes(policy: OverlapPolicy) -> None:
-    twins = pair(policy)
+def resumes(policy: OverlapPolicy, options: dict[str, Any]) -> None:
+    twins = pair(policy, **options)
     batches = list(zip(twins[0].batches(4), strict=True))
     for batch in batches[:2]:
         plain_backward(twins[0], batch)
@@ -327,20 +378,21 @@ def resumes(policy: OverlapPolicy) -> None:
     same(*twins)
 
 
+@pytest.mark.parametrize("optimizer", KINDS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_loaded_run_goes_on_as_the_other_would(policy: str) -> None:
-    run_ranks(resumes, 2, POLICIES[policy])
+def test_a_loaded_run_goes_on_as_the_other_would(policy: str, optimizer: str) -> None:
+    run_ranks(resumes, 2, POLICIES[policy], KINDS[optimizer])
 
 
-def fails_in_the_thread(policy: OverlapPolicy) -> bool:
+def fails_in_the_thread(policy: OverlapPolicy, options: dict[str, Any], fails: Any) -> bool:
     """Return whether this rank was not told of the error by the reset of one that was faster."""
-    twins = pair(policy)
+    twins = pair(policy, **options)
     batches = list(zip(twins[0].batches(4), strict=True))
     for each in twins:
         plain_backward(each, batches[0])
         step(each, policy)
     saved = copy.deepcopy(get_state_dict(twins[1].model, twins[1].optimizer))
-    failing = patch.object(KernelCall, "run", side_effect=MemoryError("no room"))
+    failing = patch.object(*fails, side_effect=MemoryError("no room"))
 
     def train_on() -> None:
         for batch in batches[1:3]:
@@ -367,9 +419,13 @@ def fails_in_the_thread(policy: OverlapPolicy) -> bool:
     return is_first
 
 
+@pytest.mark.parametrize("optimizer", KINDS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_after_an_error_in_the_thread_a_reset_and_a_checkpoint_help(policy: str) -> None:
-    assert any(run_ranks(fails_in_the_thread, 2, POLICIES[policy]))
+def test_after_an_error_in_the_thread_a_reset_and_a_checkpoint_help(
+    policy: str, optimizer: str
+) -> None:
+    fails = {"adamw": (KernelCall, "run"), "layer-wise": (OwnBatch, "begin")}[optimizer]
+    assert any(run_ranks(fails_in_the_thread, 2, POLICIES[policy], KINDS[optimizer], fails))
 
 
 def held(limit: int, is_idle: bool) -> tuple[int, list[int]]:
@@ -654,6 +710,20 @@ def test_gathering_ahead_is_refused_beside_it(optimizer: Any) -> None:
         optimizer(parameters, overlap=OverlapPolicy(), prefetch_next_forward=True)
 
 
+@pytest.mark.parametrize(
+    ("others", "error"),
+    [
+        (torch.optim.AdamW, "makes AdamW of torch.optim.adamw, which a thread cannot step: let it"),
+        (partial(AdamW, overlap=OverlapPolicy()), "with overlap=: give it to LayerWise alone"),
+        (partial(AdamW, prefetch_next_forward=True), "leave the latter out"),
+    ],
+)
+def test_others_that_a_thread_cannot_step_are_refused(others: Any, error: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=error):
+        LayerWise(model, torch.optim.Muon, others, overlap=OverlapPolicy())
+
+
 def exports(policy: OverlapPolicy) -> None:
     twins = pair(policy)
     resharder = WeightResharder(twins[1].model, destination := copy.deepcopy(twins[0].twin))
@@ -701,6 +771,136 @@ def stages_parameters(folder: str) -> None:
 
 def test_a_save_waits_for_steps(tmp_path: Path) -> None:
     run_ranks(stages_parameters, 2, str(tmp_path))
+
+
+# Optimizers of one's own, under LayerWise
+
+
+def units_ahead(layout: LayoutRule) -> list[bool]:
+    """Return whether each unit was stepped in backward. Of matrices that are cut none is."""
+    _, twins = pair(POLICIES["in backward"], **{**WHOLE, "layout": layout})
+    overlapped: Any = twins.optimizer.overlapped  # type: ignore[attr-defined]
+    for batch in zip(twins.batches(3), strict=True):
+        plain_backward(twins, batch)
+        ahead = list(overlapped._ahead)
+        twins.step()
+    return [each in ahead for unit in twins.ctx.units for each in unit.param_groups]
+
+
+def test_units_of_whole_matrices_are_stepped_in_backward_on_all_ranks() -> None:
+    """Also where a rank has none of a unit's."""
+    for found in run_ranks(units_ahead, 3, TensorAtomic()):
+        assert all(found)
+    for found in run_ranks(units_ahead, 3, Flat()):
+        assert any(found)
+        assert not all(found)
+
+
+def counts(policy: OverlapPolicy) -> None:
+    """Also where a rank has no matrix, in a step whose units are stepped in part, and in a state
+    dict before the thread is done."""
+    twins = pair(policy, **WHOLE)
+    with late(0.05):
+        for index, batch in enumerate(zip(twins[0].batches(6), strict=True)):
+            for each in twins:
+                if index == 3:
+                    each.model.layers[1].requires_grad_(False)
+                each.optimizer.param_groups[0]["lr"] = 0.5 if index in (1, 4) else 0.05
+                plain_backward(each, batch)
+                step(each, policy)
+                assert each.optimizer.param_groups[0]["late"] == index + 1
+            saved = [each.optimizer.state_dict()["param_groups"] for each in twins]
+            for mine, its in zip(*saved, strict=True):
+                assert different_option(mine, its) is None
+    same(*twins)
+
+
+@pytest.mark.parametrize("policy", ["in backward", "clipped"])
+def test_optimizers_count_steps_in_their_groups(policy: str) -> None:
+    run_ranks(counts, 3, POLICIES[policy])
+
+
+def skips_units() -> None:
+    """While the thread has yet to step it, its optimizer counts another step."""
+    policy = POLICIES["clipped"]
+    twins = pair(policy, **WHOLE)
+    for each in twins:  # one after the other, so that one does not wait for the other's thread
+        with late(0.2):
+            for index, batch in enumerate(zip(each.batches(4), strict=True)):
+                # The first one of these is gathered ahead, and so waited for.
+                skipped = list(each.model.layers[1:]) if index == 2 else []
+                each.model.run = partial(runs_but, skipped)
+                plain_backward(each, batch)
+                step(each, policy)
+    same(*twins)
+
+
+def runs_but(skipped: list[nn.Module], layer: nn.Module, x: torch.Tensor) -> Any:
+    return x if layer in skipped else layer(x)
+
+
+def test_a_unit_that_is_not_used_is_not_stepped_twice_at_once() -> None:
+    run_ranks(skips_units, 1)
+
+
+def saves_what_the_thread_has_counted() -> None:
+    """Not what an optimizer without matrices counts, which may count otherwise."""
+
+    class Measuring(Counting):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            [group] = self.param_groups
+            gradients = [p.grad for p in group["params"] if p.grad is not None]
+            group["norm"] = sum(float(each.norm()) for each in gradients)
+            super().step()
+
+    _, twins = pair(POLICIES["in backward"], **{**WHOLE, "factory": Measuring})
+    for batch in zip(twins.batches(3), strict=True):
+        plain_backward(twins, batch)
+        twins.step()
+    assert twins.optimizer.state_dict()["param_groups"][0]["norm"] > 0
+    twins.optimizer.param_groups[0]["norm"] = 0.5  # the user's comes first
+    assert twins.optimizer.state_dict()["param_groups"][0]["norm"] == 0.5
+
+
+def test_a_state_dict_has_the_options_of_what_the_thread_steps() -> None:
+    run_ranks(saves_what_the_thread_has_counted, 1)
+
+
+def reads_states() -> None:
+    _, twins = pair(POLICIES["clipped"], **WHOLE)
+    for batch in zip(twins.batches(2), strict=True):
+        plain_backward(twins, batch)
+        with late(0.1):
+            twins.step()
+            steps = [leaf for leaf in tree_leaves(dict(twins.optimizer.state)) if type(leaf) is int]
+    assert set(steps) == {2}
+
+
+def test_reads_of_states_wait_for_the_thread() -> None:
+    run_ranks(reads_states, 1)
+
+
+def resets_and_goes_on() -> None:
+    """Without a checkpoint, after a backward that nobody stepped. A step in step() is due then."""
+    _, twins = pair(POLICIES["in backward"], **WHOLE)
+    batches = list(zip(twins.batches(4), strict=True))
+    for batch in batches[:3]:
+        plain_backward(twins, batch)
+        if batch is not batches[2]:
+            twins.step()
+    twins.ctx.reset()
+    twins.optimizer.zero_grad()
+    twins.model.set_is_last_backward(False)  # so that no unit is stepped in backward
+    plain_backward(twins, batches[3])
+    before = [parameter.to_local().clone() for parameter in twins.model.parameters()]  # type: ignore[operator]
+    twins.step()
+    for mine, its in zip(before, twins.model.parameters(), strict=True):
+        assert not torch.equal(mine, its.to_local())  # type: ignore[operator]
+
+
+@pytest.mark.filterwarnings("ignore:.*load a checkpoint")
+def test_after_a_reset_nothing_counts_as_stepped() -> None:
+    run_ranks(resets_and_goes_on, 1)
 
 
 # The norm of the step before

@@ -1029,6 +1029,13 @@ COLUMNS: dict[str, Column] = {
         is_offloaded=True,
         kind=("layer_wise", False),
     ),
+    "LayerWise, overlap": Column(
+        partial(LAYER_WISE, overlap=OverlapPolicy()),
+        layout=TensorAtomic(),
+        is_offloaded=True,
+        refuses=IN_BACKWARD,
+        kind=("layer_wise", False),
+    ),
 }
 ALWAYS = {
     "LayerWise": {"lookahead", "hooks_of_state_dicts", "states_by_name", "full_states_of_rank_0"},

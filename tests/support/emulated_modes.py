@@ -87,8 +87,8 @@ MODES["prefetch 1, rows"] = trained(layout=PerTensor())
 MODES["Muon, rows"] = trained(optimizer=Muon, layout=PerTensor())
 
 
-def layer_wise(model: nn.Module, lr: float) -> LayerWise:
-    return LayerWise(model, partial(torch.optim.Muon, lr=lr))
+def layer_wise(model: nn.Module, lr: float, **options: Any) -> LayerWise:
+    return LayerWise(model, partial(torch.optim.Muon, lr=lr), **options)
 
 
 @mode
@@ -197,7 +197,7 @@ OVERLAPS = {
     "clipped by the norm before": OverlapPolicy(max_norm=0.1, use_previous_norm=True),
 }
 for name, policy in OVERLAPS.items():
-    for optimizer in (AdamW, Muon):
+    for optimizer in (AdamW, Muon, layer_wise):
         for kind, options in {
             "flat": {},
             "whole": {"layout": TensorAtomic()},

@@ -407,7 +407,8 @@ def _moments(run: Run) -> Iterator[tuple[dict[str, Any], str]]:
             elif name != "step":
                 yield state, name
 
-    yield from each(run.optimizer.state[run.weights[0]])
+    for weight in run.weights:
+        yield from each(run.optimizer.state[weight])
 
 
 @habit("moments scaled", "end")
@@ -787,7 +788,7 @@ class Column:
 _USED = "this gradient was used in backward"
 _REMOVED = "the gradient of parameter 'weight' of Linear was removed between backward and step"
 _OPTION = "'lr' of the group of parameter 'weight' of Linear was"
-_STATES = "optimizer states of unit '[02]' were edited"
+_STATES = "optimizer states of unit '[012]' were edited"
 _WEIGHTS = "parameters of unit '[02]' were edited"
 _EARLY = "was stepped in backward and is needed before step"
 STEPPED_IN_BACKWARD = {
@@ -899,6 +900,31 @@ COLUMNS: dict[str, Column] = {
         layer_wise(torch.optim.Muon, others=torch.optim.AdamW),
         group_options={"layer_wise": False},
         refuses=LAYER_WISE,
+    ),
+    "LayerWise, overlap": Column(
+        layer_wise(torch.optim.AdamW, overlap=OverlapPolicy()),
+        layout=TensorAtomic(),
+        frees_gradients=True,
+        refuses=LAYER_WISE | _OF_ANOTHER_RANK | STEPPED_IN_BACKWARD,
+    ),
+    "LayerWise, overlap, offloaded": Column(
+        layer_wise(torch.optim.AdamW, overlap=IN_LITTLE_MEMORY),
+        layout=TensorAtomic(),
+        is_offloaded=True,
+        frees_gradients=True,
+        refuses=LAYER_WISE | _OF_ANOTHER_RANK | STEPPED_IN_BACKWARD,
+    ),
+    "LayerWise, overlap, clipped": Column(
+        layer_wise(torch.optim.AdamW, overlap=NEVER_CLIPS),
+        layout=TensorAtomic(),
+        frees_gradients=True,
+        refuses=LAYER_WISE | _WHOLE | _OF_ANOTHER_RANK,
+    ),
+    "LayerWise, overlap, others": Column(
+        layer_wise(torch.optim.Muon, overlap=OverlapPolicy()),
+        group_options={"layer_wise": False},
+        frees_gradients=True,
+        refuses=LAYER_WISE | STEPPED_IN_BACKWARD,
     ),
 }
 

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_overlap import FsdpContext, MeshGroups
 from fsdp_overlap.comm import comm_streams
 from fsdp_overlap.layout import Flat, LayoutRule
-from fsdp_overlap.optim import Muon
+from fsdp_overlap.optim import LayerWise, Muon
 from support.held import held_of
 from support.zoo import ROWS, VOCABULARY, ZOO, Shard
 
@@ -25,6 +26,12 @@ LENGTH = 5
 NAMES = ("replicate", "shard")
 # Options of twins on four ranks: two copies.
 COPIES: dict[str, Any] = {"mesh": (2, 2)}
+
+
+def layer_wise(
+    model: nn.Module, lr: float, factory: Any = torch.optim.Muon, **options: Any
+) -> LayerWise:
+    return LayerWise(model, partial(factory, lr=lr), **options)
 
 
 class Twins:
@@ -60,8 +67,10 @@ class Twins:
         )
         shard(self.model, self.ctx)
         self.optimizer, self.twin_optimizer = (
-            # Muon is for a whole model.
-            optimizer(model if optimizer is Muon else model.parameters(), lr=0.05, **options)
+            # These are for a whole model.
+            optimizer(
+                model if optimizer in (Muon, layer_wise) else model.parameters(), lr=0.05, **options
+            )
             for model in (self.model, self.twin)
         )
         self.rank, self.world = dist.get_rank(), dist.get_world_size()

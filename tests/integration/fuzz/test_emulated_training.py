@@ -28,7 +28,7 @@ from fsdp_overlap.tools.emulator.nccl_like import BACKEND
 from support.emulated_twins import Trained
 from support.extensions import Same, with_matrices_of
 from support.ranks import run_ranks
-from support.twins import COPIES, Twins, same
+from support.twins import COPIES, Twins, layer_wise, same
 from support.zoo import Model, shard_layers
 
 LAYOUTS: dict[str, LayoutRule] = {
@@ -203,6 +203,13 @@ for name, policy in {
     PROGRAMS[2][f"overlapped {name}, AdamW"] = partial(overlapped, policy, optimizer=AdamW)
     PROGRAMS[2][f"overlapped {name}, Muon"] = partial(
         overlapped, policy, layout=TensorAtomic(), **MUON
+    )
+    PROGRAMS[2][f"overlapped {name}, LayerWise"] = partial(
+        overlapped,
+        policy,
+        layout=TensorAtomic(),
+        optimizer=layer_wise,
+        factory=torch.optim.AdamW,
     )
     PROGRAMS[4][f"overlapped {name}, divided copies"] = partial(
         overlapped, policy, optimizer=AdamW, **DIVIDED

@@ -37,6 +37,7 @@ from fsdp_overlap.fsdp_module import FSDPModule
 from fsdp_overlap.layout import TensorAtomic
 from fsdp_overlap.optim import Muon, clip_grad_norm_
 from fsdp_overlap.optim.exchange import Exchange
+from fsdp_overlap.optim.layer_wise_batches import OwnBatch
 from fsdp_overlap.optim.overlapped_steps import OverlappedSteps
 from fsdp_overlap.optim.owner_groups import OwnerGroups
 from fsdp_overlap.schedule.backward import GradReducer
@@ -80,6 +81,7 @@ HOOKS = "hooks on another stream"
 UNEDITED = "forwards without edits"
 EXCHANGED = "muon in rounds"
 LAYER_WISE = "layer wise in rounds"
+LAYER_WISE_OVERLAPPED = "layer_wise overlapped in backward, whole"
 ROWS = "prefetch 1, rows"
 COPIED = "torch._foreach_copy_(targets, sources)"
 IN_ONE = "one launch, odd parameters"
@@ -106,6 +108,7 @@ CHOSEN = "streams_of(device).set_device(device)"
 IN_THREADS = (
     "AdamW overlapped in backward, flat",
     "Muon overlapped in backward, whole",
+    LAYER_WISE_OVERLAPPED,
     "watched for hangs",
     WEIGHTS,
 )
@@ -294,6 +297,15 @@ DEFECTS = [
     ),
     Defect(D2HCopy, "wait", "self.copied.synchronize()", "offloaded"),
     Defect(OverlappedSteps, "enqueue_step", "copy.wait()", "AdamW overlapped in backward, flat"),
+    Defect(OverlappedSteps, "enqueue_step", "copy.wait()", LAYER_WISE_OVERLAPPED),
+    # The gradient may be cast in the thread alone: it is not there yet when the step is planned.
+    Defect(
+        OwnBatch,
+        "shards",
+        "local_of(parameter.grad))",
+        LAYER_WISE_OVERLAPPED,
+        "local_of(parameter.grad).clone())",
+    ),
     Defect(Exchange, "_enqueue", "self._comm_stream.after_compute()", EXCHANGED),
     Defect(Exchange, "_enqueue", "self._sent = source", EXCHANGED),
     Defect(Exchange, "run", "self._work.wait()", EXCHANGED),
