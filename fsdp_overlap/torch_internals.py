@@ -158,8 +158,11 @@ TorchDispatchMode = _python_dispatch.TorchDispatchMode
 SUPPORTED_NODES = _pytree.SUPPORTED_NODES
 """The classes that are nodes of trees, and how to take them apart. Users register more."""
 
-tree_leaves, tree_map_only = _pytree.tree_leaves, _pytree.tree_map_only
-"""Find, and change, all tensors in a tree. torch exports them nowhere else."""
+tree_leaves = _pytree.tree_leaves
+"""Lists what is in a tree. torch exports it nowhere else, nor the next one."""
+
+tree_map_only = _pytree.tree_map_only
+"""Changes all tensors in a tree."""
 
 # Modules
 

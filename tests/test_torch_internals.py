@@ -250,7 +250,7 @@ class Node:
         self.tensor = tensor
 
 
-@canary("SUPPORTED_NODES", "tree_map_only")
+@canary("SUPPORTED_NODES", "tree_leaves", "tree_map_only")
 def nodes_of_trees_are_known() -> None:
     """Tensors in registered classes are not found: their units are not gathered for backward."""
     tensor = torch.ones(1)
@@ -261,6 +261,7 @@ def nodes_of_trees_are_known() -> None:
     assert internals.SUPPORTED_NODES[Node].flatten_fn(Node(tensor))[0] == [tensor]
     changed = internals.tree_map_only(torch.Tensor, lambda _: 2, [Node(tensor), {"a": "b"}])
     assert (changed[0].tensor, changed[1]) == (2, {"a": "b"})
+    assert internals.tree_leaves([{"a": 1}, Node(tensor), [2]]) == [1, tensor, 2]
 
 
 # Modules
