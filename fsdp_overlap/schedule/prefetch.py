@@ -302,11 +302,11 @@ class Prefetcher:
         self._note_edits(units)
         self._waits_for_event = True
 
-    def begin_pass(self, units: Iterable[ScheduledUnit], is_of_root: bool = True) -> None:
+    def begin_pass(self, units: Iterable[ScheduledUnit], is_on_all_ranks: bool) -> None:
         """Make the all-gathers of this pass see the edits of ``units`` made before it. If there
-        are none, they need not wait for compute: Note [between passes]. ``is_of_root``: whether the
-        root begins it."""
-        self.may_run_alone = not is_of_root
+        are none, they need not wait for compute: Note [between passes]. ``is_on_all_ranks``:
+        whether the root begins it, or ranks agreed on it."""
+        self.may_run_alone = not is_on_all_ranks
         if self._waits_for_event:
             self._waits_for_event = False
         elif self._note_edits(units):

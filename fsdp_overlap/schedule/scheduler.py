@@ -136,13 +136,14 @@ class Schedule:
             unit.wait()
 
     def _prepare_pass(self, first: ScheduledUnit | None) -> None:
-        """Bring full buffers to rest before a pass that may begin."""
+        """Bring full buffers to rest before a pass that may begin. ``first`` is the unit that
+        begins it, ``None`` if ranks agreed on that."""
         if self.finalizer.pending is not None:
             self.finalizer.check_done("forward")
         self.prefetcher.finish_pass(keep=first)
         if self.prefetcher.in_graphs:
             self.prefetcher.release_stale()
-        self.prefetcher.begin_pass(self._units(), first is not None and first.is_root)
+        self.prefetcher.begin_pass(self._units(), first is None or first.is_root)
 
     def after_forward(
         self, unit: ScheduledUnit, module: int, raised: bool = False

@@ -222,7 +222,7 @@ def _of_devices(devices: int) -> dict[str, Any]:
         "_sleep": _nothing,
         "init": _nothing,
         "ipc_collect": _nothing,
-        "cudart": lambda: _Runtime(),
+        "cudart": lambda: _CudaRuntime(),
         "can_device_access_peer": lambda device, peer: False,
         "get_arch_list": lambda: ["sm_90"],
         "get_device_capability": lambda device=None: (9, 0),
@@ -265,7 +265,7 @@ _SUBMODULES: dict[str, dict[str, Any]] = {
 """The modules in ``torch.cuda`` that programs name, and what they have beside its functions."""
 
 
-class _Runtime(torch_module._Runtime):
+class _CudaRuntime(torch_module._Runtime):
     """What ``torch.cuda.cudart()`` returns. Other functions do nothing, and succeed."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
