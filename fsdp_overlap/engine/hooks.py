@@ -237,7 +237,7 @@ def after_forward(
     context = unit.context
     end = _end_in_range if profiler_enabled() else context.schedule.after_forward
     call = end(unit, id(module))
-    if unit.rests_on_host:
+    if unit.may_end_reading:
         _finish_reading(unit)
     if lost is not None or context.pending_comparisons:
         _raise_edit(unit, lost)
@@ -265,7 +265,7 @@ def _end_raised(
     call = _end_in_range(unit, id(module), raised=True)
     if _is_outermost(unit):
         _post_error(unit, error)
-    if unit.rests_on_host:
+    if unit.may_end_reading:
         _finish_reading(unit)
     if call is not None:
         _expect_backward(unit, call, tracked, ())

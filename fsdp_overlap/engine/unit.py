@@ -341,6 +341,8 @@ class Unit:
         self.unowned = UnownedParameters(modules, options.ignored)
         self._adopt = adopt
         self.rests_on_host = any(param_group.storage.is_on_host for param_group in param_groups)
+        self.may_end_reading = self.rests_on_host or not param_groups
+        """Whether shards on the host may be edited after it: its own, or those within it."""
         # Tensor parallelism may take a collective before a reduction, at a point of its own.
         self.is_in_pieces = any(group.plan.specs[0].piece for group in param_groups) and not any(
             group.is_tensor_parallel for group in param_groups

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from fsdp_overlap import CPUOffloadPolicy, FsdpContext, RaggedDTensor
+from fsdp_overlap import CPUOffloadPolicy, FsdpContext, RaggedDTensor, fully_shard
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
 from support.pretended_offload import pretending
 from support.ranks import run_ranks
@@ -134,10 +135,15 @@ def test_gradients_are_given_at_the_end_of_backward() -> None:
     run_ranks(landing, 1)
 
 
-def edits() -> None:
+def shard_all(model: Any, ctx: FsdpContext, **options: Any) -> None:
+    for child in (model.embedding, *model.layers, model.head, model):
+        fully_shard(child, ctx, **options)
+
+
+def edits(root_has_parameters: bool) -> None:
     """Wherever the user may edit shards next, nothing on a comm stream still reads them."""
     with pretending():
-        twins = Twins.of("layers")
+        twins = Twins.of("layers") if root_has_parameters else Twins(Model, shard_all)
     log: list[Entry] = []
     twins.ctx.comm_stream_factory = lambda name, device: RecordingCommStream(name, log)
     [mesh_info] = twins.ctx.mesh_infos
@@ -149,14 +155,18 @@ def edits() -> None:
     assert mesh_info.reading is not None, "forward waited on the host"
     loss.backward()
     assert mesh_info.reading is None
-    twins.model.unshard(async_op=True)
+    owner = twins.model if root_has_parameters else twins.model.head
+    owner.unshard(async_op=True)
     assert mesh_info.reading is not None
-    twins.model.reshard()
+    owner.reshard()
     assert mesh_info.reading is None
 
 
-def test_the_host_waits_for_copies_of_shards_only_where_they_may_be_edited() -> None:
-    run_ranks(edits, 2)
+@pytest.mark.parametrize("root_has_parameters", [True, False])
+def test_the_host_waits_for_copies_of_shards_only_where_they_may_be_edited(
+    root_has_parameters: bool,
+) -> None:
+    run_ranks(edits, 2, root_has_parameters)
 
 
 def recover() -> None:
