@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -104,10 +104,11 @@ def fully_shard(
 
     Call it on inner modules first, then on the module around them, with one context, in the same
     order on every rank, and with the same values on every rank. A unit owns the parameters of
-    ``module``'s subtree that no earlier unit owns. It reads those that an earlier unit beside it
-    owns, as of tied weights: that unit is gathered for its forwards and backwards too. Parameters
-    become ``RaggedDTensor`` parameters, in place, or under the layout ``PerTensor()`` DTensors as
-    FSDP2's are. If the layout keeps matrices whole, balance them over all units by
+    ``module``'s subtree that no earlier unit owns. Around other units, large modules of these may
+    become units too: ``FsdpContext(implicit_units=)``. It reads those that an earlier unit beside
+    it owns, as of tied weights: that unit is gathered for its forwards and backwards too.
+    Parameters become ``RaggedDTensor`` parameters, in place, or under the layout ``PerTensor()``
+    DTensors as FSDP2's are. If the layout keeps matrices whole, balance them over all units by
     :meth:`FsdpContext.plan_layout` before, or by :func:`fully_shard_model`; otherwise each call
     places its unit given those before it.
 
@@ -155,23 +156,19 @@ def fully_shard(
     full_mesh = None if dp_mesh_dims is None else _full_mesh(mesh, dp_mesh_dims)
     mesh = mesh if full_mesh is None else full_mesh.data
     ctx = _implicit_context(mesh) if ctx is None else _checked_context(ctx)
-    options = UnitOptions(
-        ctx.mesh if mesh is None else mesh,
-        mp_policy,
-        _storage_on(ctx.device, offload_policy),
-        comm_policy,
-        reshard_after_forward,
-        shard_placement_fn,
-        frozenset(ignored_params or ()),
-        conditional,
-        full_mesh,
-    )
+    mesh, storage = ctx.mesh if mesh is None else mesh, _storage_on(ctx.device, offload_policy)
+    asked = comm_policy, reshard_after_forward, shard_placement_fn, frozenset(ignored_params or ())
+    options = UnitOptions(mesh, mp_policy, storage, *asked, conditional, full_mesh)
     make_unit(modules, ctx, options)
     for member, fsdp_class in zip(modules, classes, strict=True):
-        object.__setattr__(member, "__class__", fsdp_class)  # modules may guard their attributes
-        noted = member.__dict__.setdefault(composable_registry_key, {})
-        noted["fully_shard"] = ComposableRegistryItem()  # for replicate() on a module around it
+        _change_class(member, fsdp_class)
     return cast(FSDPModule | Sequence[FSDPModule], module)
+
+
+def _change_class(module: nn.Module, fsdp_class: Any) -> None:
+    object.__setattr__(module, "__class__", fsdp_class)  # modules may guard their attributes
+    noted = module.__dict__.setdefault(composable_registry_key, {})
+    noted["fully_shard"] = ComposableRegistryItem()  # for replicate() on a module around it
 
 
 def _checked_context(ctx: Any) -> FsdpContext:
@@ -350,7 +347,10 @@ def make_unit(modules: Sequence[nn.Module], ctx: FsdpContext, options: UnitOptio
         TypeError, ValueError: a parameter cannot be sharded. Nothing was changed then.
     """
     owned, ties = _own(modules, ctx, options)
-    by_mesh, options = _check(owned, modules, ctx, options)
+    by_mesh, checked = _check(owned, modules, ctx, options)
+    if ctx.implicit_units and (inner := _implicit_modules(modules, owned)):
+        return _make_with_implicit(inner, modules, ctx, options)
+    options = checked
     planned = _plan(modules, by_mesh, ctx, options.comm_policy)
     # Nothing was changed so far, and nothing is refused from here on.
     if ctx.sync_module_states:
@@ -363,8 +363,60 @@ def make_unit(modules: Sequence[nn.Module], ctx: FsdpContext, options: UnitOptio
     _choose_schedule(unit)
     if ties:
         _connect_ties(unit, ties)
+    if options.has_implicit:
+        _connect_implicit(unit, modules)
     _install(unit, modules, ctx)  # after ties, which hooks depend on
     return unit
+
+
+# ---- implicit units ----
+
+
+def _implicit_modules(modules: Sequence[nn.Module], owned: Sequence[ParamInfo]) -> list[nn.Module]:
+    from fsdp_overlap.features.implicit_units import large_modules
+
+    return large_modules(modules, owned)
+
+
+def _make_with_implicit(
+    inner: Sequence[nn.Module], modules: Sequence[nn.Module], ctx: FsdpContext, options: UnitOptions
+) -> Unit:
+    """Make units of the ``inner`` modules, then of ``modules`` around them."""
+    from fsdp_overlap.features.implicit_units import options_of, reads_in_backward
+
+    inner_options = options_of(options)
+    classes = [_fsdp_class(type(module)) for module in inner]
+    with _planned_in_vain(ctx):  # so that nothing was changed if one cannot be planned
+        for made in ([module] for module in inner):
+            own = owned_parameters(made, options.ignored)
+            by_mesh, checked = _check(own, made, ctx, inner_options)
+            _plan(made, by_mesh, ctx, checked.comm_policy)
+        rest = owned_parameters(modules, options.ignored, inner)
+        own = [item for item in rest if owner_of(item.parameter) is None]
+        by_mesh, checked = _check(own, modules, ctx, options)
+        _plan(modules, by_mesh, ctx, checked.comm_policy)
+    for module, fsdp_class in zip(inner, classes, strict=True):
+        is_read = reads_in_backward(module)  # before the hooks of its unit
+        make_unit([module], ctx, inner_options).settings.unshard_in_backward = is_read
+        _change_class(module, fsdp_class)
+    return make_unit(modules, ctx, replace(options, has_implicit=True))
+
+
+@contextmanager
+def _planned_in_vain(ctx: FsdpContext) -> Iterator[None]:
+    """Take back what is planned in the ``with`` block."""
+    before = [(mesh_info.plans, mesh_info.plans.copy()) for mesh_info in ctx.mesh_infos]
+    try:
+        yield
+    finally:
+        for planner, as_before in before:
+            vars(planner).update(vars(as_before))
+
+
+def _connect_implicit(unit: Unit, modules: Sequence[nn.Module]) -> None:
+    from fsdp_overlap.features.implicit_units import connect_implicit
+
+    connect_implicit(unit, modules)
 
 
 # ---- own ----

@@ -82,6 +82,10 @@ class FsdpContext:
         hang_timeout: on a device with streams, the seconds after which ranks that do not move say
             where they stand (``features/desync_monitor``). ``None``: the backend's timeout ends a
             hang.
+        implicit_units: whether a module that a unit around others would own, and that has a
+            parameter of 16 MiB or more, becomes a unit of its own, such as an embedding or a head:
+            it is gathered before its own forward and reduced after its own backward. Only its own
+            forward may read its parameters then, as those of any unit.
 
     Streams, groups and events are made at first use.
 
@@ -119,6 +123,7 @@ class FsdpContext:
         groups: MeshGroups | Mapping[DeviceMesh, MeshGroups] | None = None,
         pg_options: Mapping[str, object] | None = None,
         hang_timeout: float | None = 10.0,
+        implicit_units: bool = False,
     ) -> None:
         if hang_timeout is not None and not hang_timeout > 0:
             raise ValueError(f"hang_timeout={hang_timeout}: use seconds, or None for no monitor")
@@ -149,6 +154,7 @@ class FsdpContext:
         self.toggled: weakref.WeakSet[Unit] = weakref.WeakSet()
         self.pending_comparisons: PendingComparisons = []
         self.hang_timeout = hang_timeout
+        self.implicit_units = implicit_units
 
     def _hand_in(self, groups: MeshGroups | Mapping[DeviceMesh, MeshGroups]) -> GivenGroups:
         from fsdp_overlap.features.mesh_groups import GivenGroups, MeshGroups
@@ -177,6 +183,7 @@ class FsdpContext:
             groups=given.by_mesh() if (given := self._given_groups) is not None else None,
             pg_options=own.given if (own := self._pg_options) is not None else None,
             hang_timeout=self.hang_timeout,
+            implicit_units=self.implicit_units,
         )
         duplicate.is_implicit = self.is_implicit
         duplicate.keeps_own_values = self.keeps_own_values
@@ -294,16 +301,10 @@ class FsdpContext:
         for unit in self.units:
             if issubclass(unit.schedule_class, schedule_class):
                 schedule_class = unit.schedule_class
-        return schedule_class(
-            self.comm_context,
-            hooks,
-            self._stats,
-            self._refs,
-            partial(existing_units, self._refs),
-            self.prefetch,
-            self.shard_optimizer_over_replicas,
-            self._what_begins_backwards(),
-        )
+        units = self._refs, partial(existing_units, self._refs)
+        options = self.prefetch, self.shard_optimizer_over_replicas
+        begins = self._what_begins_backwards()
+        return schedule_class(self.comm_context, hooks, self._stats, *units, *options, begins)
 
     def _what_begins_backwards(self) -> Callable[[], None]:
         if self.capture_query is None:
@@ -355,12 +356,15 @@ class FsdpContext:
                 is planned then.
         """
         from fsdp_overlap.engine.joint_plans import plan_jointly
+        from fsdp_overlap.features.implicit_units import large_modules
 
         def plans_of(first: nn.Module) -> Planner:
             return self.mesh_info_of((meshes or {}).get(first, self.mesh)).plans
 
         made = [mesh_info.plans for mesh_info in self.mesh_infos]
-        plan_jointly(units, ignored_params, plans_of, made)
+        plan_jointly(
+            units, ignored_params, plans_of, made, large_modules if self.implicit_units else None
+        )
 
     # Units
 

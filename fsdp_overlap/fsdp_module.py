@@ -3,7 +3,7 @@ take such modules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -76,11 +76,12 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
             async_op: whether to return a handle instead of making compute wait. The parameters may
                 be used after its ``wait()``. A forward waits by itself.
         """
-        units = (self._fsdp_unit, *self._fsdp_unit.owners)
+        units = (self._fsdp_unit, *self._fsdp_unit.owners, *self._fsdp_unit.implicit)
         for unit in units:
             context = context_of(unit)
             context.lazy_init()
-            context.join_capture(unit)
+            if unit not in self._fsdp_unit.implicit:
+                context.join_capture(unit)
             unit.sync_requires_grad()
             unit.hook_gradients()
             context.schedule.unshard(unit)
@@ -97,7 +98,7 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
             RuntimeError: a parameter was replaced. Or the unsharded parameters were edited, and the
                 edit is lost.
         """
-        for unit in (self._fsdp_unit, *self._fsdp_unit.owners):
+        for unit in (self._fsdp_unit, *self._fsdp_unit.owners, *self._fsdp_unit.implicit):
             _reshard(unit)
 
     # How parameters are gathered and kept
@@ -135,18 +136,20 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
     def _set_custom_comm(self, method: str, **comms: Any) -> None:
         from fsdp_overlap.features.custom_collectives import CustomComms
 
-        unit = self._fsdp_unit
-        if len({param_group.mesh_info for param_group in unit.param_groups}) > 1:
-            raise ValueError(
-                f"{method}() on unit {unit.name!r}, whose parameters lie on several meshes: make a "
-                "unit for each"
-            )
-        _check_shards_are_equal(unit, method)
-        _check_exclusive(unit, method, "symmetric memory")
-        before = unit.settings.transport
-        assert before is None or isinstance(before, CustomComms)
-        unit.settings.transport = replace(before or CustomComms(), **comms)
-        context_of(unit).require_lazy_init()
+        units = self._units(recurse=False)
+        for unit in units:
+            if len({param_group.mesh_info for param_group in unit.param_groups}) > 1:
+                raise ValueError(
+                    f"{method}() on unit {unit.name!r}, whose parameters lie on several meshes: "
+                    "make a unit for each"
+                )
+            _check_shards_are_equal(unit, method)
+            _check_exclusive(unit, method, "symmetric memory")
+        for unit in units:
+            before = unit.settings.transport
+            assert before is None or isinstance(before, CustomComms)
+            unit.settings.transport = replace(before or CustomComms(), **comms)
+            context_of(unit).require_lazy_init()
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Set whether this unit's full buffers and reduce inputs lie in memory that the backend of
@@ -160,15 +163,16 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         """
         from fsdp_overlap.features.group_memory import check_memory, memory_of
 
-        unit = self._fsdp_unit
-        if enable:
+        units = self._units(recurse=False)
+        for unit in units if enable else ():
             method = "set_allocate_memory_from_process_group_for_comm"
             _check_exclusive(unit, method, "custom collectives", "symmetric memory")
             for param_group in unit.param_groups:
                 mesh = param_group.mesh_info.mesh
                 check_memory(mesh.get_group(mesh.ndim - 1), param_group.mesh_info.device)
-        unit.settings.memory_of = memory_of if enable else None
-        context_of(unit).require_lazy_init()
+        for unit in units:
+            unit.settings.memory_of = memory_of if enable else None
+            context_of(unit).require_lazy_init()
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Use symmetric memory for this unit's all-gathers and reduce-scatters: memory that all
@@ -187,16 +191,18 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         """
         from fsdp_overlap.features.symmetric_memory import SymmetricTransport, use_symmetric_memory
 
-        unit, method = self._fsdp_unit, "set_symm_mem_for_comm"
-        _check_exclusive(unit, method, "custom collectives", "memory of its process groups")
-        _check_shards_are_equal(unit, method)
-        for param_group in unit.param_groups:
-            mesh = param_group.mesh_info.mesh
-            use_symmetric_memory(
-                backend, mesh.get_group(mesh.ndim - 1), param_group.mesh_info.device
-            )
-        unit.settings.transport = SymmetricTransport()
-        context_of(unit).require_lazy_init()
+        units, method = self._units(recurse=False), "set_symm_mem_for_comm"
+        for unit in units:
+            _check_exclusive(unit, method, "custom collectives", "memory of its process groups")
+            _check_shards_are_equal(unit, method)
+            for param_group in unit.param_groups:
+                mesh = param_group.mesh_info.mesh
+                use_symmetric_memory(
+                    backend, mesh.get_group(mesh.ndim - 1), param_group.mesh_info.device
+                )
+        for unit in units:
+            unit.settings.transport = SymmetricTransport()
+            context_of(unit).require_lazy_init()
 
     def set_zero_stage(self, stage: int, *, recurse: bool = True) -> None:
         """Set what is sharded at rest, by the stages of ZeRO (arXiv 1910.02054).
@@ -345,12 +351,14 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         """
         if not factor > 0:
             raise ValueError(f"set_gradient_divide_factor({factor!r}): use a positive number")
-        self._fsdp_unit.settings.reduce_options.divisor = float(factor)
+        for unit in self._units(recurse=False):
+            unit.settings.reduce_options.divisor = float(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Set whether this unit's gradients are reduced by sums alone. The division is a step of
         its own then."""
-        self._fsdp_unit.settings.reduce_options.sums_only = enable
+        for unit in self._units(recurse=False):
+            unit.settings.reduce_options.sums_only = enable
 
     def set_all_reduce_hook(
         self,
@@ -376,7 +384,9 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
                 "set_all_reduce_hook(stream=...) on a mesh (replicate, shard): the hook runs where "
                 "the reduction over replicas does; leave stream out"
             )
-        unit.settings.reduce_options.hook, unit.settings.reduce_options.hook_stream = hook, stream
+        for each in self._units(recurse=False):
+            options = each.settings.reduce_options
+            options.hook, options.hook_stream = hook, stream
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
@@ -510,9 +520,10 @@ class FSDPModule(nn.Module, fsdp2.FSDPModule):
         copy_unit(self._fsdp_unit, memo)
         return cast(nn.Module, memo[id(self)])
 
-    def _units(self, recurse: bool) -> Iterable[Unit]:
-        modules = self.modules() if recurse else [self]
-        units = (unit for unit in map(unit_of, modules) if unit is not None)
+    def _units(self, recurse: bool) -> Collection[Unit]:
+        if not recurse:
+            return self._fsdp_unit, *self._fsdp_unit.implicit
+        units = (unit for unit in map(unit_of, self.modules()) if unit is not None)
         return dict.fromkeys(units)  # the modules of a list share one unit
 
     def _check_outermost(self, method: str) -> None:

@@ -10,15 +10,20 @@ from fsdp_overlap.engine.param import ParamInfo, owned_parameters, owner_of
 from fsdp_overlap.engine.unit import unit_of
 from fsdp_overlap.layout.plan import Planner, rollback_on_error
 
+LargeModules = Callable[
+    [Sequence[nn.Module], Sequence[ParamInfo], Collection[nn.Module]], list[nn.Module]
+]
+
 
 def plan_jointly(
     units: Sequence[nn.Module | Sequence[nn.Module]],
     ignored_params: Collection[nn.Parameter],
     plans_of: Callable[[nn.Module], Planner],
     made: Sequence[Planner],
+    large_modules: LargeModules | None,
 ) -> None:
     """Do ``ctx.plan_layout()``. ``plans_of`` returns the plans over the mesh of the unit that has
-    this first module, and ``made`` has those that exist.
+    this first module, and ``made`` has those that exist. ``large_modules`` finds implicit units.
 
     Raises:
         ValueError: a module is a unit already, was planned before, or is named twice.
@@ -39,8 +44,26 @@ def plan_jointly(
     with rollback_on_error(by_plans):
         for plans, planned in by_plans.items():
             among = set(modules)
+            if large_modules is not None:
+                planned, among = _with_implicit(planned, ignored_params, among, large_modules)
             owned = _untied(owned_parameters(unit, ignored_params, among) for unit in planned)
             plans.plan_ahead(planned, [[item.spec for item in items] for items in owned])
+
+
+def _with_implicit(
+    units: Sequence[list[nn.Module]],
+    ignored_params: Collection[nn.Parameter],
+    among: set[nn.Module],
+    large_modules: LargeModules,
+) -> tuple[list[list[nn.Module]], set[nn.Module]]:
+    """Return ``units`` with the implicit units of each before it, and ``among`` with these."""
+    found: list[list[nn.Module]] = []
+    for unit in units:
+        [owned] = _untied([owned_parameters(unit, ignored_params, among)])
+        inner = large_modules(unit, owned, among)
+        found += [*([module] for module in inner), unit]
+        among = among.union(inner)
+    return found, among
 
 
 def _untied(units: Iterable[Sequence[ParamInfo]]) -> list[list[ParamInfo]]:

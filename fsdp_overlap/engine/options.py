@@ -23,7 +23,8 @@ from fsdp_overlap.tensor.flat_buffer import MemorySource
 class UnitOptions:
     """The arguments of :func:`fully_shard` for one unit. ``storage``: where shards rest.
     ``ignored``: the parameters to leave as they are. ``full_mesh``: the mesh of all parallelism
-    that parameters lie over, if ``mesh`` is only a part of it."""
+    that parameters lie over, if ``mesh`` is only a part of it. ``is_implicit``: whether the library
+    made the unit of itself, ``has_implicit``: whether it made others within it so."""
 
     mesh: DeviceMesh
     mp_policy: MixedPrecisionPolicy
@@ -34,6 +35,8 @@ class UnitOptions:
     ignored: frozenset[nn.Parameter]
     conditional: bool
     full_mesh: Any
+    is_implicit: bool = False
+    has_implicit: bool = False
 
 
 # ---- How gradients are reduced ----

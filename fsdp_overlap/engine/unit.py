@@ -313,6 +313,10 @@ class Unit:
     ties: Sequence[Tie] = ()
     owners: Sequence[Unit] = ()
     """The other units whose parameters its modules have registered too: Note [tied parameters]."""
+    implicit: Sequence[Unit] = ()
+    """The units within it that the library made of itself: Note [implicit units]."""
+    is_implicit = False
+    """Whether it is one of these, of another unit."""
     single_all_gather: Sequence[tuple[str, list[ParamGroup]]] = ()
     """The name of its all-gather, and the param group. Empty if it has several, or no name yet."""
     is_root = False

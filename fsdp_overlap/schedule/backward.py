@@ -425,6 +425,8 @@ class Backward:
             for call in following:
                 if call.needs_parameters:
                     upcoming.append(call.unit_index)
+                    other = self._refs[call.unit_index]()
+                    prefetch += other is not None and other.is_implicit and other.is_up_to_date
             if unit.index in upcoming:  # an earlier call of it, until which it stays
                 upcoming.remove(unit.index)
             del upcoming[prefetch:]

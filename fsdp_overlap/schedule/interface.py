@@ -108,6 +108,15 @@ class ScheduledUnit(Protocol):
         """Whether shards rest on the host, and all-gathers copy them from there."""
 
     @property
+    def is_implicit(self) -> bool:
+        """Whether it would be part of the unit around it, without Note [implicit units]. Where it
+        runs last, as heads do, backward needs what ran before it too: Note [kept for backward]."""
+
+    @property
+    def implicit(self) -> Sequence[object]:
+        """The units that have its large parameters: Note [implicit units]."""
+
+    @property
     def keeps_parts(self) -> bool:
         """Whether parts of full buffers are kept between forward and backward."""
 

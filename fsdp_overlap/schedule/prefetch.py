@@ -179,7 +179,7 @@ class Prefetcher:
         if asked:
             self._ask(asked)
             return self._issued != issued
-        if delayed:
+        if delayed and (upcoming or not unit.is_implicit):  # backward needs what ran before a head
             self.flush()
         if self.may_run_alone and self._issued == issued:
             return False

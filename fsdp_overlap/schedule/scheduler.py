@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
-from itertools import count
+from itertools import count, islice
 
 from fsdp_overlap.schedule.backward import MAX_OPEN_PASSES, Backward, GradReducer
 from fsdp_overlap.schedule.finalization import (
@@ -489,9 +489,10 @@ class Schedule:
 
     def next_units(self) -> list[ScheduledUnit]:
         """Return the units with which the next pass is expected to begin, as many as may be
-        gathered ahead of use."""
-        following = self.order.predicted()[: self.prefetcher.prefetch]
-        return [unit for index in following if (unit := self._refs[index]()) is not None]
+        gathered ahead of use. What implicit units within it leave to a unit is too little."""
+        known = (self._refs[index]() for index in self.order.predicted())
+        large = (unit for unit in known if unit is not None and not unit.implicit)
+        return list(islice(large, self.prefetcher.prefetch))
 
     def predicted_units(self) -> list[ScheduledUnit]:
         """Return all units, in the order in which the next forward is expected to run them."""

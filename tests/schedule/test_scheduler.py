@@ -51,7 +51,12 @@ OPTIONS = [
     Options(prefetch, after_forward, after_backward)
     for prefetch in (0, 1, 2)
     for after_forward, after_backward in ((None, True), (True, True), (False, True), (False, False))
-] + [Options(1, runs_ahead=True), Options(1, is_registered=True)]
+] + [
+    Options(1, runs_ahead=True),
+    Options(1, is_registered=True),
+    Options(1, has_implicit=True),
+    Options(2, True, has_implicit=True),
+]
 
 
 def checkpointed(run: Forward) -> Iterator[Forward]:

@@ -38,6 +38,8 @@ class Options(NamedTuple):
     runs_ahead: bool = False
     is_registered: bool = False
     """Whether the first pass is predicted."""
+    has_implicit: bool = False
+    """Whether the last unit is an implicit one of the root, as heads are."""
 
     @property
     def reshards(self) -> bool:
@@ -108,9 +110,11 @@ class Unit:
     forward_prefetch: Sequence[Callable[[], Any]] = ()
     backward_prefetch: Sequence[Callable[[], Any]] = ()
 
-    def __init__(self, index: int, rank: Rank) -> None:
+    def __init__(self, index: int, count: int, rank: Rank) -> None:
         self.index, self.name, self._rank = index, f"unit {index}", rank
         self.is_root = index == 0
+        self.is_implicit = rank.options.has_implicit and index == count - 1 > 0
+        self.implicit = [index] if rank.options.has_implicit and self.is_root else []
         self.settings = Settings(rank.options.reshard_after_backward)
         self.gradients = [Gradients(self, piece) for piece in range(rank.options.pieces)]
         self.is_in_pieces = rank.options.pieces > 1
@@ -280,7 +284,7 @@ class Rank:
         """For each backward, how many units were gathered late, and how many in vain."""
         self.stats = Stats()
         self.runs_ahead = options.runs_ahead
-        self.units = [Unit(index, self) for index in range(units)]
+        self.units = [Unit(index, units, self) for index in range(units)]
         self.schedule = schedule_class(
             self,
             self.engine,
@@ -561,7 +565,7 @@ class Rank:
             if unit.is_gathered and not unit.in_use and unit is not self.current
         ]
         if self.options.reshard_after_forward is None:
-            beside = [unit for unit in beside if not unit.is_root]
+            beside = [unit for unit in beside if not (unit.is_root or unit.is_implicit)]
         more = self.shadowed
         if self.engine.is_in_backward():
             more += self.skipped + self.is_ending + self.runs_again
