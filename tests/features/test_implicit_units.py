@@ -138,15 +138,34 @@ def test_whatever_is_kept_after_forward(reshards: bool | int) -> None:
     run_ranks(trains_alike, 2, Flat(), LOW, {"reshard_after_forward": reshards})
 
 
-def reads_another() -> None:
+class FusedHead(torch.autograd.Function):
+    """As fused losses are, which torch asks no tensor class about."""
+
+    @staticmethod
+    def forward(ctx: Any, h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.of_weight = h.flatten(0, 1).sum(0).expand(weight.shape)
+        return h @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return None, ctx.of_weight
+
+
+class Fused(Model):
+    def forward(self, ids: torch.Tensor) -> Any:
+        return FusedHead.apply(self.hidden(ids), self.head.weight)
+
+
+def reads_another(build: Callable[[], Any]) -> None:
     with small():
-        model = Tied()
+        model = build()
         shard(model, implicit=True)
-    model(batch(0))
+    model(batch(0)).sum().backward()
 
 
-def test_a_read_outside_of_the_module_is_refused() -> None:
-    expect_rank_errors(reads_another, 2, match="linear is not supported on a RaggedDTensor")
+@pytest.mark.parametrize("build", [Tied, Fused])
+def test_a_read_outside_of_the_module_is_refused(build: Callable[[], Any]) -> None:
+    expect_rank_errors(reads_another, 2, build, match="is not supported on a RaggedDTensor")
 
 
 def reads_in_hooks() -> None:
@@ -265,7 +284,9 @@ def tied() -> Any:
 
 
 def frozen() -> Any:
-    return Model().requires_grad_(False).requires_grad_(True)
+    model = Model()
+    model.embed.requires_grad_(False)
+    return model
 
 
 def test_tied_modules_stay_with_the_root() -> None:
