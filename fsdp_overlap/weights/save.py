@@ -23,6 +23,7 @@ from fsdp_overlap.comm.threads import thread_pool
 from fsdp_overlap.weights.exchange import WeightExchange, exchange_of
 from fsdp_overlap.weights.export import full_weights
 from fsdp_overlap.weights.model_weights import Names, is_first, renamed, weights_of
+from fsdp_overlap.weights.safetensors_format import DTYPES, INDEX, header_of
 from fsdp_overlap.weights.transfer_plan import Layouts, TensorLayout, TransferRound, full_layout
 
 # Several ranks write if each of them gets a file of at least this size.
@@ -30,24 +31,6 @@ _SHARED_BYTES = 256 << 20
 _UNFINISHED = ".unfinished"
 _SLOT_BYTES = 32 << 20
 """The size of each of two slots of pinned memory that weights pass through."""
-_DTYPES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.int32: "I32",
-    torch.int64: "I64",
-    torch.uint16: "U16",
-    torch.uint32: "U32",
-    torch.uint64: "U64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-}
 
 
 @dataclass
@@ -64,21 +47,8 @@ class _File:
         return self.path.with_name(self.path.name + _UNFINISHED)
 
     def header(self) -> bytes:
-        """Return the safetensors header: its length, and the JSON of names, dtypes, shapes and
-        offsets."""
-        entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        start = 0
-        for name, layout in self.weights.items():
-            stop = start + _nbytes(layout)
-            entries[name] = {
-                "dtype": _DTYPES[layout.dtype],
-                "shape": list(layout.shape),
-                "data_offsets": [start, stop],
-            }
-            start = stop
-        text = json.dumps(entries, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
+        """Return what comes before the weights."""
+        return header_of((name, lay.dtype, lay.shape) for name, lay in self.weights.items())
 
 
 def save_weights(
@@ -127,7 +97,7 @@ def save_weights(
             _check_folder(folder)
         weights = renamed(own, names)
         for name, tensor in weights.items():
-            if full_layout(tensor.shape, tensor.dtype, dtype).dtype not in _DTYPES:
+            if full_layout(tensor.shape, tensor.dtype, dtype).dtype not in DTYPES:
                 raise ValueError(f"{name!r} is of {tensor.dtype}, which safetensors does not know")
         return weights
 
@@ -293,7 +263,7 @@ def _write_index(folder: Path, files: list[_File]) -> None:
         "metadata": {"total_size": sum(file.nbytes for file in files)},
         "weight_map": {name: file.path.name for file in files for name in file.weights},
     }
-    path = folder / "model.safetensors.index.json"
+    path = folder / INDEX
     unfinished = path.with_name(path.name + _UNFINISHED)
     try:
         unfinished.write_text(json.dumps(index, indent=2) + "\n")

@@ -21,6 +21,7 @@ from fsdp_overlap.comm.threads import thread_pool
 from fsdp_overlap.optim import AdamW
 from fsdp_overlap.tools.emulator import EmulatedDevice, Stream, running, stream
 from fsdp_overlap.weights import save, save_weights
+from fsdp_overlap.weights.safetensors_format import DTYPES, INDEX
 from support import experts
 from support import tensor_parallel as tp
 from support.emulated import Seconds
@@ -28,8 +29,6 @@ from support.layouts import LAYOUTS
 from support.ranks import run_ranks
 from support.twins import COPIES, Twins
 from support.zoo import Model, Tied, shard_layers
-
-INDEX = "model.safetensors.index.json"
 
 
 def loaded(folder: Path) -> dict[str, torch.Tensor]:
@@ -134,7 +133,7 @@ def test_of_copies_one_is_written(divide: bool, tmp_path: Path) -> None:
 
 def _every_dtype(folder: str) -> None:
     model = nn.Linear(1, 1)
-    for number, dtype in enumerate(save._DTYPES):
+    for number, dtype in enumerate(DTYPES):
         model.register_buffer(f"b{number}", torch.ones(2, 3).to(dtype))
     model.register_buffer("empty", torch.ones(0, 3))
     model.register_buffer("scalar", torch.tensor(3))
