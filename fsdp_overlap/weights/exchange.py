@@ -267,6 +267,27 @@ class WeightExchange:
         self._begin()
         return gather_objects(own, self.group, self.device, self.what)
 
+    def on_all(self, run: Callable[[], object], failed: str) -> None:
+        """Call ``run`` on each rank. Collective. ``failed`` says in errors what a rank could not
+        do.
+
+        Raises:
+            RuntimeError: ``run`` raised on another rank, or an ``OSError`` on this one; names it.
+            Exception: ``run`` raised it on this rank.
+        """
+        failure: Exception | None = None
+        try:
+            run()
+        except Exception as error:
+            failure = error
+        failures = self.gather(None if failure is None else repr(failure))
+        if failure is not None and not isinstance(failure, OSError):
+            raise failure
+        for rank, error_of_rank in enumerate(failures):
+            if error_of_rank is not None:
+                who = f"{self.what}: rank {self.global_rank(rank)}"
+                raise RuntimeError(f"{who} {failed}: {error_of_rank}") from failure
+
     def _broadcast(self, rank: int, own: T) -> T:
         """Return the object of ``rank``. Collective."""
         assert self.group is not None

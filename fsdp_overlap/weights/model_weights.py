@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -23,25 +23,30 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return parameters and persistent buffers in the order of modules, each once, by its first
     name. Those of units are the sharded parameters, whatever is registered now: unlike
     ``state_dict()``, it gathers and frees nothing."""
+    weights: dict[str, torch.Tensor] = {}
+    known: set[int] = set()
+    for name, tensor in named_weights(model):
+        if id(tensor) not in known:
+            known.add(id(tensor))
+            weights[name] = tensor
+    return weights
+
+
+def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what :func:`weights_of` returns, and tied ones by each of their names."""
     sharded: dict[int, torch.Tensor] = {}
     for unit in units_of(model):
         for group in unit.param_groups:
             sharded.update(zip(map(id, group.parameters), group.sharded_parameters, strict=True))
-    weights: dict[str, torch.Tensor] = {}
-    known: set[int] = set()
     for prefix, module in model.named_modules(remove_duplicate=False):
         own = {**module._parameters, **module._buffers}
         for name, registered in own.items():
             if registered is None or name in module._non_persistent_buffers_set:
                 continue
-            tensor = sharded.get(id(registered), registered)
-            if id(tensor) not in known:
-                known.add(id(tensor))
-                path = f"{prefix}.{name}" if prefix else name
-                for wrapper in _WRAPPERS:
-                    path = path.replace(wrapper, "")
-                weights[path] = tensor
-    return weights
+            path = f"{prefix}.{name}" if prefix else name
+            for wrapper in _WRAPPERS:
+                path = path.replace(wrapper, "")
+            yield path, sharded.get(id(registered), registered)
 
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -68,17 +73,22 @@ def renamed(
         if new_name is not None:
             result[new_name] = tensor
     for name, tensor in result.items():
-        if isinstance(tensor, DTensor) and is_subclass(tensor._local_tensor):
-            raise TypeError(
-                f"{name!r} is a {type(tensor._local_tensor).__name__}, whose class alone knows how "
-                "it is put together: leave it out by names=, and take its full_tensor()"
-            )
+        refuse_subclass(name, tensor, "take its full_tensor()")
         if tensor.device.type == "meta":
             raise RuntimeError(
                 f"{name!r} is on the meta device: call to_empty(device=...) on the model, then "
                 "initialize it or load a checkpoint"
             )
     return result
+
+
+def refuse_subclass(name: str, tensor: torch.Tensor, instead: str) -> None:
+    """Raise TypeError if the class of ``tensor``'s shard alone knows what its elements are."""
+    if isinstance(tensor, DTensor) and is_subclass(tensor._local_tensor):
+        raise TypeError(
+            f"{name!r} is a {type(tensor._local_tensor).__name__}, whose class alone knows how it "
+            f"is put together: leave it out by names=, and {instead}"
+        )
 
 
 def units_of(model: nn.Module) -> list[Unit]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -20,7 +20,7 @@ from fsdp_overlap.checkpoint.files import local_path
 from fsdp_overlap.comm.comm_streams import has_streams, mark_enqueued, streams_of
 from fsdp_overlap.comm.host_copies import D2HCopy, copy_to_host
 from fsdp_overlap.comm.threads import thread_pool
-from fsdp_overlap.weights.exchange import WeightExchange, exchange_of
+from fsdp_overlap.weights.exchange import exchange_of
 from fsdp_overlap.weights.export import full_weights
 from fsdp_overlap.weights.model_weights import Names, is_first, renamed, weights_of
 from fsdp_overlap.weights.safetensors_format import DTYPES, INDEX, header_of
@@ -119,33 +119,17 @@ def save_weights(
     rank = exchange.rank
     own_files = files[rank :: exchange.ranks]
     wants = {name: layout for file in own_files for name, layout in file.weights.items()}
+    failed = "could not write"
     arriving = full_weights(exchange, plan.rounds, weights, wants, prefetch=1)
     try:
-        _on_all(exchange, lambda: _write_files(own_files, arriving, exchange.device))
-        _on_all(exchange, lambda: [file.unfinished.rename(file.path) for file in own_files])
-        _on_all(exchange, lambda: _write_index(folder, files) if rank == 0 else None)
+        exchange.on_all(lambda: _write_files(own_files, arriving, exchange.device), failed)
+        exchange.on_all(lambda: [file.unfinished.rename(file.path) for file in own_files], failed)
+        exchange.on_all(lambda: _write_index(folder, files) if rank == 0 else None, failed)
     except BaseException:
         for file in own_files:
             file.unfinished.unlink(missing_ok=True)
             file.path.unlink(missing_ok=True)
         raise
-
-
-def _on_all(exchange: WeightExchange, run: Callable[[], object]) -> None:
-    """Call ``run`` on each rank. Collective.
-
-    Raises:
-        RuntimeError: a rank could not write; names it.
-    """
-    failure: OSError | None = None
-    try:
-        run()
-    except OSError as error:
-        failure = error
-    for rank, error_of_rank in enumerate(exchange.gather(failure and repr(failure))):
-        if error_of_rank is not None:
-            who = f"{exchange.what}: rank {exchange.global_rank(rank)}"
-            raise RuntimeError(f"{who} could not write: {error_of_rank}") from failure
 
 
 def _check_folder(folder: Path) -> None:

@@ -5,18 +5,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from fsdp_overlap import FsdpContext, fully_shard
-from fsdp_overlap.weights import WeightResharder, export_weights
+from fsdp_overlap.weights import WeightResharder, export_weights, load_weights
 from support.layouts import LAYOUTS
 from support.ranks import run_ranks
 
@@ -105,8 +108,9 @@ def name_of(name: str, left_out: set[str]) -> str | None:
 class Check:
     """One example, on one rank. ``whole`` are the values, by name in the model."""
 
-    def __init__(self, example: Drawn) -> None:
+    def __init__(self, example: Drawn, folder: Path) -> None:
         self.example = example
+        self.folder = folder
         self.whole: dict[str, torch.Tensor] = {}
         self.left_out: set[str] = set()
         self.of: dict[str, Weight] = {}
@@ -176,6 +180,7 @@ class Check:
                     tensor.mul_(2)
                     self.whole[name] = self.whole[name] * 2
         self.check_resharding()
+        self.check_loading()
 
     def check_export(self) -> None:
         example = self.example
@@ -227,6 +232,25 @@ class Check:
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
                 assert torch.equal(local, expected[asked]), asked
 
+    def check_loading(self) -> None:
+        """From a file in other dtypes, into the model with its edits."""
+        in_file: dict[str, torch.Tensor] = {}
+        for name, asked, values in self.wanted():
+            in_file[asked] = (values * 3).to(self.of[name].target_dtype)
+            self.whole[name] = in_file[asked].to(values.dtype)
+        path = self.folder / "model.safetensors"
+        if dist.get_rank() == 0:
+            save_file(in_file, path)
+        dist.barrier()
+        load_weights(
+            self.model,
+            path,
+            names=lambda name: name_of(name, self.left_out),
+            broadcast_replicas=self.example.prefetch == 1,
+        )
+        self.check_export()
+        dist.barrier()
+
     def place(
         self, right: torch.Tensor, weight: Weight, mesh: DeviceMesh
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -247,10 +271,10 @@ class Check:
         return empty, held.to_local()
 
 
-def check_all(examples: list[Drawn]) -> None:
+def check_all(examples: list[Drawn], folder: Path) -> None:
     for example in examples:
         try:
-            Check(example).check()
+            Check(example, folder).check()
         except Exception as error:
             raise AssertionError(f"rank {dist.get_rank()}: {example}: {error!r}") from error
 
@@ -260,4 +284,6 @@ def check_all(examples: list[Drawn]) -> None:
 @given(st.data())
 def test_random_models_on_real_ranks(data: st.DataObject) -> None:
     world = data.draw(st.integers(2, 4))
-    run_ranks(check_all, world, data.draw(st.lists(drawn(world), min_size=6, max_size=6)))
+    examples = data.draw(st.lists(drawn(world), min_size=6, max_size=6))
+    with TemporaryDirectory() as folder:
+        run_ranks(check_all, world, examples, Path(folder))
