@@ -88,7 +88,10 @@ def load_weights(
         lambda: plan.find(model, local_path(path), names, convert, init_buffers), "could not read"
     )
     missing, unexpected = plan.compare(exchange)
-    _give_memory(model, exchange.device)
+    # Of a model without units on the meta device nobody has said where it should be.
+    is_meta = exchange.device.type == "meta"
+    device = torch.get_default_device() if is_meta else exchange.device
+    _give_memory(model, device)
     for module in plan.modules_to_init:
         assert plan.init_buffers is not None
         plan.init_buffers(module)
@@ -109,7 +112,7 @@ def load_weights(
             if not (broadcast_replicas and _is_copy(tensor))
             for one in _reads_of(tensor, plan.pieces[name])
         ]
-        nbytes = read_all(reads, plan.files, exchange.device, num_threads, progress)
+        nbytes = read_all(reads, plan.files, device, num_threads, progress)
 
     try:
         if broadcast_replicas:

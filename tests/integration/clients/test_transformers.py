@@ -28,6 +28,8 @@ from fsdp_overlap import (
     register_fsdp_forward_method,
 )
 from fsdp_overlap.tensor.pytree import map_arguments, map_tensors
+from fsdp_overlap.weights import load_weights
+from fsdp_overlap.weights.safetensors_format import find_files
 from support.ranks import run_ranks
 from support.twins import Twins
 from support.zoo import ROWS, VOCABULARY
@@ -387,6 +389,42 @@ def save(name: str, folder: str) -> None:
 @pytest.mark.parametrize("name", ["Qwen3", "Mixtral", "T5"])
 def test_what_is_saved_is_loaded_by_from_pretrained(name: str, tmp_path: Path) -> None:
     run_ranks(save, 2, name, str(tmp_path))
+
+
+def load_into_shards(name: str, folder: str, max_bytes: int) -> None:
+    """Into a model on the meta device: stacked experts, ties and rotary buffers as by
+    ``from_pretrained``."""
+    from transformers import AutoConfig
+
+    torch.manual_seed(1)
+    plain: Any = MODELS[name]().float().eval()
+    if dist.get_rank() == 0:
+        plain.save_pretrained(folder, max_shard_size=max_bytes)
+    dist.barrier()
+    assert len(find_files(Path(folder))) > 2
+    config = AutoConfig.from_pretrained(folder, attn_implementation="eager")
+    with torch.device("meta"):
+        model: Any = type(plain)(config).eval()
+    shard(model, FsdpContext())
+    loaded = load_weights(model, folder)
+    held = sum(parameter.to_local().nbytes for parameter in model.parameters())
+    assert loaded.nbytes <= 1.05 * held
+    weights = dict(plain.named_parameters())
+    for key, one in model.named_parameters():
+        assert torch.equal(one.full_tensor(), weights.pop(key)), key
+    assert not weights
+    tokens = torch.randint(3, VOCABULARY, (2, 6))
+    inputs = {"decoder_input_ids": tokens} if name == "T5" else {}
+    reference = type(plain).from_pretrained(folder, attn_implementation="eager").eval()
+    with torch.no_grad():
+        scores, wanted = (each(input_ids=tokens, **inputs).logits for each in (model, reference))
+    assert torch.equal(scores, wanted)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", MODELS)
+def test_files_are_loaded_into_shards(name: str, tmp_path: Path) -> None:
+    run_ranks(load_into_shards, 2, name, str(tmp_path), 4000)
 
 
 def load_onto_mesh(name: str, folder: str, replicas: int) -> None:
