@@ -99,12 +99,13 @@ class Read:
         is_direct = is_whole and values.dtype == dtype and values.is_contiguous()
         is_direct &= values.device.type == "cpu"
         count = prod(self.sizes[:outer])
-        raw = values if is_direct else staging(nbytes * count)
+        raw = values.view(-1).view(torch.uint8) if is_direct else staging(nbytes * count)
         for number, at in enumerate(product(*map(range, self.sizes[:outer]))):
             steps = zip(at, self.strides, strict=False)
             start = self.offset + sum(index * stride for index, stride in steps)
             position = self.file_tensor.start + start * dtype.itemsize
-            _read(descriptor, raw.data_ptr() + number * nbytes, nbytes, position, self.file_tensor)
+            memory = raw[number * nbytes : (number + 1) * nbytes]
+            _read(descriptor, memory, position, self.file_tensor)
         if not is_direct:
             strides = [numel * prod(self.sizes[dim + 1 : outer]) for dim in range(outer)]
             strides += self.strides[outer:]
@@ -113,13 +114,15 @@ class Read:
         return nbytes * count
 
 
-def _read(descriptor: int, address: int, nbytes: int, position: int, what: FileTensor) -> None:
-    memory = memoryview((ctypes.c_char * nbytes).from_address(address))
-    while memory:
-        count = os.preadv(descriptor, [memory], position)
+def _read(descriptor: int, memory: torch.Tensor, position: int, what: FileTensor) -> None:
+    """Fill ``memory``, bytes on the host, from ``position`` of a file on."""
+    address, nbytes = memory.data_ptr(), memory.numel()
+    rest = memoryview((ctypes.c_char * nbytes).from_address(address))
+    while rest:
+        count = os.preadv(descriptor, [rest], position)
         if not count:
             raise CheckpointError(f"{what.path} was cut off while {what.name!r} was read")
-        memory, position = memory[count:], position + count
+        rest, position = rest[count:], position + count
 
 
 class _Staging(local):

@@ -25,6 +25,14 @@ class TrainConfig:
         Path | None,
         typer.Option(help="File or folder of text [default: the standard library's sources]."),
     ] = None
+    from_: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            help="File or folder of safetensors to begin with, as of export [default: random "
+            "weights].",
+        ),
+    ] = None
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 160
     batch_size: Annotated[int, typer.Option(help="Sequences per rank and step.")] = 4
     microbatches: Annotated[
@@ -131,4 +139,4 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _option(field: str) -> str:
-    return "--" + field.replace("_", "-")
+    return "--" + field.rstrip("_").replace("_", "-")

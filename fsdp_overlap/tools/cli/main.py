@@ -23,6 +23,7 @@ from fsdp_overlap.tools.cli.output import BadInput, takes_urls
 from fsdp_overlap.tools.cli.report import report as write_overlap_report
 from fsdp_overlap.tools.cli.report import watch as watch_traces
 from fsdp_overlap.tools.cli.run_folder import check_out, read_saved_run
+from fsdp_overlap.tools.cli.trainer import check_weights
 
 app = typer.Typer(
     help="Fully-sharded data parallelism for PyTorch, with every collective under compute.",
@@ -68,6 +69,7 @@ def train(
     config = TrainConfig(**options | {"out": out})
     check_out(config.out)
     load_text(config.data, config.seq_len)
+    check_weights(config)
     _run(config, place, resume=False)
 
 
@@ -82,8 +84,8 @@ def _check_alone(context: typer.Context) -> None:
     ]
     if given:
         raise BadInput(
-            f"--{given[0].replace('_', '-')} cannot be changed by --resume, which goes on with the "
-            "run as it was; --ranks, --device and --max-restarts can"
+            f"--{given[0].rstrip('_').replace('_', '-')} cannot be changed by --resume, which goes "
+            "on with the run as it was; --ranks, --device and --max-restarts can"
         )
 
 

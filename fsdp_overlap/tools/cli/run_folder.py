@@ -52,8 +52,9 @@ def read_saved_run(folder: Path) -> SavedRun:
     except (ValueError, KeyError, TypeError) as error:
         raise BadInput(f"--resume {folder}: {path.name} is not that of a run ({error})") from None
     of_config["out"] = folder  # it may have been moved
-    if of_config.get("data") is not None:
-        of_config["data"] = Path(of_config["data"])
+    for name in ("data", "from_"):
+        if of_config.get(name) is not None:
+            of_config[name] = Path(of_config[name])
     return SavedRun(TrainConfig(**of_config), ranks, entropy)
 
 

@@ -55,6 +55,8 @@ def _run(config: TrainConfig, device: torch.device, resume: bool, folder: RunFol
     latest = _of_rank_0(checkpoints.latest())  # on a shared disk others may still see an older one
     if resume and latest is not None:
         checkpoints.load(latest, trainer)
+    else:
+        trainer.load_weights()
     log = None if folder is None else RunLog(config, text, trainer, folder)
     with log or contextlib.nullcontext():
         is_finished = _train(config, trainer, checkpoints, log)

@@ -30,6 +30,8 @@ from fsdp_overlap.tensor.dcp import writing
 from fsdp_overlap.tools.cli.config import TrainConfig
 from fsdp_overlap.tools.cli.data import Text, move, sample_batch
 from fsdp_overlap.tools.cli.model import GPT
+from fsdp_overlap.tools.cli.output import BadInput
+from fsdp_overlap.weights import load_weights
 
 PROFILED_STEPS = 2
 _STEPS_BEFORE_PROFILE = 2
@@ -45,8 +47,7 @@ class Trainer:
         self.device = device
         # Every rank makes the same weights and keeps its shard of them.
         torch.manual_seed(config.seed)
-        model = GPT(layers=config.layers, width=config.width, heads=config.heads)
-        model.to(device)
+        model = _make_model(config).to(device)
         self.parameters = sum(p.numel() for p in model.parameters())
         # Muon steps whole matrices, but not the output head.
         layout = TensorAtomic(split=("output.weight",)) if config.optimizer == "muon" else Flat()
@@ -74,6 +75,11 @@ class Trainer:
         self._sequences_summed = 0  # of all ranks
         self._steps_timed = 0
         self._start = self._lap = time.perf_counter()
+
+    def load_weights(self) -> None:
+        """Load the weights that the run begins with, if it was given any."""
+        if self.config.from_ is not None:
+            load_weights(self.model, self.config.from_)
 
     def advance(self) -> dict[str, float]:
         """Train one step. Return its number and, every `log_every` steps, at every validation and
@@ -217,6 +223,23 @@ class Trainer:
             return (step + 1) / warmup
         progress = min(1.0, (step - warmup) / max(1, self.config.steps - warmup))
         return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
+
+
+def _make_model(config: TrainConfig) -> GPT:
+    return GPT(layers=config.layers, width=config.width, heads=config.heads)
+
+
+def check_weights(config: TrainConfig) -> None:
+    """Raise BadInput if a run cannot begin with the weights that it was given."""
+    if config.from_ is None:
+        return
+    with torch.device("meta"):
+        model = _make_model(config)
+    try:
+        load_weights(model, config.from_)
+    except (ValueError, RuntimeError) as error:
+        problems = " ".join(line.strip() for line in str(error).splitlines())
+        raise BadInput(f"--from {config.from_}: {problems}") from None
 
 
 def _make_optimizer(model: GPT, config: TrainConfig) -> torch.optim.Optimizer:

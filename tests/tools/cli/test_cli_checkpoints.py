@@ -248,6 +248,50 @@ def test_an_export_is_the_model(stopped: Path, exported: Path, tmp_path: Path) -
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model.pt", "model.safetensors"]
 
 
+def test_a_run_begins_with_what_was_exported(runs: Path, stopped: Path, tmp_path: Path) -> None:
+    file = tmp_path / "weights" / "model.safetensors"
+    file.parent.mkdir()
+    assert export(latest(stopped), file) == 0
+    options = f"{TINY} --data {runs / 'text.txt'} --out on --from {file.parent} --steps 2"
+    finish(start(tmp_path, f"{options} --eval-every 1 --log-every 1 --lr 1e-9"))
+    before = next(m["val_loss"] for m in reversed(curve(runs / "alone")) if "val_loss" in m)
+    found = [m["val_loss"] for m in curve(tmp_path / "on")]
+    assert len(found) == 2
+    assert found == pytest.approx([found[0]] * 2, rel=1e-3)
+    assert before < found[0] < 5  # it was stopped in the middle, and begins at 5.5
+    file.unlink()
+    finish(start(tmp_path, "--device cpu --resume on"))  # of which nothing is read again
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--from nowhere", "nowhere: No such file or directory"),
+        ("--from empty", "empty has no file *.safetensors"),
+        ("--from model.safetensors --width 32", "nothing was loaded: embed.weight has shape"),
+        ("--from model.safetensors --layers 3", "nothing was loaded: no file has blocks.2."),
+    ],
+)
+def test_weights_of_no_such_model_are_one_line(
+    stopped: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: str,
+    message: str,
+) -> None:
+    (tmp_path / "empty").mkdir()
+    assert export(latest(stopped), tmp_path / "model.safetensors") == 0
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    assert run_main("train", *TINY.split(), *options.split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: --from ")
+    assert message in error
+    assert error.count("\n") == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "model.safetensors"]
+
+
 def test_what_cannot_be_exported_is_one_line(
     stopped: Path, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
