@@ -1,4 +1,4 @@
-"""What each rank reads of files of weights, and in what the files and the model differ."""
+"""Plan which parts of files a rank reads, and find where files and the model differ."""
 
 from __future__ import annotations
 

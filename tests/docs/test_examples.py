@@ -92,6 +92,33 @@ def test_the_transformers_example_learns_and_saves_what_it_learned(tmp_path: Pat
     assert one[2] == other[2]
 
 
+def run_fine_tuning(folder: str) -> list[float]:
+    """The losses, if what was saved is what was trained."""
+    from transformers import AutoModelForCausalLM
+
+    program = load(EXAMPLES / "fine_tuning.py")
+    losses = program.run(Path(folder), steps=21)
+    dist.barrier()
+    saved = AutoModelForCausalLM.from_pretrained(Path(folder) / "tuned").float()
+    published = AutoModelForCausalLM.from_pretrained(Path(folder) / "published").float()
+    text = program.load_text(None, program.LENGTH)
+    tokens, _ = program.sample_batch(text.train, 8, program.LENGTH, torch.Generator())
+    with torch.no_grad():
+        before, after = (
+            each(input_ids=tokens, labels=tokens).loss.item() for each in (published, saved)
+        )
+    assert before == pytest.approx(losses[0], abs=0.2)
+    assert after == pytest.approx(losses[-1], abs=0.4)
+    return list(losses)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
+def test_the_fine_tuning_example_learns_from_what_it_loads(tmp_path: Path) -> None:
+    for losses in run_ranks(run_fine_tuning, 2, str(tmp_path)):
+        assert losses[-1] < losses[0] - 1.5
+
+
 def run_generation(folder: str) -> list[list[list[int]]]:
     """What was generated. The last of it is what the saved model generates."""
     from transformers import LlamaForCausalLM
