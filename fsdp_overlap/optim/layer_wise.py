@@ -428,9 +428,10 @@ class LayerWise(torch.optim.Optimizer):
         if isinstance(cost, str):
             self._owner_groups.begin_step(owner_group)
             cost = self._measured_cost(owner_group, parameters[0], partitions)
+        elements = exchange.round_elements(local_of(parameters[0]).device)
         rounds = []
         owned: dict[OwnerAssignment, list[Matrix]] = {}
-        for assignments in plan_rounds(partitions, size, exchange.ROUND_ELEMENTS, cost):
+        for assignments in plan_rounds(partitions, size, elements, cost):
             mine = {
                 one: list(self._shared_matrices(parameter, one.matrices))
                 for one in assignments

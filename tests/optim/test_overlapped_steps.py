@@ -906,8 +906,8 @@ def test_after_a_reset_nothing_counts_as_stepped() -> None:
 # The norm of the step before
 
 
-def uses_the_norm_before() -> None:
-    twins = pair(OverlapPolicy(max_norm=0.1, use_previous_norm=True))
+def uses_the_norm_before(options: dict[str, Any]) -> None:
+    twins = pair(OverlapPolicy(max_norm=0.1, use_previous_norm=True), **options)
     norm = None
     for batch in zip(twins[0].batches(4), strict=True):
         plain_backward(twins[0], batch)
@@ -925,5 +925,6 @@ def uses_the_norm_before() -> None:
             torch.testing.assert_close(parameter.to_local(), other.to_local())  # type: ignore[operator]
 
 
-def test_gradients_can_be_scaled_by_the_norm_of_the_step_before() -> None:
-    run_ranks(uses_the_norm_before, 2)
+@pytest.mark.parametrize("options", [{}, LAYER_WISE], ids=["AdamW", "LayerWise"])
+def test_gradients_can_be_scaled_by_the_norm_of_the_step_before(options: dict[str, Any]) -> None:
+    run_ranks(uses_the_norm_before, 2, options)

@@ -93,7 +93,7 @@ def layer_wise(model: nn.Module, lr: float, **options: Any) -> LayerWise:
 
 @mode
 def layer_wise_in_rounds() -> None:
-    with patch.object(exchange, "ROUND_ELEMENTS", 60):
+    with patch.object(exchange, "ACCELERATOR_ROUND_ELEMENTS", 60):
         for dims in ((4,), (2, 2)):
             Program(dims=dims, optimizer=layer_wise).train(1)
 
