@@ -199,7 +199,12 @@ class FsdpContext:
         holds."""
         from fsdp_overlap.engine.describe import described
 
-        flags = ("validate_layouts", "shard_optimizer_over_replicas", "sync_module_states")
+        flags = (
+            "validate_layouts",
+            "shard_optimizer_over_replicas",
+            "sync_module_states",
+            "implicit_units",
+        )
         options = [name.replace("_", " ") for name in flags if getattr(self, name)]
         if not self._groups.separate:
             options.insert(0, "one group for gathers and reductions")

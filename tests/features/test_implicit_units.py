@@ -120,6 +120,7 @@ def trains_alike(layout: LayoutRule, policy: Any, options: dict[str, Any]) -> No
         units = {unit.name: unit for unit in contexts[0].units}
         assert {"embed", "head"} <= units.keys()
         assert len(contexts[1].units) == 4
+        assert ["implicit units" in str(ctx) for ctx in contexts] == [True, False]
         if options.get("reshard_after_forward", True) is not False:
             assert not any(unit.is_gathered for unit in units.values())
         models.append(copy.deepcopy(models[0]))

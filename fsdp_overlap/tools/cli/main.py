@@ -271,6 +271,10 @@ def simulate(
     reshard_after_forward: Annotated[
         int | None, typer.Option(help="Neighbors that keep a block's weights until backward.")
     ] = None,
+    implicit_units: Annotated[
+        bool,
+        typer.Option("--implicit-units", help="Gather embedding and head apart from the root."),
+    ] = False,
     reduce_each: Annotated[
         bool, typer.Option("--reduce-each", help="Reduce gradients in each microbatch.")
     ] = False,

@@ -21,6 +21,7 @@ def with_defaults(training: Training) -> Training:
         training,
         blocks_per_unit=1,
         prefetch=1,
+        implicit_units=False,
         stage=3,
         layout=Flat(),
         reshard_after_forward=None,

@@ -29,6 +29,7 @@ class Fsdp2Training(Training):
         for name, has in (
             ("stage", self.stage in (2, 3)),
             ("prefetch", self.prefetch >= 1),
+            ("implicit_units", not self.implicit_units),
             ("layout", self.layout == Flat()),
             ("gather_dtype", self.gather_dtype is None or self.gathers_in_float8),
             ("optimizer", self.optimizer == "torch-adamw"),
@@ -36,8 +37,8 @@ class Fsdp2Training(Training):
             if not has:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r}: FSDP2 has nothing like it; it takes stage 2 "
-                    "or 3, prefetch from 1 on, the default layout, AdamW, and a gather_dtype of "
-                    "float8_e4m3fn alone, with products in float8"
+                    "or 3, prefetch from 1 on, no implicit units, the default layout, AdamW, and a "
+                    "gather_dtype of float8_e4m3fn alone, with products in float8"
                 )
 
     @property

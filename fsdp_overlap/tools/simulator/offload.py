@@ -90,6 +90,7 @@ def predict_offload(
         context_parallel=1,
         blocks_per_unit=1,
         layout=Flat(),
+        implicit_units=False,
         dtype=torch.float32,
         reshard_after_forward=None,
     )

@@ -140,6 +140,7 @@ class Training:
         stage: as :meth:`FSDPModule.set_zero_stage` takes it. 3 frees weights after each use.
         layout: as :class:`FsdpContext` takes it.
         prefetch: as :class:`FsdpContext` takes it.
+        implicit_units: as :class:`FsdpContext` takes it.
         dtype: of parameters at rest, and of optimizer states.
         param_dtype: as :class:`MixedPrecisionPolicy` takes it.
         reduce_dtype: as :class:`MixedPrecisionPolicy` takes it.
@@ -175,6 +176,7 @@ class Training:
     stage: int = 3
     layout: LayoutRule = field(default_factory=Flat)
     prefetch: int = 1
+    implicit_units: bool = False
     dtype: torch.dtype = torch.float32
     param_dtype: torch.dtype = torch.bfloat16
     reduce_dtype: torch.dtype = torch.float32
@@ -369,7 +371,12 @@ class Training:
         return units
 
     def _shard(self, model: nn.Module, units: list[SimulatedUnit], meshes: Meshes) -> Any:
-        ctx = FsdpContext(meshes.dense, layout=self.layout, prefetch=self.prefetch)
+        ctx = FsdpContext(
+            meshes.dense,
+            layout=self.layout,
+            prefetch=self.prefetch,
+            implicit_units=self.implicit_units,
+        )
         policy = MixedPrecisionPolicy(self.param_dtype, self.reduce_dtype)
         wire = QuantizedCommPolicy(self.wire_dtype) if self.wire_dtype is not None else None
         shard = partial(fully_shard, ctx=ctx, mp_policy=policy, comm_policy=wire)

@@ -334,6 +334,7 @@ CODED = [
     {"stage": 2, "layout": PerTensor(), "replicas": 8},
     {"optimizer": "muon", "layout": TensorAtomic(), "gather_dtype": torch.float8_e4m3fn},
     {"microbatches": 3, "sequence": 512},
+    {"implicit_units": True},
     {"microbatches": 3, "sequence": 512, "reduce_each": True, "prefetch": 0},
     {"linear_dtype": "float8", "checkpointing": "selective"},
     {"linear_dtype": "float8", "gather_dtype": torch.float8_e4m3fn, "layout": PerTensor()},

@@ -116,6 +116,7 @@ def test_what_it_has_not_is_refused() -> None:
     wrong: list[dict[str, Any]] = [
         {"stage": 1},
         {"prefetch": 0},
+        {"implicit_units": True},
         {"layout": TensorAtomic()},
         {"gather_dtype": torch.float8_e4m3fn},
         {"optimizer": "muon"},
