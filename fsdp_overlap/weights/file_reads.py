@@ -24,8 +24,9 @@ from fsdp_overlap.weights.chunks import slab, slab_count
 from fsdp_overlap.weights.safetensors_format import FileTensor, SafetensorsFile, identity_of
 
 _STAGED_BYTES = 4 << 20
-"""The memory of a thread for what it casts, permutes or copies to a device; and how much it reads
-at once."""
+"""The memory of a thread for what it casts, permutes or copies to a device."""
+_DIRECT_BYTES = 16 << 20
+"""How much a thread reads at once into the memory of a weight."""
 _GAP_BYTES = 4096
 """Gaps of at most a page are read along: the file system reads whole pages, and a call takes as
 long."""
@@ -75,10 +76,19 @@ class Read:
                 return dims + 1, (size - 1) * stride + numel, size * numel
         return dims, numel, numel
 
+    @property
+    def _is_direct(self) -> bool:
+        """Whether it is read into its values: adjacent elements, of the same dtype, on the host."""
+        dims, numel, wanted = self._run
+        is_whole = dims == len(self.sizes) and numel == wanted
+        is_same = self.values.dtype == self.file_tensor.dtype and self.values.is_contiguous()
+        return is_whole and is_same and self.values.device.type == "cpu"
+
     def split(self) -> Iterator[Read]:
-        """Yield what reads parts of it that fit into a thread's memory."""
+        """Yield what reads parts of it that a thread reads at once."""
         _, numel, wanted = self._run
-        most = max(1, _STAGED_BYTES * wanted // (numel * self.file_tensor.dtype.itemsize))
+        nbytes = _DIRECT_BYTES if self._is_direct else _STAGED_BYTES
+        most = max(1, nbytes * wanted // (numel * self.file_tensor.dtype.itemsize))
         for number in range(slab_count(self.sizes, most)):
             part = slab(self.sizes, most, number)
             starts = zip(part.offsets, self.strides, strict=True)
@@ -95,9 +105,7 @@ class Read:
         dtype, values = self.file_tensor.dtype, self.values
         nbytes = numel * dtype.itemsize
         outer = len(self.sizes) - dims
-        is_whole = outer == 0 and numel == prod(self.sizes)
-        is_direct = is_whole and values.dtype == dtype and values.is_contiguous()
-        is_direct &= values.device.type == "cpu"
+        is_direct = self._is_direct
         count = prod(self.sizes[:outer])
         raw = values.view(-1).view(torch.uint8) if is_direct else staging(nbytes * count)
         for number, at in enumerate(product(*map(range, self.sizes[:outer]))):

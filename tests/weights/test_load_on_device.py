@@ -55,7 +55,7 @@ def loads(
         else:
             program.ctx.start_param_sync()
         with (
-            patch.object(file_reads, "_STAGED_BYTES", 64),
+            patch.multiple(file_reads, _STAGED_BYTES=64, _DIRECT_BYTES=64),
             patch.object(file_reads, "_read", read_by_torch),
             defect or nullcontext(),
         ):

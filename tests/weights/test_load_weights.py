@@ -69,7 +69,7 @@ def _loads(folder: str, layout: str, dtype: torch.dtype) -> None:
     weights = {name: (w.detach() * 3).to(dtype) for name, w in weights_of(model).items()}
     dist.barrier()
     shard_layers(model, FsdpContext(layout=LAYOUTS[layout]))
-    with patch.object(file_reads, "_GAP_BYTES", 0), patch.object(file_reads, "_STAGED_BYTES", 64):
+    with patch.multiple(file_reads, _GAP_BYTES=0, _STAGED_BYTES=64, _DIRECT_BYTES=96):
         loaded = load_weights(model, folder)
     check(model, weights)
     assert loaded.nbytes == held_bytes(model, dtype)
@@ -409,7 +409,7 @@ def test_progress_ends_with_all_bytes(tmp_path: Path) -> None:
     model = Model()
     weights = files_of(model, tmp_path)
     seen: list[tuple[int, int]] = []
-    with patch.object(file_reads, "_STAGED_BYTES", 64):
+    with patch.multiple(file_reads, _STAGED_BYTES=64, _DIRECT_BYTES=64):
         load_weights(model, tmp_path, progress=lambda *both: seen.append(both))
     total = sum(tensor.nbytes for tensor in weights.values())
     assert seen[-1] == (total, total)
