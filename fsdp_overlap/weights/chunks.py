@@ -132,18 +132,28 @@ def chunks_by_rank(tensor: DTensor) -> Mapping[int, tuple[Chunk, ...]]:
             along[rank]: _chunks_of_range(tile, start, stop)
             for rank, start, stop in placement.ranges
         }
-    if not _is_known(tensor):
-        raise TypeError(
-            f"a DTensor of shape {tuple(tensor.shape)} placed as {tensor.placements}: only "
-            "Shard(dim) and Replicate() are supported, and parts as distribute_tensor makes "
-            "them; redistribute() it first"
-        )
+    check_placements(tensor)
     coordinates = product(*map(range, ranks.shape))
     tiles = (
         (rank, tile_at(spec, at))
         for rank, at in zip(ranks.flatten().tolist(), coordinates, strict=True)
     )
     return {rank: (Chunk(tile.offsets, tile.shape),) for rank, tile in tiles if tile.numel}
+
+
+def check_placements(tensor: DTensor) -> None:
+    """Check that the chunks of a DTensor that is no ``RaggedDTensor`` are where ``tile_at`` says.
+
+    Raises:
+        TypeError: a placement is neither a shard nor a replica, or it is cut otherwise than by
+            ``distribute_tensor``.
+    """
+    if not _is_known(tensor):
+        raise TypeError(
+            f"a DTensor of shape {tuple(tensor.shape)} placed as {tensor.placements}: only "
+            "Shard(dim) and Replicate() are supported, and parts as distribute_tensor makes "
+            "them; redistribute() it first"
+        )
 
 
 def _is_known(tensor: DTensor) -> bool:

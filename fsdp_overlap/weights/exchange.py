@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -267,26 +267,28 @@ class WeightExchange:
         self._begin()
         return gather_objects(own, self.group, self.device, self.what)
 
-    def on_all(self, run: Callable[[], object], failed: str) -> None:
-        """Call ``run`` on each rank. Collective. ``failed`` says in errors what a rank could not
-        do.
+    def on_all(self, run: Callable[[], T], do: str) -> list[T]:
+        """Call ``run`` on each rank, and return what it returns on each. Collective. ``do`` says in
+        errors what a rank could not.
 
         Raises:
             RuntimeError: ``run`` raised on another rank, or an ``OSError`` on this one; names it.
             Exception: ``run`` raised it on this rank.
         """
         failure: Exception | None = None
+        own: T | None = None
         try:
-            run()
+            own = run()
         except Exception as error:
             failure = error
-        failures = self.gather(None if failure is None else repr(failure))
+        by_rank = self.gather((None if failure is None else repr(failure), own))
         if failure is not None and not isinstance(failure, OSError):
             raise failure
-        for rank, error_of_rank in enumerate(failures):
+        for rank, (error_of_rank, _) in enumerate(by_rank):
             if error_of_rank is not None:
                 who = f"{self.what}: rank {self.global_rank(rank)}"
-                raise RuntimeError(f"{who} {failed}: {error_of_rank}") from failure
+                raise RuntimeError(f"{who} could not {do}: {error_of_rank}") from failure
+        return [cast(T, result) for _, result in by_rank]
 
     def _broadcast(self, rank: int, own: T) -> T:
         """Return the object of ``rank``. Collective."""
@@ -383,16 +385,18 @@ class WeightExchange:
                     work.wait()
 
 
-def exchange_of(model: nn.Module, weights: Collection[torch.Tensor], what: str) -> WeightExchange:
+def exchange_of(
+    model: nn.Module, weights: Collection[torch.Tensor], what: str, with_replicas: bool = False
+) -> WeightExchange:
     """Return the exchange among the ranks that together hold ``weights``, those of ``model``.
-    Collective over them at the first call.
+    Collective over them at the first call. ``with_replicas``: and those that hold replicas.
 
     Raises:
         ValueError: there are several, and no module of the model is a unit.
         RuntimeError: the last forward or backward was interrupted, and nobody called
             ``ctx.reset()``.
     """
-    ranks, units = connected_ranks(weights), units_of(model)
+    ranks, units = connected_ranks(weights, with_replicas), units_of(model)
     if not units:
         if len(ranks) > 1:
             raise ValueError(f"{what}: no module of the model was given to fully_shard()")

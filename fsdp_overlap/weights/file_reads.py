@@ -133,6 +133,20 @@ def _read(descriptor: int, memory: torch.Tensor, position: int, what: FileTensor
         rest, position = rest[count:], position + count
 
 
+def same_bytes(one: FileTensor, other: FileTensor) -> bool:
+    """Return whether two tensors in files are equal, bit for bit."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    with one.path.open("rb") as first, other.path.open("rb") as second:
+        first.seek(one.start)
+        second.seek(other.start)
+        for at in range(0, one.nbytes, _STAGED_BYTES):
+            size = min(_STAGED_BYTES, one.nbytes - at)
+            if first.read(size) != second.read(size):
+                return False
+    return True
+
+
 class _Staging(local):
     """The memory of a thread that what it reads passes through, and on a device with streams the
     stream of its copies."""

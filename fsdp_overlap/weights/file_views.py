@@ -54,12 +54,16 @@ class ViewTracer(TorchDispatchMode):
         self._origins[_address(tensor)] = origin, tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func._schema.is_mutable:
-            self._set(args[0], f"{func} writes to it")
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written = args[place] if place < len(args) else kwargs.get(argument.name)
+                for tensor in [written] if isinstance(written, torch.Tensor) else written or ():
+                    self._set(tensor, f"{func} writes to it")
         for tensor in [result] if isinstance(result, torch.Tensor) else result or ():
             if isinstance(tensor, torch.Tensor) and _address(tensor) not in self._origins:
-                self._set(tensor, self._composed(func, args, kwargs or {}, tensor))
+                self._set(tensor, self._composed(func, args, kwargs, tensor))
         return result
 
     def _composed(
@@ -87,13 +91,23 @@ class ViewTracer(TorchDispatchMode):
                     offsets[dim] += part.shape[dim]
         return _Composition(shape, placed)
 
+    def whole(self, tensor: torch.Tensor) -> FileTensor | None:
+        """Return the tensor of a file that ``tensor`` is all of, if there is one."""
+        origin, viewed = self._origins.get(_address(tensor), (None, tensor))
+        is_whole = tensor.shape == viewed.shape and tensor.stride() == viewed.stride()
+        return origin if isinstance(origin, FileTensor) and is_whole else None
+
     def pieces(self, tensor: torch.Tensor) -> Iterator[FilePiece]:
         """Yield the pieces of ``tensor``, which is made of files' tensors.
 
         Raises:
             ValueError: it was computed otherwise than by views, ``cat``, ``stack`` and copies.
         """
-        origin, _ = self._origins.get(_address(tensor), ("no tensor of a file is in it", None))
+        origin, viewed = self._origins.get(
+            _address(tensor), ("no tensor of a file is in it", tensor)
+        )
+        if not isinstance(origin, str) and not _is_within(tensor, viewed):
+            origin = "it is viewed in another dtype, conjugated, negated or beyond its end"
         if isinstance(origin, str):
             raise ValueError(
                 f"{origin}, and only views, cat, stack and copies can be read in parts"
@@ -119,6 +133,14 @@ class ViewTracer(TorchDispatchMode):
 
 def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def _is_within(tensor: torch.Tensor, viewed: torch.Tensor) -> bool:
+    """Return whether the elements of ``tensor`` are elements of ``viewed``, as they are."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = int(tensor.storage_offset()) + sum((size - 1) * stride for size, stride in steps)
+    is_same = tensor.dtype == viewed.dtype and not (tensor.is_conj() or tensor.is_neg())
+    return is_same and (not tensor.numel() or last < viewed.numel())
 
 
 def _along_dims(

@@ -7,15 +7,19 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.checkpoint.files import CheckpointError
 from fsdp_overlap.weights import transformers_conversions
+from fsdp_overlap.weights.chunks import full_chunk, local_chunks
 from fsdp_overlap.weights.exchange import WeightExchange, hash_of
+from fsdp_overlap.weights.file_reads import same_bytes
 from fsdp_overlap.weights.file_views import FilePiece, ViewTracer
-from fsdp_overlap.weights.model_weights import Names, named_weights, refuse_subclass
+from fsdp_overlap.weights.model_weights import Names, check_class, name_of, named_weights
 from fsdp_overlap.weights.safetensors_format import (
     FileTensor,
     SafetensorsFile,
@@ -31,18 +35,23 @@ _MAX_PROBLEMS = 20  # in an error
 
 @dataclass
 class LoadPlan:
-    """What this rank reads: the pieces of each weight by its name in the model. ``strict``: whether
-    missing and unexpected names are problems."""
+    """What this rank reads. ``strict``: whether missing and unexpected names are problems.
+    ``broadcasts``: whether of replicas the first one reads."""
 
     strict: bool
+    broadcasts: bool = False
     files: list[SafetensorsFile] = field(default_factory=list)
-    pieces: dict[str, list[FilePiece]] = field(default_factory=dict)
-    modules_to_init: list[nn.Module] = field(default_factory=list)
-    """Those with buffers that get memory, and no values from files."""
-    init_buffers: Callable[[nn.Module], object] | None = None
+    pieces: dict[str, list[list[FilePiece]]] = field(default_factory=dict)
+    """What each local chunk of a weight consists of, by the weight's name in the model."""
+    without_memory: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Tensors of no unit that are on the meta device, and are to get memory, by name."""
     missing: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    _to_init: list[tuple[str, nn.Module, list[str]]] = field(default_factory=list)
+    """Modules with buffers on the meta device that are in no state dict: the module's name, and the
+    names of the buffers."""
+    _init_buffers: Callable[[nn.Module], object] | None = None
 
     def find(
         self,
@@ -58,33 +67,36 @@ class LoadPlan:
         by_tensor: dict[int, tuple[torch.Tensor, list[str]]] = {}
         for name, tensor in named_weights(model):
             by_tensor.setdefault(id(tensor), (tensor, []))[1].append(name)
-        of_transformers = transformers_conversions.is_of_transformers(model)
+        inner: Any = getattr(model, "_orig_mod", model)  # of torch.compile()
+        of_transformers = transformers_conversions.is_of_transformers(inner)
         if of_transformers:
             every = [name for _, tied in by_tensor.values() for name in tied]
-            convert = convert or partial(transformers_conversions.convert, model, names=every)
-            init_buffers = init_buffers or model._init_weights  # type: ignore[assignment]
+            convert = convert or partial(transformers_conversions.convert, inner, names=every)
+            init_buffers = init_buffers or inner._init_weights
         tracer = ViewTracer(in_files)
-        available: Mapping[str, torch.Tensor] = tracer.tensors
-        if convert is not None:
-            with tracer:
-                available = convert(dict(tracer.tensors))
+        available = tracer.tensors if convert is None else _converted(convert, tracer)
         rename = _renaming(names)
-        used: set[str] = set()
+        used: dict[str, str] = {}
         for tensor, tied in by_tensor.values():
             if rename(tied[0]) is None:
                 continue
             found = [name for name in filter(None, map(rename, tied)) if name in available]
-            used.update(found)
             if found:
-                refuse_subclass(tied[0], tensor, "load it by load_state_dict()")
+                check_class(tied[0], tensor, "load it by load_state_dict()")
                 self._add(tied[0], tensor, found[0], available[found[0]], tracer)
+                self._compare_tied(tied[0], {name: available[name] for name in found}, tracer)
             elif tensor.is_meta and not self.strict:
                 self.problems.append(f"{tied[0]} is on the meta device, and would get no values")
             else:
                 self.missing.append(tied[0])
+            for name in found:
+                if used.setdefault(name, tied[0]) != tied[0]:
+                    self.problems.append(f"names= gives {used[name]} and {tied[0]} the name {name}")
+            if tensor.is_meta and not isinstance(tensor, DTensor):
+                self.without_memory[tied[0]] = tensor
         self.unused = [name for name in available if name not in used]
         if of_transformers:
-            self._leave_out_ignored(model, {tied[0]: tensor for tensor, tied in by_tensor.values()})
+            self._leave_out_ignored(inner, {tied[0]: tensor for tensor, tied in by_tensor.values()})
         self._find_buffers(model, init_buffers)
 
     def _add(
@@ -100,10 +112,23 @@ class LoadPlan:
                 "floating-point values of 16 bits and more are cast"
             )
         else:
+            outer = full_chunk(value.shape)
             try:
-                self.pieces[name] = list(tracer.pieces(value))
+                self.pieces[name] = [
+                    list(tracer.pieces(chunk.of(outer, value))) for chunk, _ in local_chunks(tensor)
+                ]
             except ValueError as error:
                 self.problems.append(f"{what}: {error}")
+
+    def _compare_tied(
+        self, name: str, values: Mapping[str, torch.Tensor], tracer: ViewTracer
+    ) -> None:
+        """Look whether ``values``, by name in the files, are equal. The model ties them: one."""
+        (first, value), *others = values.items()
+        for other, its in others:
+            both = [tracer.whole(each) for each in (value, its)]
+            if None in both or not same_bytes(*both):  # type: ignore[arg-type]
+                self.problems.append(f"{name} is {first} and {other} in the files, which differ")
 
     def _leave_out_ignored(self, model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
         """Leave out names that a model of transformers says may be missing, or may be too many."""
@@ -118,19 +143,40 @@ class LoadPlan:
     def _find_buffers(
         self, model: nn.Module, init_buffers: Callable[[nn.Module], object] | None
     ) -> None:
-        self.init_buffers = init_buffers
+        self._init_buffers = init_buffers
         for prefix, module in model.named_modules():
-            for name in sorted(module._non_persistent_buffers_set):
-                buffer = module._buffers.get(name)
-                if buffer is None or not buffer.is_meta:
-                    continue
-                if module not in self.modules_to_init[-1:]:
-                    self.modules_to_init.append(module)
-                if init_buffers is None:
-                    self.problems.append(
-                        f"{prefix}.{name} is a buffer on the meta device that is in no state dict: "
-                        "make it on a device, or give its values by init_buffers="
-                    )
+            buffers = {
+                name: buffer
+                for name, buffer in module._buffers.items()
+                if name in module._non_persistent_buffers_set and buffer is not None
+            }
+            found = [name for name, buffer in buffers.items() if buffer.is_meta]
+            if not found:
+                continue
+            self._to_init.append((prefix, module, found))
+            self.without_memory |= {name_of(prefix, name): buffers[name] for name in found}
+            if init_buffers is None:
+                self.problems += [
+                    f"{name_of(prefix, name)} is a buffer on the meta device that is in no state "
+                    "dict: make it on a device, or give its values by init_buffers="
+                    for name in found
+                ]
+
+    def initialize_buffers(self) -> None:
+        """Give values to buffers that have got memory, and are in no state dict.
+
+        Raises:
+            RuntimeError: one got none.
+        """
+        for prefix, module, names in self._to_init:
+            assert self._init_buffers is not None
+            before = {name: _state(module, name) for name in names}
+            self._init_buffers(module)
+            if left := [name for name in names if _state(module, name) == before[name]]:
+                raise RuntimeError(
+                    f"init_buffers= gave no values to {name_of(prefix, left[0])}, which is in no "
+                    "state dict: make it on a device, or give a function that does"
+                )
 
     def compare(self, exchange: WeightExchange) -> tuple[list[str], list[str]]:
         """Return the names of weights that are missing on some rank, and of tensors in the files
@@ -139,21 +185,20 @@ class LoadPlan:
         Raises:
             ValueError: ranks have other files, or a rank cannot load them. Lists all problems.
         """
-        files = hash_of(
-            [
-                (one.name, one.dtype, one.shape)
-                for file in self.files
-                for one in file.tensors.values()
-            ]
-        )
-        by_rank = exchange.gather((files, self.missing, self.unused, self.problems))
-        hashes, missing, unused, problems = zip(*by_rank, strict=True)
+        in_files = (one for file in self.files for one in file.tensors.values())
+        files = hash_of(sorted((one.name, str(one.dtype), one.shape) for one in in_files))
+        # Weights are sent to replicas one by one, in this order.
+        order = [*self.pieces] if self.broadcasts else []
+        arguments = hash_of(self.strict, self.broadcasts, order)
+        by_rank = exchange.gather((files, arguments, self.missing, self.unused, self.problems))
+        of_files, of_arguments, missing, unused, problems = zip(*by_rank, strict=True)
         found = list(dict.fromkeys(problem for of_rank in problems for problem in of_rank))
-        found += [
-            f"rank {exchange.global_rank(rank)} has other files than rank {exchange.global_rank(0)}"
-            for rank, its in enumerate(hashes)
-            if its != hashes[0]
-        ]
+        for what, numbers in (("other files", of_files), ("other arguments", of_arguments)):
+            found += [
+                f"rank {exchange.global_rank(rank)} has {what} than rank {exchange.global_rank(0)}"
+                for rank, number in enumerate(numbers)
+                if number != numbers[0]
+            ]
         lacking = list(dict.fromkeys(name for of_rank in missing for name in of_rank))
         unexpected = [name for name in unused[0] if all(name in of_rank for of_rank in unused)]
         if self.strict:
@@ -176,6 +221,22 @@ def _by_name(files: Iterable[SafetensorsFile]) -> dict[str, FileTensor]:
                 raise CheckpointError(f"{name!r} is in {tensors[name].path} and in {file.path}")
             tensors[name] = tensor
     return tensors
+
+
+def _converted(convert: Conversion, tracer: ViewTracer) -> Mapping[str, torch.Tensor]:
+    with tracer:
+        tensors = convert(dict(tracer.tensors))
+    if not isinstance(tensors, Mapping):
+        raise TypeError(f"convert= returned a {type(tensors).__name__}: return tensors by name")
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"convert= made {name!r} a {type(tensor).__name__}, and no tensor")
+    return tensors
+
+
+def _state(module: nn.Module, name: str) -> tuple[int, int]:
+    buffer = module._buffers[name]
+    return id(buffer), 0 if buffer is None else buffer._version
 
 
 def _renaming(names: Names | Mapping[str, str] | None) -> Names:

@@ -14,6 +14,7 @@ from fsdp_overlap.features.rows.row_tensor import RowTensor
 from fsdp_overlap.tensor.ragged_dtensor import RaggedDTensor
 from fsdp_overlap.tensor.subclasses import is_subclass
 from fsdp_overlap.tensor.tiles import cut_dims
+from fsdp_overlap.weights.chunks import check_placements
 
 Names = Callable[[str], str | None]
 """Returns the name of a weight elsewhere, or ``None`` to leave it out."""
@@ -43,10 +44,15 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, registered in own.items():
             if registered is None or name in module._non_persistent_buffers_set:
                 continue
-            path = f"{prefix}.{name}" if prefix else name
-            for wrapper in _WRAPPERS:
-                path = path.replace(wrapper, "")
-            yield path, sharded.get(id(registered), registered)
+            yield name_of(prefix, name), sharded.get(id(registered), registered)
+
+
+def name_of(prefix: str, name: str) -> str:
+    """Return the name of a tensor of the module at ``prefix``, without those of wrappers."""
+    path = f"{prefix}.{name}" if prefix else name
+    for wrapper in _WRAPPERS:
+        path = path.replace(wrapper, "")
+    return path
 
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -91,15 +97,34 @@ def refuse_subclass(name: str, tensor: torch.Tensor, instead: str) -> None:
         )
 
 
+def check_class(name: str, tensor: torch.Tensor, instead: str) -> None:
+    """Check that the elements of ``tensor`` on this rank are where their place says.
+
+    Raises:
+        TypeError: its class alone knows what they are, or they are not shards or replicas.
+    """
+    refuse_subclass(name, tensor, instead)
+    if not isinstance(tensor, DTensor):
+        if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            raise TypeError(
+                f"{name!r} is a {type(tensor).__name__}, whose class alone knows how it is put "
+                f"together: leave it out by names=, and {instead}"
+            )
+    elif not isinstance(tensor, RaggedDTensor):
+        check_placements(tensor)
+
+
 def units_of(model: nn.Module) -> list[Unit]:
     """Return the units in ``model``."""
     units = map(unit_of, model.modules())
     return list(dict.fromkeys(unit for unit in units if unit is not None))
 
 
-def connected_ranks(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
+def connected_ranks(
+    tensors: Iterable[torch.Tensor], with_replicas: bool = False
+) -> tuple[int, ...]:
     """Return the ranks that together hold ``tensors``, this one among them: those along the mesh
-    dimensions that shard some tensor, but not those that hold replicas only."""
+    dimensions that shard some tensor, but not those that hold replicas only, unless asked for."""
     parents: dict[int, int] = {}
 
     def root(rank: int) -> int:
@@ -110,7 +135,9 @@ def connected_ranks(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
     cuts: dict[tuple[object, tuple[int, ...]], DTensor] = {}
     for tensor in tensors:
         if isinstance(tensor, DTensor):
-            cuts.setdefault((tensor.device_mesh, cut_dims(tensor._spec)), tensor)
+            every = tuple(range(tensor.device_mesh.ndim))
+            cut = every if with_replicas else cut_dims(tensor._spec)
+            cuts.setdefault((tensor.device_mesh, cut), tensor)
     for (_, cut), tensor in cuts.items():
         mesh = tensor.device_mesh.mesh
         copied = [dim for dim in range(mesh.ndim) if dim not in cut]

@@ -128,6 +128,8 @@ def _parsed(
     expected = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
         first, last = entry["data_offsets"]
+        if not all(type(number) is int for number in (first, last, *entry["shape"])):
+            raise ValueError(f"shape and offsets of {name!r} are {entry}")
         dtype = _TORCH_DTYPES.get(entry["dtype"])
         if dtype is None:
             raise ValueError(f"{name!r} is of dtype {entry['dtype']}, which torch does not have")

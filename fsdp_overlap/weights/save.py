@@ -119,12 +119,12 @@ def save_weights(
     rank = exchange.rank
     own_files = files[rank :: exchange.ranks]
     wants = {name: layout for file in own_files for name, layout in file.weights.items()}
-    failed = "could not write"
+    do = "write"
     arriving = full_weights(exchange, plan.rounds, weights, wants, prefetch=1)
     try:
-        exchange.on_all(lambda: _write_files(own_files, arriving, exchange.device), failed)
-        exchange.on_all(lambda: [file.unfinished.rename(file.path) for file in own_files], failed)
-        exchange.on_all(lambda: _write_index(folder, files) if rank == 0 else None, failed)
+        exchange.on_all(lambda: _write_files(own_files, arriving, exchange.device), do)
+        exchange.on_all(lambda: [file.unfinished.rename(file.path) for file in own_files], do)
+        exchange.on_all(lambda: _write_index(folder, files) if rank == 0 else None, do)
     except BaseException:
         for file in own_files:
             file.unfinished.unlink(missing_ok=True)

@@ -35,6 +35,7 @@ def convert(
     in_model = dict.fromkeys(names, True)
     prefix = model.base_model_prefix
     result: dict[str, torch.Tensor] = {}
+    renamed_from: dict[str, str] = {}
     converting: dict[str, Any] = {}
     # The order in which experts are stacked.
     for name in sorted(in_files, key=core_model_loading.dot_natural_key):
@@ -43,7 +44,12 @@ def convert(
         if renamed not in in_model and name in in_model:
             renamed, pattern = rename(name, [], [], prefix, in_model)
         if pattern is None or renamed not in in_model:
-            result[renamed] = in_files[name]
+            if renamed in result:
+                raise ValueError(
+                    f"the files have {renamed_from[renamed]!r} and {name!r}, which are both "
+                    f"{renamed!r} in the model"
+                )
+            result[renamed], renamed_from[renamed] = in_files[name], name
         else:
             converter = converting.setdefault(renamed, deepcopy(by_pattern[pattern]))
             converter.collected_tensors[pattern].append(in_files[name])

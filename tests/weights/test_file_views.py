@@ -72,7 +72,12 @@ def test_every_element_is_traced_to_its_place(seed: int, shape: list[int]) -> No
     [
         (lambda x: x + 1, "aten.add.Tensor computes it"),
         (lambda x: x.half(), "aten._to_copy.default computes it"),
-        (lambda x: torch.cat([x, x.half()]), "aten.*computes it"),
+        (lambda x: torch.cat([x, x.half()]), "aten.cat.default casts or permutes it"),
+        (lambda x: torch.cat([x, x], out=torch.empty(8, 6, device="meta")), "cat.out writes to it"),
+        (lambda x: x.view(torch.int32), "it is viewed in another dtype"),
+        (lambda x: torch.cat([x, x]).view(torch.int16), "it is viewed in another dtype"),
+        (lambda x: torch._neg_view(x), "negated"),
+        (lambda x: x.as_strided((4, 6), (6, 1), 1), "beyond its end"),
         (lambda x: torch.zeros_like(x), "aten.zeros_like.default computes it"),
         (lambda x: torch.empty_like(x).copy_(x), "aten.copy_.default writes to it"),
     ],

@@ -24,7 +24,7 @@ from fsdp_overlap import (
     TensorAtomic,
     fully_shard,
 )
-from fsdp_overlap.comm.comm_streams import has_streams
+from fsdp_overlap.comm.comm_streams import has_streams, make_comm_stream
 from fsdp_overlap.optim import AdamW, Muon, clip_grad_norm_
 from fsdp_overlap.tensor.dcp import writing
 from fsdp_overlap.tools.cli.config import TrainConfig
@@ -32,6 +32,8 @@ from fsdp_overlap.tools.cli.data import Text, move, sample_batch
 from fsdp_overlap.tools.cli.model import GPT
 from fsdp_overlap.tools.cli.output import BadInput
 from fsdp_overlap.weights import load_weights
+from fsdp_overlap.weights.exchange import WeightExchange
+from fsdp_overlap.weights.load_plan import LoadPlan
 
 PROFILED_STEPS = 2
 _STEPS_BEFORE_PROFILE = 2
@@ -235,8 +237,11 @@ def check_weights(config: TrainConfig) -> None:
         return
     with torch.device("meta"):
         model = _make_model(config)
+    host = torch.device("cpu")
+    plan = LoadPlan(strict=True)
     try:
-        load_weights(model, config.from_)
+        plan.find(model, config.from_, None, None, None)
+        plan.compare(WeightExchange("load_weights", None, host, make_comm_stream(host)))
     except (ValueError, RuntimeError) as error:
         problems = " ".join(line.strip() for line in str(error).splitlines())
         raise BadInput(f"--from {config.from_}: {problems}") from None
