@@ -36,7 +36,7 @@ def describe_difference(
         if UNKNOWN != most != ~least
     ]
     if not different:
-        elsewhere = "ranks of another mesh were given different weights, as they tell"
+        elsewhere = "other ranks, as they tell, were given different weights, or none"
         return failure or (elsewhere if has_failed else "")
     first = different[0]
     is_known, is_high = hashes[first] != UNKNOWN, hashes[first] == high[first]

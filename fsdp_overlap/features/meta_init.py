@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from fsdp_overlap.engine.param import (
+    ParamHashes,
     compute_dtype,
     mark_replaced,
     modules_outside_units,
@@ -17,6 +18,7 @@ from fsdp_overlap.engine.param import (
 from fsdp_overlap.engine.param_group import ParamGroup
 from fsdp_overlap.engine.unit import Unit
 from fsdp_overlap.tensor.comm_dtypes import REDUCE_DTYPES
+from fsdp_overlap.tensor.ragged_dtensor import ShardedParam
 from fsdp_overlap.torch_internals import DisableTorchFunctionSubclass, given_grad_dtype
 
 # ---- Units that are cast before they run, as by model.bfloat16() ----
@@ -85,6 +87,41 @@ def cast_param_group(unit: Unit, param_group: ParamGroup, values: torch.Tensor) 
     unit.forget_parameters()
 
 
+class UnwrittenParams(ParamHashes):
+    """Tells which of ``parameters`` nobody has written to, of a param group that has just got its
+    memory. Each element holds a nan that no arithmetic makes."""
+
+    def __init__(self, parameters: Sequence[ShardedParam]) -> None:
+        super().__init__([], -1)
+        self._count = len(parameters)
+        for _, bits, mark in _marks(parameters):
+            bits.fill_(mark)
+
+    def find_unwritten(self, parameters: Sequence[ShardedParam]) -> list[int]:
+        found = {index: (bits == mark).any() for index, bits, mark in _marks(parameters)}
+        flags: list[bool] = torch.stack([*found.values()]).tolist() if found else []
+        return [index for index, flag in zip(found, flags, strict=True) if flag]
+
+
+_MARKS = {
+    torch.float16: (torch.int16, 0x7EED),
+    torch.bfloat16: (torch.int16, 0x7FED),
+    torch.float32: (torch.int32, 0x7FEDFEED),
+    torch.float64: (torch.int64, 0x7FFDFEEDFEEDFEED),
+}
+"""The integers that elements of a dtype are viewed as, and the mark of one that is unwritten."""
+
+
+def _marks(parameters: Sequence[ShardedParam]) -> Iterator[tuple[int, torch.Tensor, int]]:
+    """Yield the index of each parameter that can be marked, what this rank has of it, as integers,
+    and the mark."""
+    for index, parameter in enumerate(parameters):
+        local = parameter._local_tensor
+        if type(local) is torch.Tensor and local.dtype in _MARKS:
+            integers, mark = _MARKS[local.dtype]
+            yield index, local.detach().view(-1).view(integers), mark
+
+
 # ---- Units that get memory, or parameters, late: from the meta device, from load_state_dict() ----
 
 
@@ -94,6 +131,8 @@ def materialize(unit: Unit) -> None:
     for param_group in unit.param_groups:
         replaced = param_group.sharded_parameters
         param_group.materialize(context.device)
+        if not param_group.never_cast:
+            param_group.init_hashes = UnwrittenParams(param_group.sharded_parameters)
         for parameter in replaced:
             mark_replaced(parameter, by="the model was given memory")
     record_replacement()

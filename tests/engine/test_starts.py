@@ -118,7 +118,7 @@ def experts() -> None:
             continue
         match = differs("'up.weight' of unit 'layers.1'", 0, 1, others=1)
         with pytest.raises(
-            RuntimeError, match=match if rank < 2 else "^ranks of another mesh were given"
+            RuntimeError, match=match if rank < 2 else "^other ranks, as they tell, were given"
         ):
             model(TOKENS)
 

@@ -191,6 +191,8 @@ def ignored() -> None:
         if device == "meta":
             block.to_empty(device="cpu")
             assert not kept & {*block.up.parameters()}
+            for parameter in block.parameters():
+                nn.init.ones_(parameter)
         block.load_state_dict(block.state_dict(), assign=True)
         block.norm = nn.LayerNorm(4).requires_grad_(False)
         for model in (block, copy.deepcopy(block)):

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from fsdp_overlap import FsdpContext, RaggedDTensor, fully_shard
+from fsdp_overlap import FsdpContext, RaggedDTensor, fully_shard, patch_fsdp2
 from support.ranks import run_ranks
 from support.twins import Twins
 from support.zoo import WIDTH, ZOO, Model, shard_layers
@@ -232,3 +233,46 @@ def half_on_meta() -> None:
 
 def test_a_unit_partly_on_meta_is_refused() -> None:
     run_ranks(half_on_meta, 1)
+
+
+def forgets(name: str, on: int) -> None:
+    with torch.device("meta"):
+        model = Model()
+    shard_layers(model, FsdpContext())
+    model.to_empty(device="cpu")
+    for fqn, parameter in model.named_parameters():
+        if not fqn.startswith(name):
+            nn.init.ones_(parameter)
+        elif dist.get_rank() != on:
+            parameter.to_local().fill_(1)
+    tokens = torch.zeros(1, 2, dtype=torch.int64)
+    mine, theirs = r"gave to '\w+\.\w+' of unit 'layers\.1'", "given different weights, or none"
+    whose = mine if dist.get_rank() == on else theirs
+    with pytest.raises(RuntimeError, match=whose):
+        model(tokens)
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    model(tokens)
+
+
+@pytest.mark.parametrize(("ranks", "on"), [(1, 0), (2, 0), (2, 1)])
+def test_memory_that_nobody_wrote_is_refused_by_name(ranks: int, on: int) -> None:
+    run_ranks(forgets, ranks, "layers.1.", on)
+
+
+def forgets_as_in_fsdp2() -> None:
+    """As PyTorch's own example of FSDP2, which trains nan."""
+    with patch_fsdp2():
+        from torch.distributed.fsdp import fully_shard as fully_shard_of_torch
+
+        with torch.device("meta"):
+            model = Model()
+        for module in (*model.layers, model):
+            fully_shard_of_torch(module)
+    model.to_empty(device="cpu")
+    with pytest.raises(RuntimeError, match=r"nothing was written .* and \d+ more: initialize it"):
+        model(torch.zeros(1, 2, dtype=torch.int64))
+
+
+def test_so_it_is_in_place_of_fsdp2() -> None:
+    run_ranks(forgets_as_in_fsdp2, 2)
