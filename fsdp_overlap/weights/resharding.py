@@ -77,7 +77,7 @@ class WeightResharder:
             group = dist.group.WORLD
         if group is not None and group.size() == 1:
             group = None
-        device = _device_of(source, target, group)
+        device = device_of(source, target, group)
         self._exchange = WeightExchange("Resharding", group, device, make_comm_stream(device))
 
         def describe() -> RankLayouts:
@@ -159,7 +159,7 @@ def _by_name(weights: Weights | None) -> Mapping[str, torch.Tensor]:
     return weights or {}
 
 
-def _device_of(
+def device_of(
     source: Weights | None, target: Weights | None, group: dist.ProcessGroup | None
 ) -> torch.device:
     """Return the device of messages, of one type on all ranks: an accelerator if some rank's

@@ -42,7 +42,7 @@ DTYPES = {
 }
 """The format's names of torch's dtypes."""
 
-_TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 _MAX_HEADER = 100_000_000
 """Bytes. The format's limit."""
 
@@ -130,7 +130,7 @@ def _parsed(
         first, last = entry["data_offsets"]
         if not all(type(number) is int for number in (first, last, *entry["shape"])):
             raise ValueError(f"shape and offsets of {name!r} are {entry}")
-        dtype = _TORCH_DTYPES.get(entry["dtype"])
+        dtype = TORCH_DTYPES.get(entry["dtype"])
         if dtype is None:
             raise ValueError(f"{name!r} is of dtype {entry['dtype']}, which torch does not have")
         tensor = FileTensor(name, path, dtype, tuple(entry["shape"]), start + first)

@@ -28,7 +28,8 @@ from fsdp_overlap.weights.transfer_plan import Layouts, TensorLayout, TransferRo
 
 # Several ranks write if each of them gets a file of at least this size.
 _SHARED_BYTES = 256 << 20
-_UNFINISHED = ".unfinished"
+UNFINISHED = ".unfinished"
+"""Ends the names of files while they are written."""
 _SLOT_BYTES = 32 << 20
 """The size of each of two slots of pinned memory that weights pass through."""
 
@@ -44,7 +45,7 @@ class _File:
     @property
     def unfinished(self) -> Path:
         """Its path while it is written."""
-        return self.path.with_name(self.path.name + _UNFINISHED)
+        return self.path.with_name(self.path.name + UNFINISHED)
 
     def header(self) -> bytes:
         """Return what comes before the weights."""
@@ -119,12 +120,11 @@ def save_weights(
     rank = exchange.rank
     own_files = files[rank :: exchange.ranks]
     wants = {name: layout for file in own_files for name, layout in file.weights.items()}
-    do = "write"
     arriving = full_weights(exchange, plan.rounds, weights, wants, prefetch=1)
     try:
-        exchange.on_all(lambda: _write_files(own_files, arriving, exchange.device), do)
-        exchange.on_all(lambda: [file.unfinished.rename(file.path) for file in own_files], do)
-        exchange.on_all(lambda: _write_index(folder, files) if rank == 0 else None, do)
+        exchange.on_all(lambda: _write_files(own_files, arriving, exchange.device), "write")
+        exchange.on_all(lambda: [f.unfinished.rename(f.path) for f in own_files], "write")
+        exchange.on_all(lambda: _write_index(folder, files) if rank == 0 else None, "write")
     except BaseException:
         for file in own_files:
             file.unfinished.unlink(missing_ok=True)
@@ -233,10 +233,11 @@ def _write(out: BinaryIO, weight: torch.Tensor, ready: Any, copies: _HostCopies 
     """Write ``weight``, which is complete at the event ``ready`` on a device with streams."""
     for values in [weight] if copies is None else copies.pieces(weight, ready):
         if values.nbytes:
-            out.write(_bytes_of(values.contiguous()))
+            out.write(bytes_of(values.contiguous()))
 
 
-def _bytes_of(values: torch.Tensor) -> ctypes.Array[ctypes.c_char]:
+def bytes_of(values: torch.Tensor) -> ctypes.Array[ctypes.c_char]:
+    """Return the memory of ``values``, which are contiguous and on the host."""
     return (ctypes.c_char * values.nbytes).from_address(values.data_ptr())
 
 
@@ -248,7 +249,7 @@ def _write_index(folder: Path, files: list[_File]) -> None:
         "weight_map": {name: file.path.name for file in files for name in file.weights},
     }
     path = folder / INDEX
-    unfinished = path.with_name(path.name + _UNFINISHED)
+    unfinished = path.with_name(path.name + UNFINISHED)
     try:
         unfinished.write_text(json.dumps(index, indent=2) + "\n")
         unfinished.rename(path)

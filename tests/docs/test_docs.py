@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fsdp_overlap import FsdpContext, fully_shard
 from support import typed_user_program
 from support.pages import ROOT, linked_code_in, named_tests_in, rows_of
 from support.program import Program
@@ -96,6 +97,25 @@ def run_commands(page: Path, folder: Path) -> None:
         process = Program(folder, arguments)
         _, err = process.communicate(timeout=150)
         assert process.returncode == 0, err
+
+
+def write_and_load_what_changed(folder: str) -> None:
+    [block] = [text for text in blocks_of(DOCS / "weights.md", "python") if "WeightDeltas" in text]
+    model = Model()
+    engine_weights = {name: w.bfloat16() for name, w in Model().state_dict().items()}
+    ctx = FsdpContext()
+    fully_shard(model, ctx)
+    scope: dict[str, Any] = {"model": model, "steps": 3, "torch": torch, "version": 0}
+    scope["engine_weights"] = engine_weights
+    with contextlib.chdir(folder):
+        exec(compile(block, "weights.md", "exec"), scope)
+    assert scope["version"] == 3
+    for name, parameter in model.named_parameters():
+        assert torch.equal(engine_weights[name], parameter.full_tensor().bfloat16())
+
+
+def test_the_example_on_what_changed_runs(tmp_path: Path) -> None:
+    run_ranks(write_and_load_what_changed, 1, str(tmp_path))
 
 
 @pytest.mark.slow

@@ -678,7 +678,7 @@ def weights_saved_on_another_stream() -> None:
     program.train(2)
     side = Stream()
     side.wait_stream(current_stream())
-    to_bytes = save._bytes_of
+    to_bytes = save.bytes_of
 
     def read(values: torch.Tensor) -> Any:
         values.clone()  # which the device sees, unlike a read by address
@@ -688,7 +688,7 @@ def weights_saved_on_another_stream() -> None:
         TemporaryDirectory() as folder,
         stream(side),
         patch.object(save, "_SLOT_BYTES", 64),
-        patch.object(save, "_bytes_of", read),
+        patch.object(save, "bytes_of", read),
     ):
         save_weights(program.model, folder)
     current_stream().wait_stream(side)

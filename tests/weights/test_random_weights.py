@@ -19,7 +19,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from fsdp_overlap import FsdpContext, fully_shard
-from fsdp_overlap.weights import WeightResharder, export_weights, load_weights
+from fsdp_overlap.weights import (
+    DeltaMessage,
+    WeightDeltas,
+    WeightResharder,
+    apply_deltas,
+    export_weights,
+    load_weights,
+)
 from support.layouts import LAYOUTS
 from support.ranks import run_ranks
 
@@ -173,8 +180,20 @@ class Check:
                 yield name, f"model.{name}", values
 
     def check(self) -> None:
-        for _ in range(2):  # the second time by the plan that was kept
+        dtype, piece_bytes = self.example.dtype, self.example.piece_bytes
+        deltas = WeightDeltas(
+            self.model,
+            dtype=dtype or torch.bfloat16,
+            names=lambda name: name_of(name, self.left_out),
+            delta_bytes=piece_bytes or 1000,
+        )
+        targets = {
+            name: torch.full_like(values, 3, dtype=dtype or torch.bfloat16)
+            for _, name, values in self.wanted()
+        }
+        for number in range(2):  # the second time by the plan that was kept
             self.check_export()
+            self.check_deltas(deltas, targets, number)
             with torch.no_grad():
                 for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
                     tensor.mul_(2)
@@ -204,6 +223,22 @@ class Check:
             expected = values.to(example.dtype or values.dtype)
             assert got[asked].dtype == expected.dtype, name
             assert torch.equal(got[asked], expected), name
+
+    def check_deltas(
+        self, deltas: WeightDeltas, targets: dict[str, torch.Tensor], version: int
+    ) -> None:
+        """What all ranks send, each value once."""
+        each: list[Any] = [None] * self.example.world
+        sent = list(deltas.changes(dense=self.example.prefetch == 2))
+        dist.all_gather_object(each, sent)
+        everything = [delta for of_rank in each for delta in of_rank]
+        base = 0 if self.example.prefetch == 2 else version
+        assert apply_deltas(targets, DeltaMessage(version + 1, base, everything), version)
+        for name, asked, values in self.wanted():
+            assert torch.equal(targets[asked], values.to(targets[asked].dtype)), name
+            places = [d.positions() for d in everything if d.name == asked]
+            numel = torch.cat(places).unique().numel() if places else 0
+            assert sum(place.numel() for place in places) == numel, name
 
     def check_resharding(self) -> None:
         world, (rows, columns) = self.example.world, self.example.grid
