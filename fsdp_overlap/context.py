@@ -199,13 +199,8 @@ class FsdpContext:
         holds."""
         from fsdp_overlap.engine.describe import described
 
-        flags = (
-            "validate_layouts",
-            "shard_optimizer_over_replicas",
-            "sync_module_states",
-            "implicit_units",
-        )
-        options = [name.replace("_", " ") for name in flags if getattr(self, name)]
+        flags = "validate_layouts shard_optimizer_over_replicas sync_module_states implicit_units"
+        options = [name.replace("_", " ") for name in flags.split() if getattr(self, name)]
         if not self._groups.separate:
             options.insert(0, "one group for gathers and reductions")
         return described(self._mesh, self.layout, self.prefetch, options, self.units)

@@ -577,11 +577,6 @@ class ParamHashes:
         numbers: list[int] = torch.stack([number.to(device) for number in self._hashes]).tolist()
         return numbers
 
-    def find_unwritten(self, parameters: Sequence[ShardedParam]) -> list[int]:
-        """Return the indices of those ``parameters``, the sharded ones, that were given memory, and
-        then no values."""
-        return []
-
     def move(self, version: int, new_version: int) -> None:
         """Follow the parameters into another shard. The old one was of ``version``, the new one is
         of ``new_version``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import zlib
 from array import array
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import StrEnum
 from functools import partial
 from typing import Any, NoReturn
@@ -317,16 +317,6 @@ class ParamGroup:
         self.find_registrations()
         self.module_info.to_sharded()
 
-    def is_registered(self, index: int) -> bool:
-        """Return whether modules have the parameter, and not another in its place."""
-        forms = self.sharded_parameters[index], self.parameters[index]
-        return any(
-            registered is form
-            for table, name in self.owned[index].registrations
-            for registered in [table.get(name)]
-            for form in forms
-        )
-
     def find_registrations(self) -> None:
         """Note where modules have the parameters registered now."""
         self.module_info = ParamModuleInfo(self.owned, self.parameters, self.sharded_parameters)
@@ -627,7 +617,7 @@ COPIES = " Replicas have different copies of it, and keep them unless one broadc
 
 
 def verify_params_across_ranks(
-    param_groups: Iterable[ParamGroup], keeps_own_values: bool = False
+    param_groups: Sequence[ParamGroup], keeps_own_values: bool = False
 ) -> None:
     """Compare what ranks start from in those ``param_groups`` that were not compared yet.
     Collective over their meshes.
@@ -643,36 +633,15 @@ def verify_params_across_ranks(
     for param_group in param_groups:
         if param_group.init_hashes is not None:
             by_mesh.setdefault(param_group.mesh_info, []).append(param_group)
-    failure = unwritten = _unwritten(by_mesh)
+    marked: list[Any] = [group for group in param_groups if hasattr(group.init_hashes, "unwritten")]
+    failure = marked[0].init_hashes.unwritten(marked) if marked else ""
     # Small meshes first: a difference there is an error on all ranks of the meshes that follow.
     for mesh_info in sorted(by_mesh, key=lambda mesh_info: mesh_info.mesh.size()):
         failure = _difference(mesh_info, by_mesh[mesh_info], failure) or failure
-    if unwritten:
-        raise RuntimeError(unwritten)
     if failure:
-        _report(failure, by_mesh, keeps_own_values)
-    for compared in by_mesh.values():
-        for param_group in compared:
-            param_group.init_hashes = None
-
-
-def _unwritten(by_mesh: Mapping[MeshInfo, Sequence[ParamGroup]]) -> str:
-    """Return which parameters have memory of ``to_empty()`` that nobody wrote, in words."""
-    names = [
-        f"{param_group.plan.specs[index].fqn!r} of unit {param_group.label!r}"
-        for param_groups in by_mesh.values()
-        for param_group in param_groups
-        if param_group.init_hashes is not None
-        for index in param_group.init_hashes.find_unwritten(param_group.sharded_parameters)
-        if param_group.is_registered(index)  # it may be tied to another since
-    ]
-    if not names:
-        return ""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return (
-        f"nothing was written to the memory that to_empty() gave to {', '.join(names[:3])}{more}: "
-        "initialize it, as by each module's reset_parameters(), or load a checkpoint"
-    )
+        _report(failure, by_mesh, keeps_own_values and not marked)
+    for param_group in param_groups:
+        param_group.init_hashes = None
 
 
 def _report(failure: str, mesh_infos: Collection[MeshInfo], keeps_own_values: bool) -> None:

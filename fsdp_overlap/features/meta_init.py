@@ -97,10 +97,39 @@ class UnwrittenParams(ParamHashes):
         for _, bits, mark in _marks(parameters):
             bits.fill_(mark)
 
-    def find_unwritten(self, parameters: Sequence[ShardedParam]) -> list[int]:
-        found = {index: (bits == mark).any() for index, bits, mark in _marks(parameters)}
-        flags: list[bool] = torch.stack([*found.values()]).tolist() if found else []
-        return [index for index, flag in zip(found, flags, strict=True) if flag]
+    @staticmethod
+    def unwritten(param_groups: Sequence[ParamGroup]) -> str:
+        """Return which parameters of ``param_groups`` are unwritten, in words."""
+        names = [name for param_group in param_groups for name in _unwritten(param_group)]
+        if not names:
+            return ""
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return (
+            "nothing was written to the memory that to_empty() gave to "
+            f"{', '.join(names[:3])}{more}: initialize it, as by each module's reset_parameters(), "
+            "or load a checkpoint"
+        )
+
+
+def _unwritten(param_group: ParamGroup) -> list[str]:
+    found = {
+        index: (bits == mark).any()
+        for index, bits, mark in _marks(param_group.sharded_parameters)
+        if _is_registered(param_group, index)
+    }
+    flags: list[bool] = torch.stack([*found.values()]).tolist() if found else []
+    return [
+        f"{param_group.plan.specs[index].fqn!r} of unit {param_group.label!r}"
+        for index, flag in zip(found, flags, strict=True)
+        if flag
+    ]
+
+
+def _is_registered(param_group: ParamGroup, index: int) -> bool:
+    """Return whether modules have a parameter, and not another one that it was tied to since."""
+    forms = param_group.sharded_parameters[index], param_group.parameters[index]
+    tables = param_group.owned[index].registrations
+    return any(table.get(name) is form for table, name in tables for form in forms)
 
 
 _MARKS = {

@@ -6,13 +6,14 @@ from fsdp_overlap.weights.delta_targets import apply_deltas
 from fsdp_overlap.weights.delta_transfer import DeltaTransfer
 from fsdp_overlap.weights.deltas import WeightDeltas
 from fsdp_overlap.weights.export import export_weights
-from fsdp_overlap.weights.load import load_weights
+from fsdp_overlap.weights.load import LoadedWeights, load_weights
 from fsdp_overlap.weights.resharding import WeightResharder
 from fsdp_overlap.weights.save import save_weights
 
 __all__ = [
     "DeltaMessage",
     "DeltaTransfer",
+    "LoadedWeights",
     "WeightDelta",
     "WeightDeltas",
     "WeightResharder",

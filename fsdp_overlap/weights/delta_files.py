@@ -56,9 +56,9 @@ def write_deltas(
         file_bytes: the most that a file should have.
 
     Raises:
-        RuntimeError: a rank could not write, as where the version is in the folder, or ``version``
-            is not above the last; names it. The last version stays that before.
-        ValueError: ranks are of different versions.
+        RuntimeError: a rank could not write, as where the version is in the folder; names it. The
+            last version stays that before.
+        ValueError: ``version`` is not above the last, or ranks are of different versions.
     """
     begun: list[OutgoingDeltas] = []
     written: dict[str, int] = {}

@@ -43,8 +43,9 @@ class DeltaTransfer:
         sent_bytes: what this rank has sent in the last :meth:`run`.
 
     Raises:
-        RuntimeError: names, shapes or dtypes of the two sides differ; on all ranks, before anything
-            is sent.
+        RuntimeError: a rank raised; names it.
+        ValueError: names, shapes or dtypes of this rank's targets differ from what is sent. Other
+            ranks raise too, before anything is sent.
     """
 
     def __init__(

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdp_overlap.torch_internals import TorchDispatchMode
 from fsdp_overlap.weights.chunks import Chunk, full_chunk
 from fsdp_overlap.weights.safetensors_format import FileTensor
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -67,12 +66,13 @@ class LoadPlan:
         by_tensor: dict[int, tuple[torch.Tensor, list[str]]] = {}
         for name, tensor in named_weights(model):
             by_tensor.setdefault(id(tensor), (tensor, []))[1].append(name)
-        inner: Any = getattr(model, "_orig_mod", model)  # of torch.compile()
+        # What torch.compile() wraps has no name of its own.
+        [*_, inner] = (each for at, each in model.named_modules() if not name_of(at, ""))
         of_transformers = transformers_conversions.is_of_transformers(inner)
         if of_transformers:
             every = [name for _, tied in by_tensor.values() for name in tied]
             convert = convert or partial(transformers_conversions.convert, inner, names=every)
-            init_buffers = init_buffers or inner._init_weights
+            init_buffers = init_buffers or transformers_conversions.init_of(inner)
         tracer = ViewTracer(in_files)
         available = tracer.tensors if convert is None else _converted(convert, tracer)
         rename = _renaming(names)

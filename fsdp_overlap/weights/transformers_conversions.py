@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -64,3 +64,12 @@ def without_ignored(names: Iterable[str], patterns: Iterable[str] | None) -> lis
     return [
         name for name in names if not any(re.search(pattern, name) for pattern in patterns or ())
     ]
+
+
+def init_of(model: nn.Module) -> Callable[[nn.Module], object]:
+    """Return what ``model``, of transformers, initializes a module by."""
+    init: Callable[[nn.Module], object] = getattr(model, _INIT)
+    return init
+
+
+_INIT = "_init_weights"

@@ -114,7 +114,7 @@ def layer_wise_that_raised() -> None:
     def layer_wise(model: nn.Module, lr: float) -> LayerWise:
         return LayerWise(model, partial(Raising, lr=lr))
 
-    with patch.object(exchange, "ROUND_ELEMENTS", 60):
+    with patch.object(exchange, "ACCELERATOR_ROUND_ELEMENTS", 60):
         for steps in (1, 2):
             program: Any = Program(optimizer=layer_wise)
             program.train(1)
