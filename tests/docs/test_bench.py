@@ -303,7 +303,7 @@ def test_the_results_mark_each_target_that_is_missed() -> None:
 def test_the_page_on_performance_has_the_figures_that_were_measured() -> None:
     page = results.PERFORMANCE.read_text()
     assert page == results.performance_of(page, *read_summary(results.FIGURES))
-    assert len(page.split()) <= 950  # nearly half of them in the table of missed targets
+    assert len(page.split()) <= 1_000  # more than half of them in the tables
     assert len(results.HEADLINES) < 10  # with the one of a GPU
     for headline in results.HEADLINES:
         assert f"`python scripts/bench/all.py {headline.benchmark}`" in page
