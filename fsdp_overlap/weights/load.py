@@ -80,8 +80,8 @@ def load_weights(
             it.
         TypeError: a weight is of a class that alone knows how it is put together.
         ValueError: names, shapes or dtypes of the files and the model differ, or ranks have other
-            files, or a weight or buffer on the meta device would get no values. It lists all, and
-            nothing was changed.
+            files, or a weight is quantized, or a weight or buffer on the meta device would get no
+            values. It lists all, and nothing was changed.
     """
     exchange = exchange_of(model, weights_of(model).values(), "load_weights", with_replicas=True)
     plan = LoadPlan(strict, broadcast_replicas)

@@ -18,7 +18,7 @@ from fsdp_overlap.weights.chunks import full_chunk, local_chunks
 from fsdp_overlap.weights.exchange import WeightExchange, hash_of
 from fsdp_overlap.weights.file_reads import same_bytes
 from fsdp_overlap.weights.file_views import FilePiece, ViewTracer
-from fsdp_overlap.weights.model_weights import Names, check_class, name_of, named_weights
+from fsdp_overlap.weights.model_weights import Names, check_class, name_of, named_weights, units_of
 from fsdp_overlap.weights.safetensors_format import (
     FileTensor,
     SafetensorsFile,
@@ -73,6 +73,13 @@ class LoadPlan:
             every = [name for _, tied in by_tensor.values() for name in tied]
             convert = convert or partial(transformers_conversions.convert, inner, names=every)
             init_buffers = init_buffers or transformers_conversions.init_of(inner)
+        opaque = {
+            id(parameter)
+            for unit in units_of(model)
+            for param_group in unit.param_groups
+            if param_group.never_cast
+            for parameter in param_group.sharded_parameters
+        }
         tracer = ViewTracer(in_files)
         available = tracer.tensors if convert is None else _converted(convert, tracer)
         rename = _renaming(names)
@@ -81,7 +88,12 @@ class LoadPlan:
             if rename(tied[0]) is None:
                 continue
             found = [name for name in filter(None, map(rename, tied)) if name in available]
-            if found:
+            if found and id(tensor) in opaque:
+                self.problems.append(
+                    f"{tied[0]} is quantized, and its class alone knows what elements are: load "
+                    "it before fully_shard(), and leave it out by names="
+                )
+            elif found:
                 check_class(tied[0], tensor, "load it by load_state_dict()")
                 self._add(tied[0], tensor, found[0], available[found[0]], tracer)
                 self._compare_tied(tied[0], {name: available[name] for name in found}, tracer)

@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor, Partial
 
 from fsdp_overlap import FsdpContext, fully_shard
 from fsdp_overlap.checkpoint.files import CheckpointError
-from fsdp_overlap.weights import load_weights
+from fsdp_overlap.weights import export_weights, load_weights
 from fsdp_overlap.weights.chunks import full_chunk
 from fsdp_overlap.weights.file_views import ViewTracer
 from fsdp_overlap.weights.safetensors_format import FileTensor
+from support.opaque import FourBits
 from support.ranks import run_ranks
 
 WEIGHT = torch.arange(6.0).view(2, 3)
@@ -149,6 +150,25 @@ def test_what_is_referred_to_weakly_is_named(tmp_path: Path) -> None:
     load_weights(model.to_empty(device="cpu"), tmp_path)
     x = torch.ones(1, 1, 2)
     assert torch.equal(model(x)[0], lstm(x)[0])
+
+
+def _quantized(folder: str) -> None:
+    model = nn.Sequential(FourBits(torch.uint8), nn.Linear(16, 2, bias=False))
+    fully_shard(model, FsdpContext())
+    codes = dict(export_weights(model))["0.weight"]
+    with pytest.raises(ValueError, match=r"0.weight is quantized.*load it before fully_shard"):
+        load_weights(model, folder)
+    load_weights(model, folder, names=lambda n: None if n == "0.weight" else n, strict=False)
+    exported = dict(export_weights(model))
+    assert torch.equal(exported["0.weight"], codes)
+    assert torch.equal(exported["1.weight"], torch.ones(2, 16))
+
+
+def test_quantized_weights_are_refused_by_name(tmp_path: Path) -> None:
+    """Elements of other weights with the scales of these would be wrong without a word."""
+    codes = FourBits(torch.uint8).weight.detach().clone().as_subclass(torch.Tensor)
+    save(tmp_path, **{"0.weight": torch.zeros_like(codes), "1.weight": torch.ones(2, 16)})
+    run_ranks(_quantized, 2, str(tmp_path))
 
 
 class TiedPair(nn.Module):
