@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from fsdp_overlap.weights.save import UNFINISHED, bytes_of
 
 MANIFEST = "manifest.json"
 _FOLDER = "version-"
+_VERSION = re.compile(rf"{_FOLDER}([0-9]{{8,}})")
 
 
 def write_deltas(
@@ -46,8 +48,7 @@ def write_deltas(
 
     Each rank writes files of its own, and has what one file holds in memory. The manifest comes
     last, so that receivers never see a part of a version. Call it on every rank that the model lies
-    over. Where there are replicas of shards (HSDP), those of the first write, and the others return
-    early.
+    over. Where there are replicas of shards (HSDP), those of the first write.
 
     Args:
         folder: a folder that all ranks can reach, or its URL, as ``file:///mnt/deltas``. Versions
@@ -66,20 +67,26 @@ def write_deltas(
     def begin() -> tuple[int, int]:
         begun.append(deltas.begin(dense=dense, version=version))
         if exchange.rank == 0 and deltas.sends:
-            path = _path_of(local_path(folder), begun[0].version)
-            if (path / MANIFEST).exists():
-                raise FileExistsError(f"{path} is complete: name another folder, or version=")
-            path.mkdir(parents=True, exist_ok=True)
+            newest = max(_complete(local_path(folder)), default=0)
+            if newest >= begun[0].version:
+                raise FileExistsError(
+                    f"{folder} has version {newest}, and {begun[0].version} is to be written: name "
+                    "another folder, or give a version= above"
+                )
+            _path_of(local_path(folder), begun[0].version).mkdir(parents=True, exist_ok=True)
         return begun[0].version, begun[0].base
 
     def write_files() -> dict[str, int]:
+        if not deltas.sends:
+            list(outgoing)
+            return written
         for number, batch in enumerate(batches(outgoing, file_bytes)):
             file = path / f"rank-{exchange.rank:05d}-{number:05d}.safetensors"
             written[file.name] = 0
             written[file.name] = _write(file, encode(outgoing.version, outgoing.base, batch))
         return written
 
-    exchange = deltas.exchange("write_deltas")
+    exchange = deltas.exchange("write_deltas", with_replicas=True)
     versions = sorted(set(exchange.on_all(begin, "begin")))
     if len(versions) > 1:
         numbers = [version for version, _ in versions]
@@ -89,10 +96,7 @@ def write_deltas(
         )
     [outgoing] = begun
     path = _path_of(local_path(folder), outgoing.version)
-    if not deltas.sends:
-        list(outgoing)
-        outgoing.commit()
-        return
+    is_first = exchange.rank == 0
     try:
         files = exchange.on_all(write_files, "write")
         manifest = {
@@ -101,10 +105,9 @@ def write_deltas(
             "files": {name: checksum for each in files for name, checksum in each.items()},
         }
         text = json.dumps(manifest, indent=2).encode() + b"\n"
-        is_first = exchange.rank == 0
         exchange.on_all(lambda: _write(path / MANIFEST, [text]) if is_first else 0, "write")
     except BaseException:
-        for name in written:
+        for name in [MANIFEST] * is_first + [*written]:
             (path / name).unlink(missing_ok=True)
         raise
     outgoing.commit()
@@ -162,8 +165,7 @@ def _path_of(folder: Path, version: int) -> Path:
 
 def _messages_after(folder: Path, version: int) -> list[DeltaMessage]:
     """Return the messages that lead from ``version`` to the newest in ``folder``, in order."""
-    complete = folder.glob(f"{_FOLDER}{'[0-9]' * 8}*/{MANIFEST}")
-    found = {int(path.parent.name.removeprefix(_FOLDER)) for path in complete}
+    found = _complete(folder)
     newest = max(found, default=version)
     if newest < version:
         raise ValueError(f"{folder} has versions up to {newest}, and the weights are of {version}")
@@ -174,6 +176,12 @@ def _messages_after(folder: Path, version: int) -> list[DeltaMessage]:
         messages.append(read_deltas(_path_of(folder, newest)))
         newest = messages[-1].base or version
     return messages[::-1]
+
+
+def _complete(folder: Path) -> set[int]:
+    """Return the complete versions in ``folder``."""
+    names = (path.parent.name for path in folder.glob(f"{_FOLDER}*/{MANIFEST}"))
+    return {int(found[1]) for name in names if (found := _VERSION.fullmatch(name))}
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:

@@ -55,6 +55,22 @@ class DeltaMessage:
     def __iter__(self) -> Iterator[WeightDelta]:
         return iter(self.deltas)
 
+    @classmethod
+    def merged(cls, messages: Iterable[DeltaMessage]) -> DeltaMessage:
+        """Return the message that has the deltas of ``messages``, those of all ranks that send.
+
+        Raises:
+            ValueError: they are of different versions, or against different ones.
+        """
+        messages = list(messages)
+        versions = sorted({(message.version, message.base) for message in messages})
+        if len(versions) != 1:
+            raise ValueError(
+                f"ranks send (version, base) {versions}, and all must be of one: give all of them "
+                "dense=True and the same version="
+            )
+        return cls(*versions[0], [delta for message in messages for delta in message])
+
 
 def index_dtype(shape: tuple[int, ...]) -> torch.dtype:
     """Return the dtype of positions in a tensor of ``shape``."""

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_overlap.weights.delta_format import DeltaMessage, WeightDelta, bits_of
+from fsdp_overlap.weights.model_weights import named_weights
 
 Targets = nn.Module | Mapping[str, torch.Tensor]
 """An unsharded module, whose tensors have the names of its state dict, or tensors by name."""
@@ -20,9 +21,7 @@ def apply_deltas(targets: Targets, message: DeltaMessage, version: int) -> int:
     """Write the values of ``message`` into ``targets``, which are of ``version``, 0 for none. The
     message is collected and checked before the first value is written.
 
-    A message is complete if it has the deltas of all ranks that send, in any order::
-
-        DeltaMessage(first.version, first.base, [delta for each in messages for delta in each])
+    A message must have the deltas of all ranks that send: :meth:`DeltaMessage.merged`.
 
     Returns:
         The version that the targets are of now.
@@ -46,10 +45,14 @@ def tensors_of(targets: Targets) -> dict[str, torch.Tensor]:
     """Return the tensors of ``targets`` by name.
 
     Raises:
-        TypeError: one is sharded.
+        TypeError: one is sharded, or has no memory of its own.
     """
-    found = dict(targets.state_dict() if isinstance(targets, nn.Module) else targets)
+    found = dict(named_weights(targets) if isinstance(targets, nn.Module) else targets)
     for name, tensor in found.items():
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        if tensor.is_meta or any(size > 1 and not stride for size, stride in steps):
+            what = "on the meta device" if tensor.is_meta else "expanded"
+            raise TypeError(f"{name!r} is {what}, and has no memory for what is written")
         if isinstance(tensor, DTensor):
             raise TypeError(
                 f"{name!r} is a {type(tensor).__name__}, and deltas are written into full tensors: "
@@ -98,6 +101,22 @@ def check_deltas(
         for delta in deltas:
             sent[delta.name] += delta.values.numel()
         check_complete(targets, sent)
+        for name in sent:
+            _check_covered(name, targets[name].numel(), deltas)
+
+
+def _check_covered(name: str, numel: int, deltas: list[WeightDelta]) -> None:
+    covered = torch.zeros(numel, dtype=torch.bool)
+    for delta in deltas:
+        if delta.name == name and delta.indices is None:
+            covered[delta.start : delta.start + delta.values.numel()] = True
+        elif delta.name == name and delta.indices is not None:
+            covered[delta.indices.cpu().long()] = True
+    if not covered.all():
+        raise ValueError(
+            f"of {name!r} some values are not sent, and others twice: the deltas of some rank are "
+            "missing, and those of another came twice"
+        )
 
 
 def check_target(
@@ -123,9 +142,15 @@ def check_complete(targets: Mapping[str, torch.Tensor], sent: Mapping[str, int])
     Raises:
         ValueError: some are not.
     """
-    known = {(targets[name].data_ptr(), targets[name].numel()) for name in sent}
+    known: dict[object, str] = {}
+    for name in sent:
+        first = known.setdefault(_place(targets[name]), name)
+        if first != name and targets[name].numel():
+            raise ValueError(
+                f"{first!r} and {name!r} are sent apart, and their targets are tied: untie them"
+            )
     for name, target in targets.items():
-        if target.numel() and (target.data_ptr(), target.numel()) not in known:
+        if target.numel() and _place(target) not in known:
             raise ValueError(f"nobody sends {name!r}")
     for name, count in sent.items():
         if count != prod(targets[name].shape):
@@ -133,6 +158,10 @@ def check_complete(targets: Mapping[str, torch.Tensor], sent: Mapping[str, int])
                 f"of {name!r} {count} of {targets[name].numel()} values are sent: the deltas of "
                 "some rank are missing, or came twice"
             )
+
+
+def _place(tensor: torch.Tensor) -> object:
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 def write(targets: Mapping[str, torch.Tensor], delta: WeightDelta) -> None:

@@ -67,18 +67,26 @@ class DeltaTransfer:
         self._exchange = WeightExchange(_WHAT, group, device, make_comm_stream(device))
         self._targets: dict[str, torch.Tensor] = {}
 
-        def describe() -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        def describe() -> tuple[tuple[int, ...], dict[str, tuple[tuple[int, ...], torch.dtype]]]:
             if targets is not None:
                 self._targets = tensors_of(targets)
-            return {} if deltas is None else deltas.weights()
+            if deltas is None or not deltas.sends:
+                return (), {}
+            return tuple(deltas.exchange(_WHAT).group_ranks), deltas.weights()
 
         described = self._exchange.on_all(describe, "describe its weights")
 
         def check() -> bool:
             sent: dict[str, int] = {}
-            for weights in described if targets is not None else ():
+            senders: dict[str, tuple[int, ...]] = {}
+            for ranks, weights in described if targets is not None else ():
                 for name, (shape, dtype) in weights.items():
                     sent[name] = check_target(self._targets, name, shape, dtype).numel()
+                    if (first := senders.setdefault(name, ranks)) != ranks:
+                        raise ValueError(
+                            f"{name!r} is sent by ranks {first} and by ranks {ranks}: give each a "
+                            "name of its own by names="
+                        )
             check_complete(self._targets, sent)
             return targets is not None
 

@@ -39,8 +39,9 @@ class WeightDeltas:
         on_host: whether the copy is kept in the host's memory, on a GPU pinned, instead of beside
             the shards.
         delta_bytes: the most that one :class:`WeightDelta` has, of positions and values.
-        first_version: the number of the first message, by default the time in seconds. So a job
-            that starts again has no version of the one before, for which a receiver could take it.
+        first_version: the number of the first message, by default the time in microseconds. So a
+            job that starts again has no version of the one before, for which a receiver could take
+            it.
 
     Attributes:
         version: the last version that was sent completely, 0 at first.
@@ -76,6 +77,8 @@ class WeightDeltas:
         exchange = self.exchange("WeightDeltas")
 
         def describe() -> RankLayouts:
+            if first_version is not None and first_version < 1:
+                raise ValueError(f"first_version={first_version}: give 1 or more")
             weights = self._find()
             for name, tensor in weights.items():
                 if self._dtype_of(tensor) not in DTYPES:
@@ -86,16 +89,16 @@ class WeightDeltas:
 
         arguments = f"dtype={dtype}, delta_bytes={delta_bytes}, first_version={first_version}"
         gathered = exchange.gather_layouts(describe, arguments)
-        [now, *_] = exchange.gather(int(time()))
+        [now, *_] = self.exchange("WeightDeltas", with_replicas=True).gather(int(time() * 1e6))
         self._last_begun = (now if first_version is None else first_version) - 1
         weights = self._find()
         exchange.check_replicas(gathered.has, weights)
         self._layouts = {name: _layout_of(tensor) for name, tensor in weights.items()}
         self._chunks = _chunks_sent_by(exchange.rank, gathered.has) if self.sends else {}
 
-    def exchange(self, what: str) -> WeightExchange:
+    def exchange(self, what: str, with_replicas: bool = False) -> WeightExchange:
         """Return the exchange among the ranks that hold the model, for errors about ``what``."""
-        return exchange_of(self.model, weights_of(self.model).values(), what)
+        return exchange_of(self.model, weights_of(self.model).values(), what, with_replicas)
 
     def weights(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return shape and dtype of each weight as it is sent.
@@ -125,12 +128,7 @@ class WeightDeltas:
             ValueError: ``version`` is not above the last that was begun.
         """
         message = self.begin(dense=dense, version=version)
-
-        def deltas() -> Iterator[WeightDelta]:
-            yield from message
-            message.commit()
-
-        return DeltaMessage(message.version, message.base, deltas())
+        return DeltaMessage(message.version, message.base, _Once(message))
 
     @property
     def next_version(self) -> int:
@@ -188,6 +186,9 @@ class OutgoingDeltas:
     _is_complete: bool = False
 
     def __iter__(self) -> Iterator[WeightDelta]:
+        self._is_complete = False
+        self._new.clear()
+        self._pending.clear()
         for name, tensor in self._weights.items():
             of_rank = self._sender._chunks.get(name, ())
             for chunk, values in local_chunks(tensor) if of_rank else ():
@@ -206,6 +207,7 @@ class OutgoingDeltas:
             raise RuntimeError(f"another message was begun before version {self.version} was sent")
         if not self._is_complete:
             raise RuntimeError(f"version {self.version} was not iterated to its end")
+        sender.version = 0  # until all of the copy is of one version
         for sent, places, bits in self._pending:
             if places is None:
                 sent.copy_(bits)
@@ -254,13 +256,14 @@ class OutgoingDeltas:
 
     def _empty_copy(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         on_host = self._sender._on_host
-        empty = torch.empty(
-            values.numel(),
-            dtype=dtype,
-            device="cpu" if on_host else values.device,
-            pin_memory=on_host and has_streams(values.device),
-        )
-        return bits_of(empty)
+        with torch.inference_mode(False):  # it is edited outside of it, too
+            empty = torch.empty(
+                values.numel(),
+                dtype=dtype,
+                device="cpu" if on_host else values.device,
+                pin_memory=on_host and has_streams(values.device),
+            )
+            return bits_of(empty)
 
     def _remember(
         self, before: torch.Tensor, places: torch.Tensor | None, bits: torch.Tensor
@@ -283,6 +286,25 @@ def _changed_places(current: torch.Tensor, before: torch.Tensor) -> torch.Tensor
     places = differences.index_select(0, words).view(current.dtype).nonzero().view(-1)
     within = places & (per_word - 1)
     return words.index_select(0, places >> (per_word.bit_length() - 1)) * per_word + within
+
+
+class _Once:
+    """The deltas of a message, which is the last version when they have been iterated."""
+
+    def __init__(self, message: OutgoingDeltas) -> None:
+        self._message, self._is_begun = message, False
+
+    def __iter__(self) -> Iterator[WeightDelta]:
+        if self._is_begun:
+            raise RuntimeError(
+                f"version {self._message.version} was iterated before: keep its deltas in a list"
+            )
+        self._is_begun = True
+        return self._deltas()
+
+    def _deltas(self) -> Iterator[WeightDelta]:
+        yield from self._message
+        self._message.commit()
 
 
 class _Positions:

@@ -628,7 +628,9 @@ def _cannot_write(folder: str) -> None:
     with pytest.raises(ValueError, match=said):
         write_deltas(sender, path)
     again = WeightDeltas(model)
-    with pytest.raises(RuntimeError, match=r"rank 0 could not begin: .*is complete: name another"):
+    with pytest.raises(
+        RuntimeError, match=r"rank 0 could not begin: .*has version 4, and 4 is to be written: name"
+    ):
         write_deltas(again, path, version=4)
     assert load_deltas(targets, path) == 4  # which is still there
     write_deltas(again, path, version=5)
@@ -906,7 +908,7 @@ def test_a_job_that_starts_again_has_other_versions(tmp_path: Path) -> None:
     for _ in range(2):
         write_deltas(sender, tmp_path / "old")
     version = load_deltas(targets, tmp_path / "old", version)
-    assert version == 1001
+    assert version == 1000500001
     with patch.object(deltas, "time", lambda: 1060.5):
         sender = deltas.WeightDeltas(model)
     for _ in range(2):
@@ -915,6 +917,160 @@ def test_a_job_that_starts_again_has_other_versions(tmp_path: Path) -> None:
         message = sender.changes()
         sent = list(message)
     with pytest.raises(
-        ValueError, match=r"since version 1060, and these weights are of version 1001"
+        ValueError, match=r"since version 1060500000, and these weights are of version 1000500001"
     ):
         apply_deltas(targets, DeltaMessage(message.version, message.base, sent), version)
+
+
+# ---- what must not pass in silence ----
+
+
+def one_model(size: int = 2) -> tuple[nn.Module, Any, dict[str, torch.Tensor]]:
+    model = nn.Linear(3, size).bfloat16()
+    return model, WeightDeltas(model), others(dict(model.named_parameters()))
+
+
+def test_after_a_commit_that_failed_all_values_are_sent() -> None:
+    model, sender, targets = one_model(8)
+    version = apply_deltas(targets, sender.changes(), 0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.view(-1)[0] += 1
+    message = sender.begin()
+    list(message)
+    real, calls = torch.Tensor.index_copy_, []
+
+    def fails(self: torch.Tensor, *given: Any) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("planned")
+        return real(self, *given)
+
+    with (
+        patch.object(torch.Tensor, "index_copy_", fails),
+        pytest.raises(torch.OutOfMemoryError, match="planned"),
+    ):
+        message.commit()
+    message = sender.changes()
+    assert message.base == 0
+    apply_deltas(targets, message, version)
+    check_same(targets, dict(model.named_parameters()))
+
+
+def test_a_message_is_iterated_once() -> None:
+    _, sender, targets = one_model()
+    message = sender.changes()
+    assert sum(delta.nbytes for delta in message)
+    with pytest.raises(RuntimeError, match="version 1 was iterated before: keep its deltas in a l"):
+        apply_deltas(targets, message, 0)
+
+
+def test_messages_of_ranks_are_merged_if_they_are_of_one_version() -> None:
+    delta = WeightDelta("w", (2,), torch.ones(1), None, 0)
+    other = delta._replace(start=1)
+    merged = DeltaMessage.merged([DeltaMessage(3, 2, [delta]), DeltaMessage(3, 2, [other])])
+    assert (merged.version, merged.base, list(merged)) == (3, 2, [delta, other])
+    with pytest.raises(ValueError, match=r"ranks send \(version, base\) \[\(3, 1\), \(3, 2\)\]"):
+        DeltaMessage.merged([DeltaMessage(3, 2, [delta]), DeltaMessage(3, 1, [other])])
+
+
+def test_of_a_dense_message_no_part_may_come_twice() -> None:
+    half = WeightDelta("w", (4,), torch.ones(2), None, 0)
+    targets = {"w": torch.zeros(4)}
+    with pytest.raises(ValueError, match="of 'w' some values are not sent, and others twice"):
+        apply_deltas(targets, DeltaMessage(1, 0, [half, half]), 0)
+    assert not targets["w"].any()
+    apply_deltas(targets, DeltaMessage(1, 0, [half, half._replace(start=2)]), 0)
+
+
+@pytest.mark.parametrize(
+    ("targets", "error", "says"),
+    [
+        ({"w": torch.zeros(2, device="meta")}, TypeError, "'w' is on the meta device"),
+        ({"w": torch.zeros(1).expand(2)}, TypeError, "'w' is expanded"),
+    ],
+)
+def test_targets_without_memory_are_refused(
+    targets: dict[str, torch.Tensor], error: type[Exception], says: str
+) -> None:
+    delta = WeightDelta("w", (2,), torch.ones(2), None, 0)
+    with pytest.raises(error, match=says):
+        apply_deltas(targets, DeltaMessage(1, 0, [delta]), 0)
+
+
+def test_tied_targets_of_weights_that_are_not_tied_are_refused() -> None:
+    tied = torch.zeros(2)
+    sent = [WeightDelta(name, (2,), torch.ones(2), None, 0) for name in "ab"]
+    with pytest.raises(ValueError, match="'a' and 'b' are sent apart, and their targets are tied"):
+        apply_deltas({"a": tied, "b": tied}, DeltaMessage(1, 0, sent), 0)
+
+
+def test_modules_get_values_whatever_their_state_dict_is(tmp_path: Path) -> None:
+    model, sender, _ = one_model()
+    target = nn.Linear(3, 2).bfloat16()
+    target._register_state_dict_hook(
+        lambda module, state, *_: state.update({name: t.clone() for name, t in state.items()})
+    )
+    write_deltas(sender, tmp_path)
+    (tmp_path / "version-00000002_1").mkdir()
+    (tmp_path / "version-00000002_1" / "manifest.json").write_text("")
+    load_deltas(target, tmp_path)
+    assert torch.equal(target.weight, model.weight)
+
+
+def test_a_folder_with_later_versions_is_refused(tmp_path: Path) -> None:
+    model, sender, _ = one_model()
+    write_deltas(sender, tmp_path, version=7)
+    with pytest.raises(RuntimeError, match="has version 7, and 1 is to be written: name another"):
+        write_deltas(WeightDeltas(model), tmp_path)
+    with pytest.raises(ValueError, match="first_version=0: give 1 or more"):
+        deltas.WeightDeltas(model, first_version=0)
+
+
+def test_the_first_message_may_be_sent_without_autograd() -> None:
+    model, sender, targets = one_model()
+    with torch.inference_mode():
+        version = apply_deltas(targets, sender.changes(), 0)
+    with torch.no_grad():
+        model.weight.mul_(2)
+    apply_deltas(targets, sender.changes(), version)
+    check_same(targets, dict(model.named_parameters()))
+
+
+def _apart(folder: str) -> None:
+    rank = dist.get_rank()
+    model = nn.Linear(3, 2).bfloat16()
+    targets = others(dict(model.named_parameters())) if rank == 0 else None
+    # A model without units is sent by the first rank alone.
+    sender = deltas.WeightDeltas(model) if rank == 1 else None
+    kind: Any = RuntimeError if rank else ValueError
+    with pytest.raises(kind, match="nobody sends 'weight'"):
+        DeltaTransfer(sender, targets)
+    # Two models that have the same names.
+    meshes = [DeviceMesh("cpu", [each]) for each in (0, 1)]
+    fully_shard(model, FsdpContext(meshes[rank]))
+    with pytest.raises(
+        (ValueError, RuntimeError), match=r"'weight' is sent by ranks \(0,\) and by"
+    ):
+        DeltaTransfer(deltas.WeightDeltas(model), targets)
+
+
+def test_weights_that_nobody_sends_or_two_models_are_refused(tmp_path: Path) -> None:
+    run_ranks(_apart, 2, str(tmp_path))
+
+
+def _replica_fails(folder: str) -> None:
+    twins = Twins(Model, shard_layers, **COPIES)
+    with patch.object(deltas, "time", lambda: 1000.0 + dist.get_rank()):
+        sender = deltas.WeightDeltas(twins.model)
+    assert sender.next_version == 1_000_000_000
+    with pytest.raises(RuntimeError, match="rank 0 could not begin: "):
+        write_deltas(sender, Path(folder) / "file")
+    assert sender.version == 0
+    write_deltas(sender, Path(folder) / "folder")
+    assert sender.version == 1_000_000_001
+
+
+def test_replicas_fail_together(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    run_ranks(_replica_fails, 4, str(tmp_path))
