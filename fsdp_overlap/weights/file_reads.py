@@ -27,6 +27,8 @@ _STAGED_BYTES = 4 << 20
 """The memory of a thread for what it casts, permutes or copies to a device."""
 _DIRECT_BYTES = 16 << 20
 """How much a thread reads at once into the memory of a weight."""
+_SAMPLES = 64
+"""The tensors whose last bytes ranks compare."""
 _GAP_BYTES = 4096
 """Gaps of at most a page are read along: the file system reads whole pages, and a call takes as
 long."""
@@ -145,6 +147,18 @@ def same_bytes(one: FileTensor, other: FileTensor) -> bool:
             if first.read(size) != second.read(size):
                 return False
     return True
+
+
+def sample_of(tensors: Sequence[FileTensor]) -> list[bytes]:
+    """Return the last bytes of some of ``tensors``, which tell copies of files of another time."""
+    some = [tensor for tensor in tensors if tensor.nbytes]
+    found = []
+    for tensor in some[:: max(1, len(some) // _SAMPLES)]:
+        size = min(64, tensor.nbytes)
+        with tensor.path.open("rb") as file:
+            file.seek(tensor.start + tensor.nbytes - size)
+            found.append(file.read(size))
+    return found
 
 
 class _Staging(local):

@@ -16,7 +16,7 @@ from fsdp_overlap.checkpoint.files import CheckpointError
 from fsdp_overlap.weights import transformers_conversions
 from fsdp_overlap.weights.chunks import full_chunk, local_chunks
 from fsdp_overlap.weights.exchange import WeightExchange, hash_of
-from fsdp_overlap.weights.file_reads import same_bytes
+from fsdp_overlap.weights.file_reads import same_bytes, sample_of
 from fsdp_overlap.weights.file_views import FilePiece, ViewTracer
 from fsdp_overlap.weights.model_weights import Names, check_class, name_of, named_weights, units_of
 from fsdp_overlap.weights.safetensors_format import (
@@ -50,6 +50,8 @@ class LoadPlan:
     _to_init: list[tuple[str, nn.Module, list[str]]] = field(default_factory=list)
     """Modules with buffers on the meta device that are in no state dict: the module's name, and the
     names of the buffers."""
+    _digest: int = 0
+    """A hash of names, dtypes, shapes and some values in the files."""
     _init_buffers: Callable[[nn.Module], object] | None = None
 
     def find(
@@ -63,6 +65,9 @@ class LoadPlan:
         """Find what the weights of ``model`` consist of, by the arguments of ``load_weights``."""
         self.files = [read_header(file) for file in find_files(path)]
         in_files = _by_name(self.files)
+        tensors = [in_files[name] for name in sorted(in_files)]
+        layout = [(each.name, str(each.dtype), each.shape) for each in tensors]
+        self._digest = hash_of(layout, sample_of(tensors))
         by_tensor: dict[int, tuple[torch.Tensor, list[str]]] = {}
         for name, tensor in named_weights(model):
             by_tensor.setdefault(id(tensor), (tensor, []))[1].append(name)
@@ -197,12 +202,12 @@ class LoadPlan:
         Raises:
             ValueError: ranks have other files, or a rank cannot load them. Lists all problems.
         """
-        in_files = (one for file in self.files for one in file.tensors.values())
-        files = hash_of(sorted((one.name, str(one.dtype), one.shape) for one in in_files))
         # Weights are sent to replicas one by one, in this order.
         order = [*self.pieces] if self.broadcasts else []
         arguments = hash_of(self.strict, self.broadcasts, order)
-        by_rank = exchange.gather((files, arguments, self.missing, self.unused, self.problems))
+        by_rank = exchange.gather(
+            (self._digest, arguments, self.missing, self.unused, self.problems)
+        )
         of_files, of_arguments, missing, unused, problems = zip(*by_rank, strict=True)
         found = list(dict.fromkeys(problem for of_rank in problems for problem in of_rank))
         for what, numbers in (("other files", of_files), ("other arguments", of_arguments)):

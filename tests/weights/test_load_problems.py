@@ -85,17 +85,20 @@ def _replicas(folder: str, broadcast: bool, defect: str) -> None:
         save(path, weight=WEIGHT, bias=torch.ones(2))
     elif defect != "missing":
         more = {"more": torch.ones(1)} if defect == "other" and rank else {}
-        save(path, weight=WEIGHT, bias=torch.ones(2), **more)
+        values = WEIGHT + (defect == "older" and rank)  # of another step
+        save(path, weight=values, bias=torch.ones(2), **more)
     if defect == "names" and rank:
         names = lambda name: None if name == "bias" else name  # noqa: E731
     kind: Any = {
         "missing": CheckpointError if rank else RuntimeError,
         "other": ValueError,
+        "older": ValueError,
         "names": ValueError,
     }[defect]
     match = {
         "missing": "No such file",
         "other": "rank 1 has other files than rank 0",
+        "older": "rank 1 has other files than rank 0",
         "names": "rank 1 has other arguments than rank 0",
     }[defect]
     with pytest.raises(kind, match=match):
@@ -104,7 +107,14 @@ def _replicas(folder: str, broadcast: bool, defect: str) -> None:
 
 @pytest.mark.parametrize(
     ("broadcast", "defect"),
-    [(False, "missing"), (True, "missing"), (False, "other"), (True, "other"), (True, "names")],
+    [
+        (False, "missing"),
+        (True, "missing"),
+        (False, "other"),
+        (True, "other"),
+        (False, "older"),
+        (True, "names"),
+    ],
 )
 def test_replicas_load_the_same_or_nothing(broadcast: bool, defect: str, tmp_path: Path) -> None:
     run_ranks(_replicas, 2, str(tmp_path), broadcast, defect)
