@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
-from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
@@ -44,27 +43,14 @@ TIME, EXTRA, READ = "time", "extra memory a rank", "read from the disk by a rank
 FILES, TARGET = 10, 0.5
 
 
-def build(args: argparse.Namespace) -> nn.Sequential:
-    torch.manual_seed(0)
-    width = args.width
-    return nn.Sequential(
-        *(
-            nn.Sequential(
-                nn.Linear(width, 3 * width, bias=False),
-                nn.Linear(width, width, bias=False),
-                nn.Linear(width, 4 * width, bias=False),
-                nn.Linear(4 * width, width, bias=False),
-            )
-            for _ in range(args.blocks)
-        )
-    )
-
-
 def write(args: argparse.Namespace) -> None:
     """The files, by rank 0."""
     folder, dtype = Path(args.folder), getattr(torch, args.dtype)
     if dist.get_rank() == 0 and not (folder / INDEX).exists():
-        weights = {name: value.detach() for name, value in build(args).named_parameters()}
+        weights = {
+            name: value.detach()
+            for name, value in sharding.matrices(args.width, args.blocks).named_parameters()
+        }
         names = list(weights)
         index = {}
         for number in range(FILES):
@@ -79,7 +65,10 @@ def write(args: argparse.Namespace) -> None:
 
 def loaders(args: argparse.Namespace) -> dict[str, Callable[[], object]]:
     """Each loads all weights. Checks what each has loaded."""
-    ours, theirs = sharding.shard_ours(build(args)), sharding.shard_fsdp2(build(args))
+    ours, theirs = (
+        sharding.shard_ours(sharding.matrices(args.width, args.blocks)),
+        sharding.shard_fsdp2(sharding.matrices(args.width, args.blocks)),
+    )
     files = sorted(Path(args.folder).glob("*.safetensors"))
 
     def whole() -> dict[str, torch.Tensor]:

@@ -53,24 +53,8 @@ TIME, EXTRA, MOVED = "time", "extra memory a rank", "bytes moved"
 TIME_TARGET, BYTES_TARGET = 1.15, 1.25
 
 
-def build(args: argparse.Namespace) -> nn.Sequential:
-    torch.manual_seed(0)
-    width = args.width
-    return nn.Sequential(
-        *(
-            nn.Sequential(
-                nn.Linear(width, 3 * width, bias=False),
-                nn.Linear(width, width, bias=False),
-                nn.Linear(width, 4 * width, bias=False),
-                nn.Linear(4 * width, width, bias=False),
-            )
-            for _ in range(args.blocks)
-        )
-    )
-
-
 def sharded(args: argparse.Namespace, mesh: DeviceMesh, ours: bool) -> nn.Sequential:
-    model = build(args)
+    model = sharding.matrices(args.width, args.blocks)
     if ours:
         return sharding.shard_ours(model, fsdp_overlap.FsdpContext(mesh))
     return sharding.shard_fsdp2(model, mesh)
@@ -105,7 +89,10 @@ def exporters(args: argparse.Namespace) -> dict[str, Callable[[], float]]:
 def movers(args: argparse.Namespace) -> tuple[dict[str, Callable[[], object]], WeightResharder]:
     training, inference = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
     trains = dist.get_rank() < 2
-    shapes = {name: weight.shape for name, weight in build(args).state_dict().items()}
+    shapes = {
+        name: weight.shape
+        for name, weight in sharding.matrices(args.width, args.blocks).state_dict().items()
+    }
     targets = [
         {
             name: torch.empty(shape).chunk(2, number % 2)[0].clone()

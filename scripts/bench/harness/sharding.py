@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import fsdp as fsdp2
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -14,6 +16,22 @@ import fsdp_overlap
 def cpu_mesh() -> DeviceMesh:
     """All ranks, in one dimension."""
     return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def matrices(width: int, blocks: int) -> nn.Sequential:
+    """The matrices of a transformer of `width`, which nobody multiplies; the same on each rank."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(
+            nn.Sequential(
+                nn.Linear(width, 3 * width, bias=False),
+                nn.Linear(width, width, bias=False),
+                nn.Linear(width, 4 * width, bias=False),
+                nn.Linear(4 * width, width, bias=False),
+            )
+            for _ in range(blocks)
+        )
+    )
 
 
 def shard_ours(model: Any, ctx: fsdp_overlap.FsdpContext | None = None, **options: Any) -> Any:
