@@ -66,7 +66,7 @@ def write_deltas(
 
     def begin() -> tuple[int, int]:
         begun.append(deltas.begin(dense=dense, version=version))
-        if exchange.rank == 0 and deltas.sends:
+        if is_first:
             newest = max(_complete(local_path(folder)), default=0)
             if newest >= begun[0].version:
                 raise FileExistsError(
@@ -87,6 +87,7 @@ def write_deltas(
         return written
 
     exchange = deltas.exchange("write_deltas", with_replicas=True)
+    is_first = exchange.rank == 0 and deltas.sends
     versions = sorted(set(exchange.on_all(begin, "begin")))
     if len(versions) > 1:
         numbers = [version for version, _ in versions]
@@ -96,7 +97,6 @@ def write_deltas(
         )
     [outgoing] = begun
     path = _path_of(local_path(folder), outgoing.version)
-    is_first = exchange.rank == 0
     try:
         files = exchange.on_all(write_files, "write")
         manifest = {

@@ -1047,6 +1047,9 @@ def _apart(folder: str) -> None:
     kind: Any = RuntimeError if rank else ValueError
     with pytest.raises(kind, match="nobody sends 'weight'"):
         DeltaTransfer(sender, targets)
+    plain = deltas.WeightDeltas(model)
+    write_deltas(plain, Path(folder) / str(rank))  # as of DDP
+    assert (Path(folder) / str(rank)).exists() == (rank == 0)
     # Two models that have the same names.
     meshes = [DeviceMesh("cpu", [each]) for each in (0, 1)]
     fully_shard(model, FsdpContext(meshes[rank]))
