@@ -9,8 +9,10 @@ if TYPE_CHECKING:
     from fsdp_overlap._fully_shard import fully_shard, fully_shard_model
     from fsdp_overlap.blocks import find_blocks
     from fsdp_overlap.context import FsdpContext
+    from fsdp_overlap.features.dtypes import UnitDtypes, unit_dtypes
     from fsdp_overlap.features.full_mesh import DataParallelMeshDims
     from fsdp_overlap.features.mesh_groups import MeshGroups
+    from fsdp_overlap.features.numerics import NumericsWarning
     from fsdp_overlap.features.quantized.policy import QuantizedCommPolicy
     from fsdp_overlap.features.rows.layout import PerTensor
     from fsdp_overlap.fsdp_module import (
@@ -39,6 +41,7 @@ __all__ = [
     "GradientReductionHandle",
     "MeshGroups",
     "MixedPrecisionPolicy",
+    "NumericsWarning",
     "OffloadPolicy",
     "PerTensor",
     "QuantizedCommPolicy",
@@ -46,6 +49,7 @@ __all__ = [
     "RaggedShard",
     "Stats",
     "TensorAtomic",
+    "UnitDtypes",
     "UnshardHandle",
     "distribute_tensor",
     "find_blocks",
@@ -54,6 +58,7 @@ __all__ = [
     "patch_fsdp2",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "unit_dtypes",
 ]
 
 _MODULE_OF = {
@@ -67,6 +72,7 @@ _MODULE_OF = {
     "GradientReductionHandle": "fsdp_overlap.schedule.finalization",
     "MeshGroups": "fsdp_overlap.features.mesh_groups",
     "MixedPrecisionPolicy": "torch.distributed.fsdp",
+    "NumericsWarning": "fsdp_overlap.features.numerics",
     "OffloadPolicy": "torch.distributed.fsdp",
     "PerTensor": "fsdp_overlap.features.rows.layout",
     "QuantizedCommPolicy": "fsdp_overlap.features.quantized.policy",
@@ -74,6 +80,7 @@ _MODULE_OF = {
     "RaggedShard": "fsdp_overlap.tensor.ragged_dtensor",
     "Stats": "fsdp_overlap.schedule.stats",
     "TensorAtomic": "fsdp_overlap.layout",
+    "UnitDtypes": "fsdp_overlap.features.dtypes",
     "UnshardHandle": "fsdp_overlap.fsdp_module",
     "distribute_tensor": "fsdp_overlap.tensor.creation",
     "find_blocks": "fsdp_overlap.blocks",
@@ -82,6 +89,7 @@ _MODULE_OF = {
     "patch_fsdp2": "fsdp_overlap.patching",
     "register_fsdp_forward_method": "fsdp_overlap.fsdp_module",
     "share_comm_ctx": "fsdp_overlap.fsdp_module",
+    "unit_dtypes": "fsdp_overlap.features.dtypes",
 }
 
 

@@ -104,6 +104,7 @@ class FsdpContext:
     is_initialized = False
     """Whether :meth:`lazy_init` has nothing left to do."""
     was_initialized = False
+    _watches_steps = False
     comm_stream_factory: Callable[[str, torch.device], CommStream] = staticmethod(
         lambda _, device: make_comm_stream(device)
     )
@@ -196,14 +197,16 @@ class FsdpContext:
 
         Neighboring units that are alike share a row, whose figures are those of one unit. Bytes
         are those of parameters at rest: ``whole`` counts all of the unit, ``here`` what this rank
-        holds."""
+        holds. A table of dtypes follows if there are several, or an optimizer."""
         from fsdp_overlap.engine.describe import described
+        from fsdp_overlap.features.dtypes import described_dtypes
 
         flags = "validate_layouts shard_optimizer_over_replicas sync_module_states implicit_units"
         options = [name.replace("_", " ") for name in flags.split() if getattr(self, name)]
         if not self._groups.separate:
             options.insert(0, "one group for gathers and reductions")
-        return described(self._mesh, self.layout, self.prefetch, options, self.units)
+        lines = [described(self._mesh, self.layout, self.prefetch, options, self.units)]
+        return "\n".join(lines + described_dtypes(self.units))
 
     @cached_property
     def mesh(self) -> DeviceMesh:
@@ -410,7 +413,13 @@ class FsdpContext:
         verify_params_across_ranks(param_groups, self.keeps_own_values)
         if self.has_streams:
             self._watch_device()
+        self._watches_steps = self._watches_steps or self._watch_first_steps()
         self.is_initialized = is_complete
+
+    def _watch_first_steps(self) -> bool:
+        from fsdp_overlap.first_steps import watch_first_steps
+
+        return watch_first_steps(self)
 
     def _take_in_units_within(self) -> bool:
         from fsdp_overlap.features.implicit_contexts import take_in_units_within

@@ -84,6 +84,8 @@ class OrderCheck:
     """Whether the end of a backward runs the check."""
     has_reduced = False
     """Whether a reduce-scatter was issued since the last :meth:`validate_and_sync`."""
+    on_arrival: Callable[[bytes], None] | None = None
+    """Called with what :meth:`read_arrived` reads: which parameters had a gradient on some rank."""
 
     def __init__(
         self, device: torch.device, explain: Callable[[str], str], is_read_at_once: bool = True
@@ -229,7 +231,9 @@ class OrderCheck:
             RuntimeError: as :meth:`read`.
         """
         while self._under_way and self._under_way[0][0].done():
-            self.read()
+            flags = self.read()
+            if self.on_arrival is not None:
+                self.on_arrival(flags)
 
     def drop(self) -> None:
         """Forget checks under way and what was issued. Must be called on every rank."""

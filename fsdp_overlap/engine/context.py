@@ -11,6 +11,7 @@ from fsdp_overlap.engine.comm_context import CommContext
 from fsdp_overlap.engine.mesh import MeshInfo
 from fsdp_overlap.engine.unit import Context, Unit
 from fsdp_overlap.layout import LayoutRule
+from fsdp_overlap.schedule.stats import Stats
 
 
 class ModelContext(Context, Protocol):
@@ -22,6 +23,8 @@ class ModelContext(Context, Protocol):
     is_uneven: bool
     sync_module_states: bool
 
+    @property
+    def stats(self) -> Stats: ...
     @property
     def comm_context(self) -> CommContext: ...
     @property

@@ -58,7 +58,8 @@ class Schedule:
     """The order of backwards in which units run again. ``None`` until one might."""
     _is_pass_over = True
     _backward: Backward | None = None
-    _backwards = 0
+    backwards = 0
+    """How many backwards have begun."""
 
     def __init__(
         self,
@@ -260,7 +261,7 @@ class Schedule:
     def has_recorded(self, first: ScheduledUnit, with_backward: bool) -> bool:
         """Return whether the pass that ``first`` is about to begin, and its backward, have run
         before."""
-        return self.order.has_recorded(first.index) and (self._backwards > 0 or not with_backward)
+        return self.order.has_recorded(first.index) and (self.backwards > 0 or not with_backward)
 
     def under_way(self) -> str | None:
         """Return what has begun and is not complete, in words. ``None`` between steps."""
@@ -356,7 +357,7 @@ class Schedule:
         self._engine.at_end_of_backward(self._end_backward)
         self._sync_requires_grad()
         self._backward = backward = self._make_backward(self._accumulates())
-        self._backwards = backward.serial
+        self.backwards = backward.serial
         backward.begin()
         return backward
 
@@ -368,7 +369,7 @@ class Schedule:
 
     def _make_backward(self, accumulates: bool) -> Backward:
         backward = Backward(
-            self._backwards + 1,
+            self.backwards + 1,
             self._graph_task(),
             self.prefetcher,
             self.reducer,

@@ -74,6 +74,8 @@ def settings() -> list[str]:
 
 def test_the_table_says_what_was_chosen() -> None:
     _, options, _, *rows = run_on_fake_group(settings, 4)
+    end = [row.split()[0] for row in rows].index("dtypes")
+    rows, dtypes = rows[:end], rows[end:]
     assert options == (
         "mesh cpu 2 x 2 (copies x shard); layout layout; prefetch 2; "
         "one group for gathers and reductions; shard optimizer over replicas"
@@ -87,3 +89,8 @@ def test_the_table_says_what_was_chosen() -> None:
     assert "  meta  " in ends["5"]
     assert ends["5"].endswith("  no")
     assert ends["Sequential"].endswith("  until backward and after it")
+    assert [row.split() for row in dtypes] == [
+        "dtypes at rest gathered computed accumulated reduced stepped".split(),
+        "0 float32 bfloat16 bfloat16 float32 float32".split(),
+        "1 ... 5 (4) float32 float32 float32 float32 float32".split(),
+    ]
