@@ -17,6 +17,7 @@ from torch import _ops, autograd, overrides, profiler
 from torch._subclasses import fake_tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import _op_schema, _random
+from torch.nn import init
 from torch.utils import _device, _python_dispatch, checkpoint
 
 ATTRIBUTES = {
@@ -73,6 +74,10 @@ modes see no calls either."""
 
 disabled_torch_function = torch._C._disabled_torch_function_impl
 """The ``__torch_function__`` of classes that are asked nothing, as parameters are."""
+
+swap_tensor_impl = torch._C._swap_tensor_impl
+"""Exchange what two tensors are in C++. ``torch.utils.swap_tensors`` refuses one that has weak
+references."""
 
 parse_to = torch._C._nn._parse_to
 """What the arguments of ``tensor.to()`` mean."""
@@ -189,6 +194,19 @@ def shaping_dtensors_on_host() -> Iterator[None]:
         return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
 
     with patch.object(_op_schema, "_rebuild_tensor_from_dtensor_meta", rebuild):
+        yield
+
+
+@contextmanager
+def drawing_without_bounds() -> Iterator[None]:
+    """Have ``nn.init.trunc_normal_`` draw once, and not until all values are within its bounds."""
+
+    def draw(
+        tensor: Any, mean: float, std: float, a: float, b: float, generator: Any = None
+    ) -> Any:
+        return init.normal_(tensor, mean, std, generator)
+
+    with patch.object(init, "_no_grad_trunc_normal_", draw):
         yield
 
 

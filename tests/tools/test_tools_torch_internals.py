@@ -350,6 +350,25 @@ def dtensors_are_shaped_on_host() -> None:
     assert (fake.device.type, fake.shape) == ("cpu", tensor.shape)
 
 
+@canary("drawing_without_bounds")
+def values_within_bounds_are_drawn_again() -> None:
+    """Programs that initialize with trunc_normal_ cannot be predicted."""
+    whole = torch.empty(1000)
+    with internals.drawing_without_bounds():
+        nn.init.trunc_normal_(whole, 0.0, 1.0, -0.5, 0.5)
+    assert whole.abs().max() > 0.5
+
+
+@canary("swap_tensor_impl")
+def a_tensor_becomes_another() -> None:
+    """Models that are built on the host cannot be moved to a device without values."""
+    parameter, other = nn.Parameter(torch.ones(2)), torch.empty(3, device="meta")
+    kept = parameter
+    internals.swap_tensor_impl(parameter, other)
+    assert kept.is_meta
+    assert other.tolist() == [1.0, 1.0]
+
+
 @canary("has_kernel", "run_kernel_of_cuda")
 def kernels_for_cuda_can_be_run() -> None:
     """Operators that a library has for CUDA alone cannot be called on the emulated device."""

@@ -18,12 +18,14 @@ from fsdp_overlap.tools.emulator.dispatch import (
     NAME,
     PLAIN,
     Dispatch,
+    depends_on_value,
     has_values,
     inner_of,
     tensors_in,
 )
 from fsdp_overlap.tools.emulator.sites import call_site
 from fsdp_overlap.tools.torch_internals import (
+    DisableTorchFunction,
     OpOverload,
     default_device,
     disable_current_modes,
@@ -32,6 +34,7 @@ from fsdp_overlap.tools.torch_internals import (
     is_torch_function_enabled,
     masked_attention,
     parse_to,
+    swap_tensor_impl,
     takes_default_device,
 )
 
@@ -79,6 +82,10 @@ class Calls(TorchFunctionMode):
             for read in (tensor.item, tensor.__float__, tensor.__int__, tensor.__format__):
                 self._instead[read] = self._read_one
             self._instead[tensor.__bool__] = self._decide
+            self._instead[tensor.data.__set__] = self._set_data
+            if device.keeps_integers:
+                for asks in _ASK_FOR_NUMBERS:
+                    self._instead[asks] = self._are_numbers
             # Which of torch's kernels it runs depends on the device that C++ knows.
             self._instead[ATTENTION] = self._attend
             for drop in (torch.nn.functional.dropout, torch.dropout):
@@ -100,6 +107,8 @@ class Calls(TorchFunctionMode):
                 return instead(func, *args, **kwargs)
             if func in self._getters and (inner := inner_of(first)) is not None:
                 return instead(func, inner)
+            if func in _ASK_FOR_NUMBERS and inner_of(first) is not None:
+                return instead(func, first)
             if func in self._moves and inner_of(first) is not None:
                 return instead(func, *args, **kwargs)
             if func == torch.Tensor.__deepcopy__:
@@ -156,11 +165,19 @@ class Calls(TorchFunctionMode):
         pinned = bool(kwargs.pop("pin_memory", False))
         if is_ours:
             kwargs["device"] = "cpu"
-            if not (self.device.values or (func in _KEPT and _is_whole(func, args, kwargs))):
+            if not (self.device.values or self._keeps(func, args, kwargs)):
                 kwargs["device"] = "meta"
         elif target is not None and target.type != "cpu":
             return func(*args, **kwargs)
         return self._with_memory(is_ours, pinned, lambda: func(*args, **kwargs))
+
+    def _keeps(self, make: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Return whether what ``make`` returns has values on a device whose tensors have none."""
+        if not self.device.keeps_integers:
+            return make in _KEPT and not make(*args, **kwargs).is_floating_point()
+        with disable_current_modes():
+            made = make(*args, **{**kwargs, "device": "meta"})
+        return _is_small_integer(made)
 
     def _with_memory(self, on_device: bool, pinned: bool, make: Callable[[], Any]) -> Any:
         with self.device.of_thread.making(on_device, pinned):
@@ -189,7 +206,7 @@ class Calls(TorchFunctionMode):
             options["dtype"] = dtype
         if memory_format is not None:
             options["memory_format"] = memory_format
-        has_none = held is not None and not has_values(held)
+        has_none = held is not None and not (has_values(held) and self._stays(held, dtype))
         below = "meta" if has_none and goes_here else "cpu"
         pinned = non_blocking and is_here and not goes_here  # as torch: such a copy does not wait
         output = self._with_memory(goes_here, pinned, lambda: func(tensor, below, **options))
@@ -197,6 +214,12 @@ class Calls(TorchFunctionMode):
             back = self._here if is_here else torch.device("cpu")
             output.grad_fn.register_prehook(partial(_move_gradients, back))
         return output
+
+    def _stays(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> bool:
+        """Return whether the values of ``tensor`` are kept where it is moved to the device."""
+        if self.device.values or not self.device.keeps_integers or tensor.is_quantized:
+            return True
+        return _is_small_integer(tensor)
 
     def _to_host(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return self._to(torch.Tensor.to, tensor, "cpu")
@@ -279,11 +302,26 @@ class Calls(TorchFunctionMode):
 
     def _decide(self, func: Any, tensor: torch.Tensor) -> bool:
         if not has_values(tensor):
-            raise RuntimeError(
-                f"the program depends on a value ({call_site()}), and tensors on this device have "
-                "none"
-            )
+            raise depends_on_value()
         return func(tensor)
+
+    def _are_numbers(self, func: Any, tensor: torch.Tensor) -> torch.Tensor:
+        """Answer as if all elements of a tensor without values were numbers."""
+        held = tensor if type(tensor) in PLAIN else inner_of(tensor)
+        if held is None or has_values(held):
+            return func(tensor)
+        answer = func in _ASK_FOR_NUMBERS[:2]
+        make = partial(torch.full, tensor.shape, answer, dtype=torch.bool)
+        return self._with_memory(True, False, make)
+
+    def _set_data(self, func: Any, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """Set ``tensor.data`` also where one of the two has values and the other has none."""
+        if has_values(tensor) == has_values(value):
+            func(tensor, value)
+            return
+        with DisableTorchFunction():
+            # Not detach(): it would count edits of what it is a view of.
+            swap_tensor_impl(tensor, value.data.requires_grad_(tensor.requires_grad))
 
     def _attend(
         self,
@@ -358,7 +396,17 @@ def _move_gradients(target: torch.device, gradients: Sequence[Any]) -> tuple[Any
 # What these make of whole numbers has values on any device: ranks tell each other such numbers, and
 # models ask them which position a token has.
 _KEPT = (torch.tensor, torch.arange)
+_SMALL = 64 << 20  # bytes
+_ASK_FOR_NUMBERS = (
+    torch.isfinite,
+    torch.Tensor.isfinite,
+    torch.isnan,
+    torch.Tensor.isnan,
+    torch.isinf,
+    torch.Tensor.isinf,
+)
 
 
-def _is_whole(make: Callable[..., torch.Tensor], args: Any, kwargs: dict[str, Any]) -> bool:
-    return not make(*args, **kwargs).is_floating_point()
+def _is_small_integer(tensor: torch.Tensor) -> bool:
+    is_integer = not (tensor.is_floating_point() or tensor.is_complex())
+    return is_integer and tensor.nbytes <= _SMALL

@@ -147,6 +147,9 @@ class EmulatedDevice:
         values: whether tensors that are made on the device have elements. Without, models of any
             size take no memory, and the host reads zeros. Only ``torch.tensor()`` and
             ``torch.arange()`` of whole numbers, and what the host moves there, have some.
+        keeps_integers: whether, without ``values``, small tensors of integers and booleans have
+            elements whatever makes them, all others lose theirs when they are moved there and
+            count as finite, and large tensors of the host get no random values.
         index: the number of the device among those of its machine. The others are not this
             process's: a thread that makes a context there is a finding.
         expandable_segments: whether the allocator's segments grow, as with torch's setting of this
@@ -165,6 +168,7 @@ class EmulatedDevice:
         allocating: Callable[[int], None] | None = None,
         issuing: Callable[[str], None] | None = None,
         values: bool = True,
+        keeps_integers: bool = False,
         index: int = 0,
         expandable_segments: bool = False,
         allow: Sequence[str] = (),
@@ -177,6 +181,7 @@ class EmulatedDevice:
         self.allocating = allocating
         self.issuing = issuing
         self.values = values
+        self.keeps_integers = keeps_integers
         self.index = index
         self.contexts = {index}
         """The devices on which this process has a context, by their numbers. Each takes memory of

@@ -52,6 +52,10 @@ _READ_NOTHING = {
     f"{value}_like" for value in ("zeros", "ones", "full", "rand", "randn", "randint")
 } | {"new_zeros", "new_ones", "new_full"}
 
+# Operations by which models get their first values.
+_DRAW = {"normal_", "uniform_"}
+_UNWRITTEN = 1 << 20  # bytes
+
 # Operations that may have operands both on the host and on the device.
 _CROSSING = {
     "copy_",
@@ -244,6 +248,8 @@ class Dispatch(TorchDispatchMode):
             output = run_kernel_of_cuda(call.func, *call.args, **call.kwargs)
         elif device.values:
             output = run_with_values(about, call)
+        elif device.keeps_integers and about.name in _DRAW and values[0].nbytes > _UNWRITTEN:
+            output = values[0]  # the host takes memory when it is written
         else:
             output = run_without_values(about, call, [*reads, *writes], makes)
         outputs = tensors_in(output)
@@ -422,6 +428,13 @@ def run_with_values(about: OpTraits, call: OperatorCall) -> Any:
     return cast(wide, narrow, call.func(*args, **kwargs))
 
 
+def depends_on_value() -> RuntimeError:
+    """Return what to raise where nothing can be read instead of a value that there is not."""
+    return RuntimeError(
+        f"the program depends on a value ({call_site()}), and tensors on this device have none"
+    )
+
+
 def run_without_values(
     about: OpTraits, call: OperatorCall, tensors: Sequence[torch.Tensor], makes_on_device: bool
 ) -> Any:
@@ -429,6 +442,11 @@ def run_without_values(
     to those that have some is lost, and what comes to the host is zero."""
     func, args, kwargs = call.func, call.args, call.kwargs
     without = [tensor.is_meta for tensor in tensors]
+    if about.gives_value and any(without):
+        dtype = tensors[0].dtype
+        if about.name != "_local_scalar_dense" or dtype is torch.bool:
+            raise depends_on_value()
+        return torch.zeros((), dtype=dtype).item()
     if about.name == "_to_copy" and any(without) and not makes_on_device:
         dtype = kwargs.get("dtype") or tensors[0].dtype
         return torch.zeros(tensors[0].shape, dtype=dtype, device="cpu")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -141,6 +142,16 @@ def call_site() -> Site:
         frame = frame.f_back
     caller = _of_thread.caller
     return Site(caller.program, library or caller.library, _of_thread.forward)
+
+
+def line_of(error: BaseException) -> Line | None:
+    """Return the innermost line of the program that ``error`` passed."""
+    found = None
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        if _kind_of(code.co_filename) == _PROGRAM:
+            found = Line(code.co_filename, number, code.co_name)
+    return found
 
 
 @contextmanager

@@ -152,7 +152,7 @@ def _run_on(device: EmulatedDevice, program: Program) -> Result:
         if end.code not in (None, 0):
             error = f"the program ended with exit status {end.code}"
     except Exception as raised:
-        error = _explain(raised)
+        error = explain(raised)
     return Result(RaceReport.of(device), device.opaque, error)
 
 
@@ -160,8 +160,9 @@ _OF_CUDA = re.compile(r"Could not run '([^']+)' with arguments from the '(CUDA|e
 """What C++ says if an operation gets past the emulated device."""
 
 
-def _explain(error: Exception) -> str:
-    """Return why a program could not run, in its own words and lines."""
+def explain(error: Exception) -> str:
+    """Return why a program could not run, in its own words. Print its traceback without the lines
+    that run it."""
     if isinstance(error, NotEmulated):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)

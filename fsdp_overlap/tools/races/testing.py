@@ -36,13 +36,23 @@ def one_of(ranks: int | None, rank: int = 0, allow: Sequence[str] = ()) -> Itera
     its own. ``None`` stands for one process that torchrun has not started."""
     devices = min(ranks or 1, DEVICES)
     device = EmulatedDevice(device_type="cuda", index=rank % devices, allow=allow)
+    with being_one_of(device, ranks, rank, devices):
+        yield device
+
+
+@contextmanager
+def being_one_of(
+    device: EmulatedDevice, ranks: int | None, rank: int = 0, devices: int = DEVICES
+) -> Iterator[None]:
+    """Make this process one of so many ``ranks``, of which the others do not exist, whose GPU is
+    ``device``, one of as many ``devices`` of its machine."""
     variables = {} if ranks is None else environment(rank, ranks, devices)
     with (
         patch.dict("os.environ", variables),
         as_cuda(device, devices),
         nccl_in_name_only(rank, ranks or 1),
     ):
-        yield device
+        yield
 
 
 def find_races(function: Callable[[], object], *, ranks: int = 1, rank: int = 0) -> list[Finding]:

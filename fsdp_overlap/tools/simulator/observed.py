@@ -223,8 +223,8 @@ class ObservedCollective(NamedTuple):
 class ObservedDevice(EmulatedDevice):
     """Tensors have no values. ``stretches`` and ``collectives`` may be cleared at any time."""
 
-    def __init__(self, timing: Timing, expandable_segments: bool = False) -> None:
-        super().__init__(timing=timing, values=False)
+    def __init__(self, timing: Timing, expandable_segments: bool = False, **options: Any) -> None:
+        super().__init__(timing=timing, values=False, **options)
         self.allocator: Ledger = Ledger(self, expandable_segments)
         self.stretches: list[HostBoundStretch] = []
         self.collectives: list[ObservedCollective] = []
