@@ -1,14 +1,16 @@
-"""`scripts/bench/curves.py`: which ways of training are equal to the bit."""
+"""`scripts/bench/curves.py`: which ways of training are equal to the bit, and the page on them."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import curves
+import losses
 from support.pages import ROOT
 from support.ranks import run_ranks
 
@@ -28,7 +30,7 @@ def test_twins_are_equal_to_the_bit(tmp_path: Path) -> None:
     run_ranks(train_each, 2, str(tmp_path))
     found = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in curves.VARIANTS}
     for name, variant in curves.VARIANTS.items():
-        if variant.twin:
+        if variant.twin and variant.is_equal:
             assert found[name] == found[variant.twin], name
 
 
@@ -46,3 +48,11 @@ def test_runs_are_kept_and_not_repeated(tmp_path: Path) -> None:
     assert "step" not in log
     assert again == first
     assert [each["variant"] for each in again["runs"]] == ["unsharded", "unsharded, clipped"]
+
+
+def test_the_page_has_the_losses_that_were_found() -> None:
+    found = json.loads(losses.FOUND.read_text())
+    assert losses.PAGE.read_text() == losses.page_of(found)
+    drawing = (losses.DOCS / "curves.svg").read_text()
+    for names in losses.lines_of(found).values():
+        assert re.search(re.escape(" = ".join(names)), drawing)
