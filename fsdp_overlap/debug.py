@@ -1,9 +1,12 @@
-"""Slow checks of every operation, and ranges for profilers that torch does not know."""
+"""Slow checks of every operation, recordings of steps, and ranges for profilers that torch does not
+know."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -17,6 +20,8 @@ from fsdp_overlap.engine.comm_context import CommContext
 from fsdp_overlap.engine.param import is_of_own_class
 from fsdp_overlap.engine.param_group import ParamGroup, ParamGroupState
 from fsdp_overlap.engine.unit import FREED, INSTEAD, unit_of
+from fsdp_overlap.recording.recorder import Recorder
+from fsdp_overlap.recording.steps import observing
 from fsdp_overlap.torch_internals import TorchDispatchMode
 
 
@@ -57,6 +62,31 @@ def record_ranges() -> Iterator[None]:
         patch.object(CommContext, "is_profiled", staticmethod(is_profiled)),
     ):
         yield
+
+
+@contextmanager
+def record(
+    folder: str | os.PathLike[str], *, steps: int | None = None, keep: str | None = None
+) -> Iterator[None]:
+    """Record the training steps within the ``with`` block, for ``fsdp-overlap diff``: digests and
+    norms of what modules compute, of gradients and of weights, of any program, with any library of
+    data parallelism or none.
+
+    Each rank writes a file in ``folder`` when a step ends. Nothing is sent between ranks.
+
+    Args:
+        folder: is made if it is not there.
+        steps: how many steps to record, by default all. A step ends where the next begins: with the
+            first forward after an optimizer's step.
+        keep: the name of a module whose outputs, gradients and weights are also saved whole, in
+            ``tensors`` in that folder.
+    """
+    recorder = Recorder(Path(folder), steps, keep)
+    try:
+        with observing(recorder):
+            yield
+    finally:
+        recorder.close()
 
 
 class _Checks(TorchDispatchMode):

@@ -44,6 +44,17 @@ class Chunk(NamedTuple):
         """Return the same chunk of a larger tensor in which this tensor begins at ``offsets``."""
         return Chunk(tuple(map(add, self.offsets, offsets)), self.sizes)
 
+    def first_position(self, shape: Sequence[int]) -> int | None:
+        """Return the position of the first element in the flattened tensor of ``shape``, if all of
+        them are neighbors there."""
+        numel, stride, first, is_adjacent = 1, 1, 0, True
+        for full, offset, size in list(zip(shape, *self, strict=True))[::-1]:
+            # Elements are neighbors if whole rows are, or one row.
+            is_adjacent = is_adjacent and (numel == stride or size == 1)
+            first += offset * stride
+            numel, stride = numel * size, stride * full
+        return first if is_adjacent else None
+
     def of(self, outer: Chunk, values: torch.Tensor) -> torch.Tensor:
         """Return a view of this chunk in ``values``, the values of the chunk ``outer``."""
         for dim, size in enumerate(self.sizes):

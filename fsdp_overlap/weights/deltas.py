@@ -314,14 +314,7 @@ class _Positions:
     def __init__(self, shape: tuple[int, ...], chunk: Chunk) -> None:
         self._dims = list(zip(shape, *chunk, strict=True))[::-1]
         self.dtype = index_dtype(shape)
-        numel, stride, first = 1, 1, 0
-        is_adjacent = True
-        for full, offset, size in self._dims:
-            # Elements are adjacent if whole rows are, or one row.
-            is_adjacent = is_adjacent and (numel == stride or size == 1)
-            first += offset * stride
-            numel, stride = numel * size, stride * full
-        self.first = first if is_adjacent else None
+        self.first = chunk.first_position(shape)
 
     def __call__(self, places: torch.Tensor, start: int = 0) -> torch.Tensor:
         """Return the positions of the elements at ``places``, counted from ``start``."""

@@ -1,0 +1,1 @@
+"""Records what training steps compute, in digests and random projections."""

@@ -1,0 +1,217 @@
+"""A recorder writes each step, leaves the program as it is, and lets go of it at the end."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules import module as modules
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_overlap.debug import record
+from fsdp_overlap.recording.recording import Key, RankStep, Recording
+
+
+class _Net(nn.Module):
+    def __init__(self, repeats: bool | None = None) -> None:
+        super().__init__()
+        self.first, self.drop, self.last = nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 4)
+        self._repeats = repeats  # whether by the reentrant checkpoint
+
+    def _body(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.drop(self.first(x)).relu())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._repeats is None:
+            return self._body(x)
+        output = checkpoint(self._body, x, use_reentrant=self._repeats)
+        assert isinstance(output, torch.Tensor)
+        return output
+
+
+def _train(
+    model: nn.Module, steps: int, optimizer: torch.optim.Optimizer | None = None
+) -> list[float]:
+    optimizer = optimizer or torch.optim.AdamW(model.parameters())
+    losses = []
+    for _ in range(steps):
+        loss = model(torch.randn(3, 4, requires_grad=True)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _steps(folder: Path) -> list[RankStep]:
+    [steps] = Recording.read(folder).ranks
+    return steps
+
+
+def _names(step: RankStep, kind: str) -> list[str]:
+    return [key.name for key in step.events if key.kind == kind]
+
+
+@pytest.mark.parametrize("repeats", [None, True, False])
+def test_a_program_computes_the_same_bits_with_and_without(
+    tmp_path: Path, repeats: bool | None
+) -> None:
+    torch.manual_seed(0)
+    plain = _Net(repeats)
+    losses = _train(plain, 3)
+    torch.manual_seed(0)
+    with record(tmp_path):
+        recorded = _Net(repeats)
+        assert _train(recorded, 3) == losses
+    for one, other in zip(plain.parameters(), recorded.parameters(), strict=True):
+        assert torch.equal(one, other)
+    steps = _steps(tmp_path)
+    assert [step.losses for step in steps] == [[pytest.approx(loss)] for loss in losses]
+    weights = ["first.weight", "first.bias", "last.weight", "last.bias"]
+    assert all(_names(step, "weight") == weights for step in steps)
+    assert [_names(step, "initial weight") for step in steps] == [weights, [], []]
+
+
+def test_nothing_is_left_behind(tmp_path: Path) -> None:
+    model = _Net()
+    backward, state = torch.autograd.backward, torch.get_rng_state()
+    with record(tmp_path):
+        assert torch.equal(torch.get_rng_state(), state)
+        _train(model, 1)
+    assert torch.autograd.backward is backward
+    assert not modules._global_forward_hooks
+    assert not modules._global_forward_pre_hooks
+    size = sum(path.stat().st_size for path in tmp_path.iterdir())
+    _train(model, 1)
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) == size
+    weight = weakref.ref(model.first.weight)
+    del model
+    gc.collect()
+    assert weight() is None
+
+
+def test_events_come_in_the_order_of_execution(tmp_path: Path) -> None:
+    with record(tmp_path):
+        _train(_Net(), 1)
+    [step] = _steps(tmp_path)
+    kinds = list(dict.fromkeys(key.kind for key in step.events))
+    assert kinds == [
+        *("initial weight", "input", "parameter", "output"),
+        *("local gradient", "gradient", "weight"),
+    ]
+    assert _names(step, "output") == ["first", "drop", "last"]  # the whole's is that of its last
+
+
+def test_recording_begins_in_the_middle_and_ends_after_its_steps(tmp_path: Path) -> None:
+    model = _Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    _train(model, 2, optimizer)
+    with record(tmp_path, steps=2):
+        _train(model, 4, optimizer)
+    assert len(_steps(tmp_path)) == 2
+
+
+def test_evaluation_between_steps_is_left_out(tmp_path: Path) -> None:
+    model = _Net()
+    with record(tmp_path):
+        for _ in range(2):
+            _train(model, 1)
+            with torch.no_grad():
+                model.eval()(torch.randn(3, 4))
+            model.train()
+    steps = _steps(tmp_path)
+    assert len(steps) == 2
+    assert all(_names(step, "output") == ["first", "drop", "last"] for step in steps)
+
+
+def test_an_error_in_a_forward_leaves_the_next_one_a_whole_model(tmp_path: Path) -> None:
+    model = _Net()
+    with record(tmp_path):
+        with pytest.raises(RuntimeError):
+            model(torch.randn(3, 5))
+        _train(model, 1)
+    [step] = _steps(tmp_path)
+    assert _names(step, "input") == [""]
+    assert _names(step, "output") == ["first", "drop", "last"]
+
+
+def test_backwards_and_optimizers_of_one_step(tmp_path: Path) -> None:
+    model = _Net()
+    first = torch.optim.AdamW(model.first.parameters())
+    last = torch.optim.SGD(model.last.parameters(), 0.1)
+    with record(tmp_path):
+        for _ in range(2):
+            for _ in range(3):
+                model(torch.randn(3, 4)).square().mean().backward()
+            for optimizer in (first, last):
+                optimizer.step()
+                optimizer.zero_grad()
+    for step in _steps(tmp_path):
+        assert len(step.losses) == 3
+        assert Key("local gradient", "last.bias", 0, 2) in step.events
+        assert len(_names(step, "weight")) == 4
+
+
+def test_a_closure_is_a_step(tmp_path: Path) -> None:
+    model = _Net()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    x = torch.randn(3, 4)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    with record(tmp_path):
+        for _ in range(3):
+            optimizer.step(closure)  # type: ignore[arg-type]
+    assert len(_steps(tmp_path)) == 3
+
+
+def test_two_models_of_a_class_have_names_of_their_own(tmp_path: Path) -> None:
+    first, second, third = _Net(), _Net(), _Net()
+    with record(tmp_path):
+        _train(nn.ModuleList([first])[0], 1)
+        x = torch.randn(3, 4)
+        optimizer = torch.optim.SGD([*second.parameters(), *third.parameters()], 0.1)
+        nn.MSELoss()(second(x), third(x)).backward()
+        optimizer.step()
+    names = _names(_steps(tmp_path)[1], "weight")
+    assert len(set(names)) == 8
+    assert names[0] == "_Net.first.weight"
+    assert names[4] == "_Net-2.first.weight"
+
+
+def test_memory_does_not_grow_with_steps(tmp_path: Path) -> None:
+    def losses() -> Iterator[Any]:
+        while True:
+            yield nn.MSELoss()
+
+    model = _Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    counts = []
+    with record(tmp_path):
+        for _, loss in zip(range(30), losses(), strict=False):
+            loss(model(torch.randn(3, 4)), torch.zeros(3, 4)).backward()
+            optimizer.step()
+            gc.collect()
+            counts.append(sum(isinstance(each, weakref.ref) for each in gc.get_objects()))
+    assert counts[-1] - counts[9] < 20
+
+
+def test_kept_tensors_are_saved_whole(tmp_path: Path) -> None:
+    model = _Net()
+    with record(tmp_path, keep="last"):
+        _train(model, 1)
+    paths = (tmp_path / "tensors/rank-0/step-0").glob("*-weight-last.weight-0.pt")
+    path = max(paths, key=lambda path: int(path.name.split("-")[0]))
+    [(offsets, values)] = torch.load(path)
+    assert offsets == (0, 0)
+    assert torch.equal(values, model.last.weight)
