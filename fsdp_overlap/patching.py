@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, update_wrapper
 from typing import Any
@@ -31,18 +31,19 @@ def _fully_shard_in_rows(
     *,
     mesh: DeviceMesh | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
+    context_options: Mapping[str, Any],
     **options: Any,
 ) -> Any:
-    """Return :func:`fully_shard` without a context, whose sharded parameters are placed as
-    FSDP2's."""
+    """Return :func:`fully_shard` without a context, whose sharded parameters are placed as FSDP2's
+    unless ``context_options`` have another layout."""
     data = mesh if dp_mesh_dims is None else spmd_mesh(mesh, dp_mesh_dims).data
-    ctx = FsdpContext(data, layout=PerTensor())
+    ctx = FsdpContext(data, **{"layout": PerTensor(), **context_options})
     ctx.is_implicit = ctx.keeps_own_values = True
     return fully_shard(module, ctx, mesh=mesh, dp_mesh_dims=dp_mesh_dims, **options)
 
 
 @contextmanager
-def patch_fsdp2(ctx: FsdpContext | None = None) -> Iterator[None]:
+def patch_fsdp2(ctx: FsdpContext | None = None, **context_options: Any) -> Iterator[None]:
     """Make ``from torch.distributed.fsdp import fully_shard, FSDPModule`` give ours inside the
     ``with`` block. It is for other people's code that calls ``fully_shard`` itself, as
     ``Accelerator.prepare()`` does.
@@ -59,9 +60,17 @@ def patch_fsdp2(ctx: FsdpContext | None = None) -> Iterator[None]:
             layout is ``PerTensor()``, so that sharded parameters are placed as FSDP2's are. Ranks
             that start from different weights are warned, and each keeps its part, as with FSDP2.
 
+        context_options: keyword arguments of the contexts that units are given by default, such as
+            ``prefetch``.
+
     Raises:
         RuntimeError: names are replaced already.
+        TypeError: options are given beside ``ctx``, which has its own.
     """
+    if ctx is not None and context_options:
+        raise TypeError(
+            f"patch_fsdp2(ctx, {next(iter(context_options))}=...): give options to FsdpContext()"
+        )
     fsdp: Any = torch.distributed.fsdp
     tensor = torch.distributed.tensor
     if fsdp.FSDPModule is FSDPModule:
@@ -69,7 +78,11 @@ def patch_fsdp2(ctx: FsdpContext | None = None) -> Iterator[None]:
             "patch_fsdp2() within another, of this or another thread: one is enough for all "
             "that runs in it; for a context of its own, end the first before"
         )
-    shard: Any = partial(_fully_shard_in_rows) if ctx is None else partial(fully_shard, ctx=ctx)
+    shard: Any = (
+        partial(_fully_shard_in_rows, context_options=context_options)
+        if ctx is None
+        else partial(fully_shard, ctx=ctx)
+    )
     update_wrapper(shard, fully_shard)
     shard.state = fsdp.fully_shard.state  # it answers for our modules too
     ours = {

@@ -174,9 +174,11 @@ def test_the_readmes_twelve_lines_train() -> None:
 def test_the_readmes_commands_run(tmp_path: Path) -> None:
     install, commands = blocks_of(README, "bash")
     assert "pip install ." in install
-    train, report, tests = (shlex.split(line) for line in commands.split("\n") if line)
+    train, report, compare, tests = (shlex.split(line) for line in commands.split("\n") if line)
     assert train[0] == "scripts/train.sh"
     assert report[0] == ".venv/bin/fsdp-overlap"
+    assert compare[:2] == [".venv/bin/fsdp-overlap", "compare"]
+    assert (ROOT / compare[2]).is_file()  # tests/tools/cli/test_cli_compare.py runs it
     assert tests == ["scripts/test.sh"]
     small = "--steps 4 --layers 2 --width 48 --eval-every 4 --save-every 4".split()
     for arguments in (["train", *train[1:], *small], report[1:]):

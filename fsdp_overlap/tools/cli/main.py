@@ -344,6 +344,111 @@ def races(
     raise typer.Exit(code)
 
 
+@app.command("compare", context_settings={"allow_interspersed_args": False})
+@takes_urls
+def compare_command(
+    program: Annotated[
+        list[str],
+        typer.Argument(metavar="SCRIPT [ARGS]...", help="A program that calls fully_shard()."),
+    ],
+    ranks: Annotated[
+        int | None, typer.Option(help="Ranks to start [default: 2; under torchrun, its own].")
+    ] = None,
+    steps: Annotated[
+        int, typer.Option(help="Steps to record, and as many again to time; two are profiled.")
+    ] = 5,
+    rounds: Annotated[
+        int, typer.Option(help="How often each way is timed, in turns with the others.")
+    ] = 1,
+    ddp: Annotated[
+        bool,
+        typer.Option("--ddp", help="Also train without shards, with gradients summed in float64."),
+    ] = False,
+    options: Annotated[
+        Path | None, typer.Option(help="TOML file with options of this library.")
+    ] = None,
+    emulate_gpus: Annotated[
+        bool,
+        typer.Option(
+            "--emulate-gpus", help="Run a program for GPUs without one, to compare values alone."
+        ),
+    ] = False,
+    predict: Annotated[
+        str | None,
+        typer.Option(metavar="DEVICE", help="Predict steps of a program for GPUs, as h100_sxm."),
+    ] = None,
+    gpus: Annotated[int, typer.Option(help="How many GPUs --predict is for, one a rank.")] = 8,
+    fabric: Annotated[str, typer.Option(help="What connects them.")] = "nvlink4_400g",
+    keep: Annotated[
+        str | None, typer.Option(help="Save all tensors of the module of this name.")
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(help="Of random numbers, before the program sets its own.")
+    ] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds that one run may take.")] = 1800.0,
+    assert_loss: Annotated[
+        float | None, typer.Option(help="Fail if losses differ by more, relative to FSDP2's.")
+    ] = None,
+    assert_time: Annotated[
+        float | None, typer.Option(help="Fail if a step takes more than this part of FSDP2's.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for all files [default: runs/compare-<timestamp>].")
+    ] = None,
+    module: Annotated[bool, typer.Option("-m", help="The program is a module.")] = False,
+) -> None:
+    """Run a program that is written for FSDP2 as it is, and on this library, and say what is
+    faster, and whether both compute the same. Nothing in the program changes. Exit code 1 if they
+    differ by more than the order of sums, or an assertion fails, 2 if a run failed."""
+    if steps < 1 or rounds < 1:
+        raise BadInput(f"--steps {steps} --rounds {rounds}: must be at least 1")
+    if timeout <= 0:
+        raise BadInput(f"--timeout {timeout:g}: must be more than 0")
+    target, *args = program
+    if not module and not Path(target).is_file():
+        raise BadInput(f"{target}: there is no such file")
+    # Imports both libraries, and what draws pages.
+    from fsdp_overlap.tools.cli.compare import Limits, compare_program, predict_both
+    from fsdp_overlap.tools.races.runner import Program
+
+    when = datetime.now().strftime("%Y%m%d-%H%M%S")
+    out = out or RUNS / f"compare-{when}"
+    if predict is not None:
+        predict_both(Program(target, args, module), predict, fabric, gpus, out)
+        return
+    code = compare_program(
+        Program(target, args, module),
+        ranks,
+        steps,
+        rounds,
+        ddp,
+        emulate_gpus,
+        options,
+        keep,
+        seed,
+        timeout,
+        Limits(assert_loss, assert_time),
+        out,
+    )
+    raise typer.Exit(code)
+
+
+@app.command("diff")
+@takes_urls
+def diff_command(
+    a: Annotated[Path, typer.Argument(help="A folder that compare or record() wrote.")],
+    b: Annotated[Path, typer.Argument(help="That of another run.")],
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Also write what was found to this file.")
+    ] = None,
+) -> None:
+    """Say where two recorded runs part: the first step, module and parameter in the order of
+    execution that differ by more than the order of sums explains. Exit code 1 if they do."""
+    from fsdp_overlap.tools.cli.compare import diff_recordings
+
+    raise typer.Exit(diff_recordings((a, b), json_path))
+
+
 @app.command()
 def doctor(
     timeout: Annotated[

@@ -110,7 +110,7 @@ def show_report(reports: Mapping[str, Report]) -> None:
     width = None if sys.stdout.isatty() else 160
     console = Console(highlight=False, soft_wrap=True, width=width)
     for table in (ranks_table(reports), kinds_table(reports)):
-        console.print(_rich(table), "")
+        show_table(console, table)
     for name, one in reports.items():
         if len(reports) > 1:
             console.print(f"{name}:", markup=False)
@@ -118,7 +118,8 @@ def show_report(reports: Mapping[str, Report]) -> None:
             console.print(f"- {finding.text}", markup=False)
 
 
-def _rich(table: ReportTable) -> Table:
+def show_table(console: Console, table: ReportTable) -> None:
+    """Print a table, and an empty line."""
     shown = Table(box=None, pad_edge=False, header_style="bold")
     for k, cell in enumerate(table.header):
         is_label = k < table.labels
@@ -126,7 +127,7 @@ def _rich(table: ReportTable) -> Table:
         shown.add_column(cell, justify=justify, no_wrap=is_label, overflow="fold")
     for row in table.rows:
         shown.add_row(*row)
-    return shown
+    console.print(shown, "")
 
 
 def _read(traces: Sequence[Path], steps: int | None) -> Report:

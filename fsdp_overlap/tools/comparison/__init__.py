@@ -1,0 +1,1 @@
+"""Compares two runs of a training program: what they compute, and how fast."""

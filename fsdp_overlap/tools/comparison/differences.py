@@ -1,0 +1,627 @@
+"""Finds where two recorded runs part, in the order of execution, and says why."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import reduce
+from math import inf, isfinite, prod, sqrt
+from operator import add
+from typing import Any
+
+import torch
+
+from fsdp_overlap.recording.recording import SHARDED_KINDS, Event, Key, Recording
+from fsdp_overlap.recording.sketch import PROJECTIONS, Sketch
+
+_ROUNDINGS = 16.0
+"""How many units of the last place sums in another order may differ by, relative to the norm."""
+_GROWTH = 100.0
+"""How much larger a difference in outputs may be than that in the weights that they are of."""
+_BFLOAT16 = torch.finfo(torch.bfloat16).eps
+_NOISE = 1e-12
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One tensor that differs between two runs.
+
+    Attributes:
+        step: the training step, from 0.
+        kind: what it is of, as a :class:`~fsdp_overlap.recording.recorder.Recorder` calls it.
+        name: the module or parameter.
+        ranks: where it differs, empty for what ranks have together.
+        size: an estimate of the norm of the difference, relative to what it is a part of.
+        cause: ``"order of sums"`` if that explains it, or else what does not fit.
+        text: a sentence.
+    """
+
+    step: int
+    kind: str
+    name: str
+    ranks: tuple[int, ...]
+    size: float
+    cause: str
+    text: str
+
+    @property
+    def is_explained(self) -> bool:
+        return self.cause == ORDER
+
+
+ORDER = "order of sums"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What two recordings have in common, and where they part.
+
+    Attributes:
+        names: of the two.
+        steps: how many steps both have.
+        compared: how many tensors were compared.
+        equal: how many of them are equal to the bit.
+        losses: the mean losses of each step, of both.
+        first: the first difference, if there is one.
+        unexplained: the first that sums in another order do not explain.
+        later: how many others come after it.
+    """
+
+    names: tuple[str, str]
+    steps: int
+    compared: int
+    equal: int
+    losses: list[tuple[list[float], list[float]]]
+    first: Difference | None
+    unexplained: Difference | None
+    later: int
+    largest: dict[str, float] = field(default_factory=dict)
+    """The largest difference of each kind."""
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether all that was compared is equal to the bit."""
+        return self.first is None
+
+    @property
+    def text(self) -> str:
+        """A paragraph."""
+        what = f"{self.compared:,} tensors of {_count(self.steps, 'step')}"
+        if self.first is None:
+            return f"Equal to the bit: {what}."
+        if self.unexplained is None:
+            return (
+                f"Equal up to the order of sums: of {what} {self.equal:,} are equal to the bit. "
+                f"First: {self.first.text}"
+            )
+        lines = f"Different: {self.unexplained.text}"
+        if self.first is not self.unexplained:
+            lines += f"\nBefore it, as the order of sums explains: {self.first.text}"
+        if self.later:
+            lines += f"\n{_count(self.later, 'more tensor')} differ after it."
+        return lines
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all of it for a JSON file."""
+        return asdict(self) | {"text": self.text, "is_equal": self.is_equal}
+
+
+def compare(a: Recording, b: Recording, names: tuple[str, str] = ("A", "B")) -> Comparison:
+    """Compare two recordings in the order of execution of the first.
+
+    Of other numbers of ranks only what ranks have together is compared: losses, gradients that
+    optimizers step with, and weights.
+    """
+    steps = min(a.steps, b.steps)
+    walk = _Walk(a, b, names)
+    found = [difference for step in range(steps) for difference in walk.step(step)]
+    unexplained = next((each for each in found if not each.is_explained), None)
+    largest: dict[str, float] = defaultdict(float)
+    for each in found:
+        largest[each.kind] = max(largest[each.kind], each.size)
+    return Comparison(
+        names,
+        steps,
+        walk.compared,
+        walk.equal,
+        [(a.losses(step), b.losses(step)) for step in range(steps)],
+        found[0] if found else None,
+        unexplained,
+        len(found) - found.index(unexplained) - 1 if unexplained else 0,
+        dict(largest),
+    )
+
+
+class _Walk:
+    """The state of a comparison as it goes through the steps."""
+
+    def __init__(self, a: Recording, b: Recording, names: tuple[str, str]) -> None:
+        self._a, self._b, self._names = a, b, names
+        self._alike = len(a.ranks) == len(b.ranks)
+        self.compared = self.equal = 0
+        self._rest: dict[str, tuple[Event, Event]] = {}
+        """The weights of both runs, as they are at rest."""
+        self._before: dict[str, tuple[Event, Event]] = {}
+        """The same, before the last step."""
+        self._of_weights = 0.0
+        """The difference of all weights at rest, relative to all."""
+        self._of_gradients: dict[str, float] = defaultdict(float)
+        """The largest difference of the gradients of each parameter, in all steps."""
+        self._typical = (0.0, 0.0)
+        """The root mean squares of local gradients and of those that optimizers step with."""
+        self._inputs_differ = self._random_differs = False
+        self._coarsest = 0.0
+        """The largest epsilon of what modules use and return, which what follows inherits."""
+
+    def step(self, step: int) -> Iterator[Difference]:
+        """Yield what differs in ``step``."""
+        of_a, of_b = ([rank[step] for rank in run.ranks] for run in (self._a, self._b))
+        self._random_differs = self._alike and any(
+            x.random != y.random for x, y in zip(of_a, of_b, strict=True)
+        )
+        self._inputs_differ = False
+        self._typical = _rms(of_a, "local gradient"), _rms(of_a, "gradient")
+        keys = list(dict.fromkeys(key for rank in of_a for key in rank.events))
+        absent = set(keys) ^ {key for rank in of_b for key in rank.events}
+        told_absent = False
+        losses_done = False
+        for key in [*keys, *(key for key in absent if key not in keys)]:
+            if key.kind not in SHARDED_KINDS and not self._alike:
+                continue
+            if not losses_done and key.kind in ("local gradient", "gradient"):
+                losses_done = True
+                yield from self._losses(step)
+            if key in absent:
+                if not told_absent and self._alike:
+                    told_absent = True
+                    yield self._absent(step, key, key in keys)
+                continue
+            if key.kind in SHARDED_KINDS:
+                yield from self._together(step, key)
+            else:
+                yield from self._on_ranks(step, key)
+        self._weigh()
+
+    # ---- What ranks have of their own ----
+
+    def _on_ranks(self, step: int, key: Key) -> Iterator[Difference]:
+        unlike: list[tuple[int, Event, Event]] = []
+        for rank, (x, y) in enumerate(zip(self._a.ranks, self._b.ranks, strict=True)):
+            one, other = x[step].events.get(key), y[step].events.get(key)
+            if one is None and other is None:
+                continue
+            if one is None or other is None:
+                yield self._absent(step, key, one is not None, rank)
+                return
+            self.compared += 1
+            if key.kind != "input" and one.dtype == other.dtype:
+                self._coarsest = max(self._coarsest, _eps(one.dtype))
+            if _is_equal(one, other):
+                self.equal += 1
+            else:
+                unlike.append((rank, one, other))
+        if not unlike:
+            return
+        sizes = [_relative(one, other) for _, one, other in unlike]
+        worst = max(range(len(unlike)), key=lambda index: sizes[index])
+        _, one, other = unlike[worst]
+        ranks = tuple(rank for rank, *_ in unlike)
+        judge = {
+            "input": self._judge_input,
+            "parameter": self._judge_parameter,
+            "output": self._judge_output,
+            "local gradient": self._judge_local_gradient,
+        }[key.kind]
+        if isfinite(sizes[worst]):
+            cause, why = judge(one, other, sizes[worst])
+        else:
+            cause, why = self._not_finite(one, other)
+        if key.kind == "local gradient":  # all that is known where a closure computes them
+            self._of_gradients[key.name] = max(self._of_gradients[key.name], sizes[worst])
+        yield self._told(step, key, ranks, sizes[worst], cause, why)
+
+    def _not_finite(self, one: Event, other: Event) -> tuple[str, str]:
+        """Judge two tensors whose difference is not finite."""
+        if one.shape != other.shape:
+            (a, b), (of_a, of_b) = self._names, (one.shape, other.shape)
+            return "shape", f"of shape {of_a} in {a}, {of_b} in {b}"
+        if not isfinite(one.sketch.squares) and not isfinite(other.sketch.squares):
+            return ORDER, "infinity or nan in both"
+        return "not finite", "infinity or nan in one of the two"
+
+    def _judge_input(self, one: Event, other: Event, size: float) -> tuple[str, str]:
+        self._inputs_differ = True
+        return "other data", (
+            "the program drew other data: seed what it shuffles by, or give each run the same files"
+        )
+
+    def _judge_parameter(self, one: Event, other: Event, size: float) -> tuple[str, str]:
+        if (why := self._other_dtype(one, other)) is not None:
+            return "dtype", why
+        at_rest = self._rest.get(one.key.name)
+        if at_rest is None:
+            return self._by_weights(size)
+        if size <= 4 * _relative(*at_rest) + 4 * _eps(one.dtype):
+            return ORDER, "the weights differ as much"
+        faults: list[tuple[int, float]] = []
+        for index, used in enumerate((one, other)):
+            rest = at_rest[index]
+            allowed = _eps(used.dtype) * 2 + _ROUNDINGS * _eps(rest.dtype)
+            if (off := _distance(used, rest)) > allowed * max(rest.sketch.norm, _NOISE):
+                faults.append((index, off))
+        if not faults:
+            return "stale weight", "and the weights that it was gathered from do not"
+        index, off = max(faults, key=lambda fault: fault[1])
+        if len(faults) == 2 and size * max(one.sketch.norm, _NOISE) < off / 4:
+            if size <= _GROWTH * _relative(*at_rest) + 4 * _eps(one.dtype):
+                return ORDER, "the program edits it in both"
+            return self._by_weights(size)
+        used = (one, other)[index]
+        text = f"in {self._names[index]} it is not the weight that the optimizer left"
+        if (before := self._before.get(one.key.name)) is not None:
+            old = before[index]
+            if _distance(used, old) < off / 4:
+                return "stale weight", f"{text}, but that before the last step"
+        return "wrong weight", text
+
+    def _judge_output(self, one: Event, other: Event, size: float) -> tuple[str, str]:
+        if (why := self._other_dtype(one, other)) is not None:
+            return "dtype", why
+        if self._inputs_differ:
+            return ORDER, "its inputs differ"
+        allowed = _GROWTH * max(self._of_weights, self._coarsest)
+        if (self._random_differs or "Dropout" in one.of_class) and size > allowed:
+            return "random numbers", "the states of random number generators differ"
+        own = [
+            _relative(*both)
+            for name, both in self._rest.items()
+            if name.rpartition(".")[0] == one.key.name
+        ]
+        if size <= 4 * max(own, default=0.0):
+            return ORDER, "its weights differ as much"
+        return self._by_weights(size)
+
+    def _judge_local_gradient(self, one: Event, other: Event, size: float) -> tuple[str, str]:
+        if (why := self._other_dtype(one, other)) is not None:
+            return "dtype", why
+        if self._is_noise(one, other, self._typical[0]):
+            return ORDER, "both are as small as rounding errors of the others"
+        if (scale := self._multiple(one, other)) is not None:
+            return "scaled", scale
+        return self._by_weights(size)
+
+    def _by_weights(self, size: float) -> tuple[str, str]:
+        """Judge a difference by that of the weights."""
+        if size <= max(_ROUNDINGS * self._coarsest, _GROWTH * self._of_weights):
+            how = (
+                f"the weights differ by {self._of_weights:.1e}" if self._of_weights else "rounding"
+            )
+            return ORDER, how
+        if _is_rounding(size):
+            return "dtype", "as large as rounding to bfloat16"
+        if not self._of_weights:
+            return "compute", "with equal inputs and weights"
+        return "compute", f"and the weights by {self._of_weights:.1e} only"
+
+    # ---- What ranks have together ----
+
+    def _together(self, step: int, key: Key) -> Iterator[Difference]:
+        one, other = self._a.full(step, key), self._b.full(step, key)
+        if one is None or other is None:
+            return
+        unlike = [run.unlike_replicas(step, key) for run in (self._a, self._b)]
+        if unlike[0] != unlike[1]:
+            index = int(len(unlike[1]) > len(unlike[0]))
+            text = f"in {self._names[index]} they have other bits than the first"
+            yield self._told(step, key, tuple(unlike[index]), inf, "replicas differ", text)
+        elif unlike[0] and self._alike:  # in both: the program keeps them apart
+            own = [(rank[step].events[key] for rank in run.ranks) for run in (self._a, self._b)]
+            one, other = max(zip(*own, strict=True), key=lambda both: _distance(*both))
+        if key.kind != "gradient":
+            if key.name in self._rest:
+                self._before[key.name] = self._rest[key.name]
+            self._rest[key.name] = one, other
+        self.compared += 1
+        if _is_equal(one, other):
+            self.equal += 1
+            return
+        if one.shape != other.shape:
+            text = f"of shape {one.shape} in {self._names[0]}, {other.shape} in {self._names[1]}"
+            yield self._told(step, key, (), inf, "shape", text)
+            return
+        if key.kind == "gradient":
+            size, cause, why = self._judge_gradient(step, one, other)
+            self._of_gradients[key.name] = max(self._of_gradients[key.name], size)
+        elif key.kind == "weight":
+            size, cause, why = self._judge_weight(one, other)
+        else:
+            size, cause = _relative(one, other), "first weights"
+            why = "the program draws other first weights: seed it, or load them"
+        yield self._told(step, key, (), size, cause, why)
+
+    def _judge_gradient(self, step: int, one: Event, other: Event) -> tuple[float, str, str]:
+        own = [_Reduction(run, step, one.key.name) for run in (self._a, self._b)]
+        fits = [
+            fit
+            for each, event in zip(own, (one, other), strict=True)
+            if self._alike and (fit := each.fit(event.sketch)) is not None
+        ]
+        # In units of the gradient, which may have been clipped, or scaled back.
+        scale = max(*(fit.scale for fit in fits), *(each.sketch.norm for each in (one, other)))
+        size = _distance(one, other) / max(scale, _NOISE)
+        if (why := self._other_dtype(one, other)) is not None:
+            return size, "dtype", why
+        if not isfinite(size):
+            return inf, *self._not_finite(one, other)
+        eps = _eps(one.dtype)
+        rounding = max(_ROUNDINGS * eps, *(2 * each.eps for each in own))
+        if len(fits) == 2:
+            for index, event in ((1, other), (0, one)):
+                if fits[index].error > max(rounding, 8 * fits[1 - index].error):
+                    usual = fits[1 - index].factor
+                    cause, why = own[index].explain(event.sketch, self._names[index], usual)
+                    return size, cause, why
+            ratio = fits[1].factor / fits[0].factor if fits[0].factor else 1.0
+            error = fits[0].error + fits[1].error
+            if abs(ratio - 1) > max(rounding, 8 * error, _GROWTH * self._of_weights):
+                return size, "scaled", self._times(ratio)
+        elif (multiple := self._multiple(one, other)) is not None:
+            return size, "scaled", multiple
+        if self._is_noise(one, other, self._typical[1]):
+            return size, ORDER, "both are as small as rounding errors of the others"
+        errors = max((fit.error for fit in fits), default=0.0)
+        if size <= max(_ROUNDINGS * eps, _GROWTH * self._of_weights, 4 * errors):
+            return size, ORDER, "a sum over ranks"
+        if not self._alike:
+            return size, "reduction", "more than sums in another order give"
+        return size, ORDER, "the ranks' gradients differ as much"
+
+    def _judge_weight(self, one: Event, other: Event) -> tuple[float, str, str]:
+        size = _relative(one, other)
+        if (why := self._other_dtype(one, other)) is not None:
+            return size, "dtype", why
+        if not isfinite(size):
+            return inf, *self._not_finite(one, other)
+        name, eps = one.key.name, _eps(one.dtype)
+        if size <= _ROUNDINGS * eps:
+            return size, ORDER, "rounding"
+        before = self._before.get(name)
+        if before is None:
+            return size, "weights", "which were not recorded before"
+        steps = [
+            _difference(event.sketch, old.sketch)
+            for event, old in zip((one, other), before, strict=True)
+        ]
+        norm = max(each.norm for each in map(_estimated, steps))
+        of_step = steps[0].distance(steps[1]) / max(norm, _NOISE)
+        of_gradient = self._of_gradients[name]
+        rounding = _ROUNDINGS * eps * one.sketch.norm / max(norm, _NOISE)
+        # Where gradients are as small as their differences, Adam's steps have the other sign.
+        if of_step <= max(_GROWTH * of_gradient, 30 * sqrt(of_gradient), rounding):
+            return size, ORDER, "its gradients differ"
+        far = steps[0].distance(steps[1])
+        [times, decay], rest = _solved([steps[0], before[0].sketch], steps[1])
+        if rest < 0.05 * far and abs(times - 1) * norm > 0.05 * far:
+            return size, "optimizer step", self._times(times)
+        if rest < 0.05 * far:
+            return size, "optimizer step", f"the weight decay differs by {abs(decay):.1e} a step"
+        if _is_rounding(size):
+            return size, "dtype", "as large as rounding to bfloat16"
+        return (
+            size,
+            "optimizer step",
+            f"its step differs by {of_step:.1e}, its gradients by {of_gradient:.1e}",
+        )
+
+    # ---- Words ----
+
+    def _losses(self, step: int) -> Iterator[Difference]:
+        for rank, (x, y) in enumerate(zip(self._a.ranks, self._b.ranks, strict=False)):
+            if not self._alike:
+                return
+            one, other = x[step].losses, y[step].losses
+            if len(one) != len(other):
+                key = Key("loss", "", 0, 0)
+                text = f"{len(one)} backwards in {self._names[0]}, {len(other)} in {self._names[1]}"
+                yield self._told(step, key, (rank,), inf, "backwards", text)
+                return
+
+    def _absent(self, step: int, key: Key, is_in_a: bool, rank: int | None = None) -> Difference:
+        has = self._names[0 if is_in_a else 1]
+        ranks = () if rank is None else (rank,)
+        return self._told(step, key, ranks, inf, "absent", f"only {has} has it")
+
+    def _other_dtype(self, one: Event, other: Event) -> str | None:
+        if one.dtype == other.dtype:
+            return None
+        return f"{one.dtype} in {self._names[0]}, {other.dtype} in {self._names[1]}"
+
+    def _multiple(self, one: Event, other: Event) -> str | None:
+        """Return what to say if one is a multiple of the other."""
+        if prod(one.shape) < 4:
+            return None  # as any two of one element are
+        if not other.sketch.squares:
+            return f"it is zero in {self._names[1]}"
+        [factor], error = _solved([one.sketch], other.sketch)
+        eps = max(_eps(one.dtype), _eps(other.dtype))
+        off = abs(factor - 1)
+        least = max(1e-3, 4 * _ROUNDINGS * eps, _GROWTH * self._of_weights)
+        is_fit = off > least and error <= 0.05 * off * max(other.sketch.norm, _NOISE)
+        return self._times(factor) if is_fit else None
+
+    def _times(self, factor: float) -> str:
+        return f"it is {factor:.4g} times as large in {self._names[1]}"
+
+    def _is_noise(self, one: Event, other: Event, typical: float) -> bool:
+        """Return whether a gradient differs by no more than rounding errors of typical ones."""
+        eps = max(_eps(one.dtype), _eps(other.dtype), self._coarsest)
+        scale = typical * sqrt(max(1, prod(one.shape)))
+        return _distance(one, other) <= _ROUNDINGS * eps * scale
+
+    def _told(
+        self, step: int, key: Key, ranks: tuple[int, ...], size: float, cause: str, why: str
+    ) -> Difference:
+        where = key.name or "the model"
+        if key.call:
+            where += f", call {key.call + 1}"
+        place = ""
+        if ranks and len(ranks) < max(len(self._a.ranks), len(self._b.ranks)):
+            place = f" on rank {', '.join(map(str, ranks))}"
+        by = f" differs by {size:.1e}" if isfinite(size) and size else " differs"
+        text = f"step {step}, {_KINDS[key.kind]} {where}{place}{by}: {cause}; {why}."
+        return Difference(step, key.kind, key.name, ranks, size, cause, text)
+
+    def _weigh(self) -> None:
+        """Find how much all weights at rest differ."""
+        squares = sum(_distance(*both) ** 2 for both in self._rest.values() if not _is_equal(*both))
+        total = sum(one.sketch.squares for one, _ in self._rest.values())
+        self._of_weights = sqrt(squares / total) if total else 0.0
+
+
+_KINDS = {
+    "input": "input of",
+    "parameter": "parameter as used",
+    "output": "output of",
+    "loss": "loss of",
+    "local gradient": "rank's own gradient of",
+    "gradient": "gradient of",
+    "weight": "weight",
+    "initial weight": "first weight",
+}
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """A sum of sketches times ``factor``, and the norm of what is left, relative to ``scale``."""
+
+    factor: float
+    error: float
+    scale: float
+
+
+class _Reduction:
+    """What a gradient should be: the sum of what all ranks and backwards contributed."""
+
+    def __init__(self, run: Recording, step: int, name: str) -> None:
+        self._parts: dict[tuple[int, int], Sketch] = {}
+        self.eps = 0.0
+        for rank, steps in enumerate(run.ranks):
+            for key, event in steps[step].events.items():
+                if key.kind == "local gradient" and key.name == name:
+                    self._parts[rank, key.call] = event.sketch
+                    self.eps = max(self.eps, _eps(event.dtype))
+        self._scale = sum(part.norm for part in self._parts.values()) / len(run.ranks)
+        self._ranks = len(run.ranks)
+
+    def fit(self, gradient: Sketch) -> _Fit | None:
+        """Return how well the sum of all contributions fits, ``None`` without any."""
+        if not self._parts:
+            return None
+        [factor], error = _solved([self._sum()], gradient)
+        scale = max(gradient.norm, abs(factor) * self._scale, _NOISE)
+        return _Fit(factor, error / scale, scale)
+
+    def explain(self, gradient: Sketch, name: str, usual: float) -> tuple[str, str]:
+        """Return why the sum of all contributions does not fit: the cause, and what is wrong. That
+        sum times ``usual`` is what it should be."""
+        total = self._sum()
+        groups = {
+            f"rank {rank}": [part for part in self._parts if part[0] == rank]
+            for rank in range(self._ranks)
+        } | {
+            f"backward {call + 1}": [part for part in self._parts if part[1] == call]
+            for call in sorted({call for _, call in self._parts})
+        }
+        norm = max(gradient.norm, _NOISE)
+        least, what, times = inf, "", 1.0
+        for group, parts in groups.items():
+            if parts and len(parts) < len(self._parts):
+                part = reduce(add, [self._parts[each] for each in parts])
+                [factor, extra], error = _solved([total, part], gradient)
+                # Of two groups either may be the wrong one: that which leaves the other as usual.
+                if error < 1e-3 * norm and abs(factor - usual) < least:
+                    with_it = factor + extra
+                    least, what = abs(factor - usual), group
+                    times = with_it / factor if abs(factor) > 0.02 * abs(with_it) else inf
+        if what and abs(times) < 0.02:
+            return "missing contribution", f"{name} lacks that of {what}"
+        if what and times == inf:
+            return "missing contribution", f"{name} has that of {what} alone"
+        if what and abs(times - 1) > 0.02:
+            return "doubled contribution", f"{name} has that of {what} {times:.3g} times"
+        _, error = _solved([total], gradient)
+        if _is_rounding(error / norm):
+            return "dtype", f"{name} sums as in bfloat16"
+        return "reduction", f"in {name} it is not the mean of the ranks' gradients"
+
+    def _sum(self) -> Sketch:
+        return reduce(add, self._parts.values())
+
+
+def _solved(basis: Sequence[Sketch], target: Sketch) -> tuple[list[float], float]:
+    """Return the factors with which sums of ``basis`` come closest to ``target``, and an estimate
+    of the norm of what is left."""
+    matrix = torch.tensor([each.projections for each in basis], dtype=torch.float64).T
+    goal = torch.tensor(target.projections, dtype=torch.float64)
+    if not bool(matrix.isfinite().all() and goal.isfinite().all()):
+        return [0.0] * len(basis), inf
+    factors = torch.linalg.lstsq(matrix, goal[:, None], driver="gelsd").solution[:, 0]
+    left = (matrix @ factors - goal).square().sum()
+    return factors.tolist(), sqrt(float(left) / max(1, PROJECTIONS - len(basis)))
+
+
+def _is_equal(one: Event, other: Event) -> bool:
+    return (one.sketch.digest, one.dtype, one.shape) == (
+        other.sketch.digest,
+        other.dtype,
+        other.shape,
+    )
+
+
+def _distance(one: Event, other: Event) -> float:
+    return one.sketch.distance(other.sketch)
+
+
+def _relative(one: Event, other: Event) -> float:
+    if one.shape != other.shape:
+        return inf
+    size = _distance(one, other) / max(one.sketch.norm, other.sketch.norm, _NOISE)
+    return size if isfinite(size) else inf
+
+
+def _difference(one: Sketch, other: Sketch) -> Sketch:
+    both = zip(one.projections, other.projections, strict=True)
+    return Sketch(0, 0.0, tuple(a - b for a, b in both))
+
+
+def _estimated(sketch: Sketch) -> Sketch:
+    """Return a sketch with the norm that its projections tell."""
+    squares = sum(value**2 for value in sketch.projections) / PROJECTIONS
+    return Sketch(sketch.digest, squares, sketch.projections)
+
+
+def _is_rounding(size: float) -> bool:
+    """Return whether a relative difference is that of values rounded to bfloat16."""
+    return _BFLOAT16 / 16 <= size <= _BFLOAT16
+
+
+def _eps(dtype: str) -> float:
+    known = getattr(torch, dtype)
+    return torch.finfo(known).eps if known.is_floating_point or known.is_complex else 0.0
+
+
+def _rms(ranks: Iterable[Any], kind: str) -> float:
+    """Return the root mean square of all gradients of ``kind``."""
+    squares = numel = 0.0
+    for rank in ranks:
+        for key, event in rank.events.items():
+            if key.kind == kind and isfinite(event.sketch.squares):
+                squares += event.sketch.squares
+                sizes = [prod(size) for _, size in event.chunks]
+                numel += sum(sizes)
+    return sqrt(squares / numel) if numel else 0.0
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
