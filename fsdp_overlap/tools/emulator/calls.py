@@ -197,7 +197,8 @@ class Calls(TorchFunctionMode):
         held = tensor if type(tensor) in PLAIN else inner_of(tensor)
         is_here = held is not None and self.device.is_here(held)
         goes_here = is_here if target is None else target.type in self._types
-        if target is not None and target.type not in (*self._types, "cpu"):
+        goes_to = tensor.device.type if target is None else target.type
+        if not goes_here and goes_to not in (*self._types, "cpu"):
             return func(tensor, *args, **kwargs, copy=copy)
         if goes_here and target is not None:
             self.device.use(target.index)
@@ -245,7 +246,7 @@ class Calls(TorchFunctionMode):
 
     def _new_tensor(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("device") is None:
-            kwargs["device"] = self._here if self.device.is_here(tensor) else "cpu"
+            kwargs["device"] = self._here if self.device.is_here(tensor) else tensor.device
         return self._make(func, (tensor, *args), kwargs)
 
     def _copy_deeply(self, func: Any, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:

@@ -14,6 +14,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache, partial, wraps
+from hashlib import blake2b
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -361,10 +362,16 @@ _states: OrderedDict[bytes, torch.Tensor] = OrderedDict()
 _STATES_KEPT = 10_000
 
 
+def _number_of(state: bytes) -> int:
+    """Return a number for ``state``, the same in all processes, as ranks share states and compare
+    them."""
+    return int.from_bytes(blake2b(state, digest_size=8).digest()) >> 2
+
+
 def _get_rng_state(device: object = None) -> torch.Tensor:
     with unseen():
         state = torch.get_rng_state()
-        number = hash(state.numpy().tobytes()) & (1 << 62) - 1
+        number = _number_of(state.numpy().tobytes())
         told = torch.tensor([number, 0]).view(torch.uint8)
         _states[told.numpy().tobytes()] = state
     if len(_states) > _STATES_KEPT:
@@ -377,7 +384,7 @@ def _set_rng_state(state: torch.Tensor, device: object = None) -> None:
         key = state.numpy().tobytes()
         known = _states.get(key)
         if known is None:
-            torch.default_generator.manual_seed(hash(key) & (1 << 62) - 1)
+            torch.default_generator.manual_seed(_number_of(key))
         else:
             torch.set_rng_state(known)
 

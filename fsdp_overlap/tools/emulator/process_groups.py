@@ -36,6 +36,15 @@ class NcclOptions(Options):
         return made
 
 
+def _devices_of(group: Any) -> list[torch.device]:
+    """Return the devices whose tensors ``group`` takes, as it was made."""
+    try:
+        backends = str(c10d.get_backend_config(group)).split(",")
+    except TypeError:  # torch 2.15 asks before it has written that down
+        return []
+    return [torch.device(each.partition(":")[0]) for each in backends]
+
+
 class _FakeNccl(FakeProcessGroup):
     """A group of NCCL whose other ranks do not exist."""
 
@@ -57,11 +66,7 @@ class _FakeNccl(FakeProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        try:
-            backends = str(c10d.get_backend_config(self)).split(",")
-        except TypeError:  # torch 2.15 asks before it has written that down
-            return []
-        return [torch.device(each.partition(":")[0]) for each in backends]
+        return _devices_of(self)
 
     def _set_sequence_number_for_group(self) -> None:
         pass
@@ -134,6 +139,10 @@ class _RealNccl(NcclLikeGroup):
             store=store, group_rank=rank, group_size=size, timeout=options._timeout
         )
         super().__init__(made, options)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return _devices_of(self)
 
     def _set_sequence_number_for_group(self) -> None:
         pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -14,11 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp_overlap.tools.emulator import EmulatedDevice
 from fsdp_overlap.tools.emulator.cuda import NotEmulated, as_cuda
+from fsdp_overlap.tools.emulator.process_groups import real_nccl
 from fsdp_overlap.tools.emulator.works import WorkFuture
 from fsdp_overlap.tools.races import assert_no_races, find_races
 from fsdp_overlap.tools.races.__main__ import main
@@ -228,6 +231,55 @@ def test_the_state_of_the_generator_comes_back() -> None:
         torch.cuda.set_rng_state(state)
         assert torch.equal(first, torch.rand(4, device="cuda"))
         assert state.numel() == 16
+
+
+OF_DTENSORS = """
+import torch
+from fsdp_overlap.tools.emulator import EmulatedDevice
+from fsdp_overlap.tools.emulator.cuda import as_cuda
+
+torch.manual_seed(0)
+with as_cuda(EmulatedDevice(device_type="cuda")):
+    state = torch.cuda.get_rng_state()
+    state.view(torch.int64)[1] += 16  # as DTensor's random operations set it
+    torch.cuda.set_rng_state(state)
+    print(state.tolist(), torch.rand(2, device="cuda").tolist())
+"""
+
+
+def test_ranks_that_share_a_state_of_the_generator_draw_the_same() -> None:
+    programs = [
+        subprocess.Popen(
+            [sys.executable, "-c", OF_DTENSORS],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed in ("1", "2")
+    ]
+    first, second = (program.communicate()[0] for program in programs)
+    assert first
+    assert first == second
+
+
+def test_meta_tensors_stay_where_they_are() -> None:
+    with as_cuda(EmulatedDevice(device_type="cuda")):
+        with torch.device("meta"):
+            table = torch.arange(4).to(device=None, dtype=torch.float32)
+        assert table.dtype == torch.float32
+        assert table.is_meta
+        assert table.new_empty(2).is_meta
+
+
+def test_a_group_of_real_ranks_says_where_its_tensors_lie() -> None:
+    with as_cuda(EmulatedDevice(device_type="cuda")), real_nccl():
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+        model = nn.Linear(2, 2, device="cuda")
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        given = {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
+        set_model_state_dict(model, given, options=options)
+        assert model.weight.sum().item() == 4.0
+        dist.destroy_process_group()
 
 
 def test_what_is_not_emulated_raises_and_the_rest_is_as_before() -> None:
