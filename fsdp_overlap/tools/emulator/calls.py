@@ -63,6 +63,7 @@ class Calls(TorchFunctionMode):
         }
         self._moves: dict[Any, Callable[..., Any]] = {
             tensor.to: self._to,
+            tensor.type_as: self._to_like,
             tensor.cpu: self._to_host,
             tensor.cuda: self._to_cuda,
         }
@@ -221,6 +222,9 @@ class Calls(TorchFunctionMode):
         if self.device.values or not self.device.keeps_integers or tensor.is_quantized:
             return True
         return _is_small_integer(tensor)
+
+    def _to_like(self, func: Any, tensor: torch.Tensor, other: torch.Tensor) -> Any:
+        return self._to(torch.Tensor.to, tensor, other)
 
     def _to_host(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return self._to(torch.Tensor.to, tensor, "cpu")

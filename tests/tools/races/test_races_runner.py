@@ -271,6 +271,15 @@ def test_meta_tensors_stay_where_they_are() -> None:
         assert table.new_empty(2).is_meta
 
 
+def test_a_tensor_follows_the_one_whose_type_it_takes() -> None:
+    with as_cuda(EmulatedDevice(device_type="cuda")):
+        host, there = torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2, device="cuda")
+        assert there.type_as(host).device.type == "cpu"
+        assert there.type_as(host).dtype == torch.bfloat16
+        assert host.type_as(there).is_cuda
+        assert there.type_as(there) is there
+
+
 def test_a_group_of_real_ranks_says_where_its_tensors_lie() -> None:
     with as_cuda(EmulatedDevice(device_type="cuda")), real_nccl():
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
