@@ -414,6 +414,8 @@ def run_with_values(about: OpTraits, call: OperatorCall) -> Any:
     try:
         return call.func(*call.args, **call.kwargs)
     except NotImplementedError as error:
+        if about.name in _PRODUCTS and any(isinstance(each, torch.dtype) for each in call.args):
+            return _multiply_wide(call)
         missing = _NO_KERNEL.search(str(error))
         if missing is None or any(about.written):
             raise
@@ -433,6 +435,22 @@ def depends_on_value() -> RuntimeError:
     return RuntimeError(
         f"the program depends on a value ({call_site()}), and tensors on this device have none"
     )
+
+
+_PRODUCTS = frozenset("mm bmm addmm baddbmm".split())
+
+
+def _multiply_wide(call: OperatorCall) -> Any:
+    """Return a product with an ``out_dtype`` that is wider than its factors, which only a GPU has.
+    Products of two factors are exact in the wider one."""
+    (wide,) = (each for each in call.args if isinstance(each, torch.dtype))
+    args = [
+        each.to(wide) if isinstance(each, torch.Tensor) else each
+        for each in call.args
+        if each is not wide
+    ]
+    packet = call.func.overloadpacket
+    return (packet.out if "out" in call.kwargs else packet.default)(*args, **call.kwargs)
 
 
 def run_without_values(

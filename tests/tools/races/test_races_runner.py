@@ -280,6 +280,17 @@ def test_a_tensor_follows_the_one_whose_type_it_takes() -> None:
         assert there.type_as(there) is there
 
 
+def test_products_may_be_wider_than_their_factors() -> None:
+    with as_cuda(EmulatedDevice(device_type="cuda")):
+        factor = torch.randn(4, 4, device="cuda", dtype=torch.bfloat16)
+        expected = factor.float() @ factor.float()
+        product = torch.mm(factor, factor, out_dtype=torch.float32)
+        total = torch.ones(4, 4, device="cuda")
+        torch.addmm(total, factor, factor, out_dtype=torch.float32, out=total)
+        assert torch.equal(product, expected)
+        torch.testing.assert_close(total, 1 + expected)
+
+
 def test_a_group_of_real_ranks_says_where_its_tensors_lie() -> None:
     with as_cuda(EmulatedDevice(device_type="cuda")), real_nccl():
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
