@@ -29,7 +29,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "fsdp_overlap"
 COMPARE = "fsdp-overlap compare"
-ON_EMULATED_GPUS = ["--cuda"]
+ON_EMULATED_GPUS = ["--emulate-gpus"]
 """What tells the comparison that the program is one for GPUs."""
 
 VARIABLES = {
