@@ -245,7 +245,7 @@ def test_code_that_pages_link_is_in_the_linked_file() -> None:
         pytest.fail("\n".join(wrong), pytrace=False)
 
 
-HAND_WRITTEN_WORDS = 26_000
+HAND_WRITTEN_WORDS = 27_000
 MADE = ("curves.md", "fsdp2_features.md", "results.md")
 """Pages that programs write."""
 

@@ -328,27 +328,22 @@ def main() -> int:
     result = RankResult(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     measurement = _Measurement(run, result)
     _seed(run.seed)
-    status = 1
-    try:
-        with _as(run), _noting_warnings(result.notes), observing(measurement):
-            run.program.run(lambda: None)
-        status = 0
-    except StepsDone:
-        status = 0
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
-        if status:
-            result.error = f"the program ended with exit status {end.code}"
-    except Exception as error:
-        traceback.print_exc()
-        result.error = "".join(traceback.format_exception_only(error)).strip()
-    finally:
+    with _as(run):
+        try:
+            with _noting_warnings(result.notes), observing(measurement):
+                run.program.run(lambda: None)
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                result.error = f"the program ended with exit status {end.code}"
+        except Exception as error:
+            traceback.print_exc()
+            result.error = "".join(traceback.format_exception_only(error)).strip()
         measurement.finish()
     sys.stdout.flush()
     if dist.is_initialized() and not result.error:
         with suppress(Exception):  # the program may have left it in any state
             dist.destroy_process_group()
-    return status
+    return int(result.error is not None)
 
 
 if __name__ == "__main__":
