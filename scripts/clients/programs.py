@@ -127,7 +127,8 @@ def prepare(program: Program, cache: Path, mirror: Path | None) -> tuple[Path, d
         with tarfile.open(fileobj=BytesIO(archive)) as tar:
             tar.extractall(root, filter="data")
     folder.mkdir(parents=True, exist_ok=True)
-    packages = [str(install(program, cache)), os.environ.get("PYTHONPATH", "")]
+    own = program.environment.get("PYTHONPATH", "")
+    packages = [own, str(install(program, cache)), os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
         **VARIABLES,
