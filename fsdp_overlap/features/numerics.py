@@ -26,8 +26,8 @@ from fsdp_overlap.torch_internals import tree_leaves
 
 RANKS = {torch.bfloat16: 64, torch.float16: 4096}
 """From how many ranks on a sum that is rounded at each of them is wrong by 1%, as
-``scripts/bench/reduction_error.py`` finds. The error grows with the square root of the number, and
-float16 has three bits more."""
+``reduction_error.py`` of the benchmarks finds. The error grows with the square root of the number,
+and float16 has three bits more."""
 
 MICROBATCHES = {torch.bfloat16: 8, torch.float16: 512}
 """The same for 0.4%: what is summed over ranks then is wrong already."""

@@ -252,6 +252,8 @@ def test_the_installed_program_needs_nothing_of_a_checkout(
         "report",
         "simulate",
         "races",
+        "compare",
+        "diff",
         "doctor",
     ]
     for source in (ROOT / "fsdp_overlap").rglob("*.py"):

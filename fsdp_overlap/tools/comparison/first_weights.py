@@ -18,8 +18,30 @@ from fsdp_overlap.weights.model_weights import units_of, weights_of
 _Parts = list[tuple[Chunk, torch.Tensor]]
 
 
+_OTHER_STATE = "random numbers had another state, and were given the first run's"
+
+
 def _path(folder: Path, rank: int) -> Path:
     return folder / f"first-{rank}.pt"
+
+
+def _random_path(folder: Path, rank: int) -> Path:
+    return folder / f"random-{rank}.pt"
+
+
+def save_random(folder: Path, rank: int) -> None:
+    """Save this rank's states of random numbers, for what is drawn before the first forward."""
+    torch.save(_states(), _random_path(folder, rank))
+
+
+def restore_random(folder: Path, rank: int) -> list[str]:
+    """Give this rank the random numbers of the run in ``folder``. Return what was done."""
+    path = _random_path(folder, rank)
+    states = torch.load(path, weights_only=False) if path.exists() else {}
+    if not states or _same(states, _states()):
+        return []
+    _set(states)
+    return [_OTHER_STATE]
 
 
 def save_first(model: nn.Module, folder: Path, rank: int) -> None:
@@ -51,7 +73,7 @@ def restore_first(model: nn.Module, folder: Path, rank: int) -> list[str]:
     if changed:
         notes.append(f"{changed} weights began with other values, and were given the first run's")
     if states and not _same(states, _states()):
-        notes.append("random numbers had another state, and were given the first run's")
+        notes.append(_OTHER_STATE)
         _set(states)
     return notes
 

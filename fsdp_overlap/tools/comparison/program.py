@@ -14,9 +14,10 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import wraps
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -34,7 +35,12 @@ from fsdp_overlap.features.dtypes import described_dtypes
 from fsdp_overlap.features.numerics import NumericsWarning
 from fsdp_overlap.recording.recorder import Recorder
 from fsdp_overlap.recording.steps import StepObserver, observing
-from fsdp_overlap.tools.comparison.first_weights import restore_first, save_first
+from fsdp_overlap.tools.comparison.first_weights import (
+    restore_first,
+    restore_random,
+    save_first,
+    save_random,
+)
 from fsdp_overlap.tools.comparison.options import OursOptions
 from fsdp_overlap.tools.comparison.replicated import replicate_instead
 from fsdp_overlap.tools.emulator.cuda import as_cuda
@@ -167,6 +173,15 @@ class _Measurement(StepObserver):
         if step == run.steps:
             self._end_profile()
             raise StepsDone(0)
+
+    def before_first_optimizer(self) -> None:
+        """Be called before the first optimizer is made: when weights have been drawn, and before
+        data are."""
+        run, rank = self._run, self._result.rank
+        if run.first is not None:
+            self._result.notes += restore_random(run.first, rank)
+        elif run.recorded:
+            save_random(run.folder, rank)
 
     def before_forward(self, module: nn.Module, is_root: bool) -> None:
         if is_root and not self._has_first and any(True for _ in module.parameters()):
@@ -315,6 +330,22 @@ def _noting_warnings(notes: list[str]) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _before_the_first_optimizer(call: Callable[[], None]) -> Iterator[None]:
+    made, is_first = Optimizer.__init__, True
+
+    @wraps(made)
+    def make(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+        nonlocal is_first
+        if is_first:
+            is_first = False
+            call()
+        made(self, *args, **kwargs)
+
+    with patch.object(Optimizer, "__init__", make):
+        yield
+
+
 def _seed(seed: int) -> None:
     random.seed(seed)
     torch.manual_seed(seed)
@@ -330,7 +361,11 @@ def main() -> int:
     _seed(run.seed)
     with _as(run):
         try:
-            with _noting_warnings(result.notes), observing(measurement):
+            with (
+                _noting_warnings(result.notes),
+                _before_the_first_optimizer(measurement.before_first_optimizer),
+                observing(measurement),
+            ):
                 run.program.run(lambda: None)
         except SystemExit as end:
             if end.code not in (None, 0):
