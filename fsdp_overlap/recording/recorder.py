@@ -77,6 +77,7 @@ class Recorder(StepObserver):
         self._order = 0
         self._calls = Counter[tuple[str, str, int]]()
         self._names = _Names()
+        self._initial: list[tuple[str, weakref.ref[torch.Tensor]]] = []
         self._nodes: dict[int, tuple[weakref.ref[torch.Tensor], Any, RemovableHandle]] = {}
         self._used: set[int] = set()
         self._last_output: weakref.ref[torch.Tensor] | None = None
@@ -102,13 +103,19 @@ class Recorder(StepObserver):
                 self._open()
             self._write_line("random", digest=_random_state())
 
+    def before_any_forward(self, root: nn.Module) -> None:
+        # Before FSDP2 has unsharded a model, which it does not undo after an evaluation.
+        if self._names.add_root(root):
+            weights = self._names.weights_of(root)
+            self._initial += [(name, weakref.ref(tensor)) for name, tensor in weights]
+
     def before_forward(self, module: nn.Module, is_root: bool) -> None:
         if not self.is_on or not is_root:
             return
-        is_new = self._names.add_root(module)
-        if is_new:
-            for name, tensor in self._names.weights_of(module):
+        for name, known in self._initial:
+            if (tensor := known()) is not None:
                 self._add("initial weight", name, tensor)
+        self._initial.clear()
         self._input_order = self._next_order()
 
     def after_forward(

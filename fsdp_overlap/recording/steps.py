@@ -31,6 +31,9 @@ class StepObserver:
     def begin_step(self, step: int) -> None:
         """Be called before the first forward of each step, which are counted from 0."""
 
+    def before_any_forward(self, root: nn.Module) -> None:
+        """Be called before each forward of an outermost module, with gradients or without."""
+
     def before_forward(self, module: nn.Module, is_root: bool) -> None:
         """Be called before a forward with gradients, not for those that backward repeats."""
 
@@ -63,7 +66,7 @@ class _Hooks:
     def __init__(self, observer: StepObserver) -> None:
         self._observer = observer
         self._module_hooks: list[RemovableHandle] = []
-        self._depth = 0
+        self._depth = self._depth_of_all = 0
         self._optimizers = 0
         self._step = -1
         self._is_stepped = True
@@ -110,7 +113,12 @@ class _Hooks:
 
     @torch.compiler.disable
     def _before_forward(self, module: nn.Module, _inputs: Any) -> None:
-        if _is_left_out():
+        if current_graph_task_id() != -1:
+            return  # backward repeats it
+        self._depth_of_all += 1
+        if self._depth_of_all == 1:
+            self._observer.before_any_forward(module)
+        if not torch.is_grad_enabled():
             return
         self._depth += 1
         is_root = self._depth == 1
@@ -120,7 +128,10 @@ class _Hooks:
 
     @torch.compiler.disable
     def _after_forward(self, module: nn.Module, args: Sequence[Any], *rest: Any) -> None:
-        if _is_left_out():
+        if current_graph_task_id() != -1:
+            return
+        self._depth_of_all = max(0, self._depth_of_all - 1)
+        if not torch.is_grad_enabled():
             return
         # torch leaves out the keyword arguments where forward raised.
         kwargs, output = rest if len(rest) == 2 else ({}, None)
@@ -137,10 +148,5 @@ class _Hooks:
         self._optimizers -= 1
         if self._optimizers == 0:
             self._is_stepped = True
-            self._depth = 0
+            self._depth = self._depth_of_all = 0
             self._observer.after_optimizer(optimizer)
-
-
-def _is_left_out() -> bool:
-    """Return whether a forward trains nothing, or is repeated in backward."""
-    return not torch.is_grad_enabled() or current_graph_task_id() != -1

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -77,8 +77,9 @@ def compare_program(
     for number in range(rounds):
         for way in ways if number % 2 == 0 else ways[::-1]:
             folder = out / way.way / f"round-{number}"
+            args = [arg.replace("{run}", f"{way.way}-{number}") for arg in program.args]
             run = Run(
-                program,
+                replace(program, args=args),
                 way.way,
                 folder,
                 0 if number else steps,

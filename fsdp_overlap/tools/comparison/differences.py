@@ -233,7 +233,8 @@ class _Walk:
     def _judge_input(self, one: Event, other: Event, size: float) -> tuple[str, str]:
         self._inputs_differ = True
         return "other data", (
-            "the program drew other data: seed what it shuffles by, or give each run the same files"
+            "the program drew other data, or resumed from what the first run saved: seed what it "
+            "shuffles by, or have {run} in the path of its outputs"
         )
 
     def _judge_parameter(self, one: Event, other: Event, size: float) -> tuple[str, str]:
@@ -337,7 +338,7 @@ class _Walk:
             size, cause, why = self._judge_weight(one, other)
         else:
             size, cause = _relative(one, other), "first weights"
-            why = "the program draws other first weights: seed it, or load them"
+            why = "the program drew or loaded others: seed it, or have {run} in the path of outputs"
         yield self._told(step, key, (), size, cause, why)
 
     def _judge_gradient(self, step: int, one: Event, other: Event) -> tuple[float, str, str]:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from fsdp_overlap.features.meta_init import UnwrittenParams
 from fsdp_overlap.weights.chunks import Chunk, local_chunks
-from fsdp_overlap.weights.model_weights import units_of, weights_of
 
 _Parts = list[tuple[Chunk, torch.Tensor]]
 
@@ -44,22 +41,20 @@ def restore_random(folder: Path, rank: int) -> list[str]:
     return [_OTHER_STATE]
 
 
-def save_first(model: nn.Module, folder: Path, rank: int) -> None:
-    """Save this rank's part of the weights, and its states of random numbers."""
-    weights = {
-        name: [((chunk.offsets, chunk.sizes), values.cpu()) for chunk, values in chunks]
-        for name, chunks in _weights(model)
+def save_first(weights: Mapping[str, torch.Tensor], folder: Path, rank: int) -> None:
+    """Save this rank's part of the ``weights`` of a model, and its states of random numbers."""
+    parts = {
+        name: [((chunk.offsets, chunk.sizes), values.cpu()) for chunk, values in local_chunks(each)]
+        for name, each in weights.items()
+        if each.device.type != "meta"
     }
-    torch.save({"weights": weights, "random": _states()}, _path(folder, rank))
+    torch.save({"weights": parts, "random": _states()}, _path(folder, rank))
 
 
 @torch.no_grad()
-def restore_first(model: nn.Module, folder: Path, rank: int) -> list[str]:
-    """Give ``model`` the weights that the run in ``folder`` began with, and this rank its random
-    numbers, where they differ. Return what was done."""
-    param_groups = [group for unit in units_of(model) for group in unit.param_groups]
-    if UnwrittenParams.unwritten([g for g in param_groups if g.init_hashes is not None]):
-        return []  # the first forward says so
+def restore_first(weights: Mapping[str, torch.Tensor], folder: Path, rank: int) -> list[str]:
+    """Give the ``weights`` of a model the values that the run in ``folder`` began with, and this
+    rank its random numbers, where they differ. Return what was done."""
     saved: dict[str, _Parts] = {}
     states: dict[str, Any] = {}
     for path in folder.glob("first-*.pt"):
@@ -69,23 +64,13 @@ def restore_first(model: nn.Module, folder: Path, rank: int) -> list[str]:
         for name, parts in file["weights"].items():
             saved.setdefault(name, []).extend((Chunk(*place), values) for place, values in parts)
     notes = []
-    changed = sum(_restore(tensor, saved.get(name, [])) for name, tensor in _tensors(model))
+    changed = sum(_restore(tensor, saved.get(name, [])) for name, tensor in weights.items())
     if changed:
         notes.append(f"{changed} weights began with other values, and were given the first run's")
     if states and not _same(states, _states()):
         notes.append(_OTHER_STATE)
         _set(states)
     return notes
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from weights_of(model).items()
-
-
-def _weights(model: nn.Module) -> Iterator[tuple[str, _Parts]]:
-    for name, tensor in _tensors(model):
-        if tensor.device.type != "meta":
-            yield name, local_chunks(tensor)
 
 
 def _restore(tensor: torch.Tensor, saved: _Parts) -> bool:

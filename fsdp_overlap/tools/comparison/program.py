@@ -32,6 +32,7 @@ from torch.profiler import ProfilerActivity, profile
 from fsdp_overlap import patch_fsdp2
 from fsdp_overlap.engine.unit import Unit, unit_of
 from fsdp_overlap.features.dtypes import described_dtypes
+from fsdp_overlap.features.meta_init import UnwrittenParams
 from fsdp_overlap.features.numerics import NumericsWarning
 from fsdp_overlap.recording.recorder import Recorder
 from fsdp_overlap.recording.steps import StepObserver, observing
@@ -47,7 +48,7 @@ from fsdp_overlap.tools.emulator.cuda import as_cuda
 from fsdp_overlap.tools.emulator.device import EmulatedDevice
 from fsdp_overlap.tools.emulator.process_groups import real_nccl
 from fsdp_overlap.tools.races.runner import Program, StepsDone
-from fsdp_overlap.weights.model_weights import units_of
+from fsdp_overlap.weights.model_weights import units_of, weights_of
 
 WAYS = ("fsdp2", "ours", "replicated")
 
@@ -146,6 +147,8 @@ class _Measurement(StepObserver):
         self._profiler: profile | None = None
         self._has_first = False
         self._units: list[Unit] = []
+        self._weights: dict[str, torch.Tensor] = {}
+        """The first model's, as they are before it has run."""
         self._is_stepped = False
 
     # ---- Steps ----
@@ -183,14 +186,21 @@ class _Measurement(StepObserver):
         elif run.recorded:
             save_random(run.folder, rank)
 
+    def before_any_forward(self, root: nn.Module) -> None:
+        if not self._weights:
+            self._weights = weights_of(root)
+        self._recorder.before_any_forward(root)
+
     def before_forward(self, module: nn.Module, is_root: bool) -> None:
         if is_root and not self._has_first and any(True for _ in module.parameters()):
             self._has_first = True
             self._look(module)
-            if self._run.first is not None:
-                self._result.notes += restore_first(module, self._run.first, self._result.rank)
-            elif self._run.recorded:
-                save_first(module, self._run.folder, self._result.rank)
+            run, rank = self._run, self._result.rank
+            if run.first is not None and not self._is_unwritten():
+                self._result.notes += restore_first(self._weights, run.first, rank)
+            elif run.first is None and run.recorded:
+                save_first(self._weights, run.folder, rank)
+            self._weights = {}
         self._recorder.before_forward(module, is_root)
 
     def after_forward(
@@ -223,6 +233,12 @@ class _Measurement(StepObserver):
                 counts["fsdp1"] = counts.get("fsdp1", 0) + 1
             elif isinstance(module, _FSDP2_MODULE):
                 counts["fsdp2"] = counts.get("fsdp2", 0) + 1
+
+    def _is_unwritten(self) -> bool:
+        """Return whether the first forward will say that weights were never written."""
+        param_groups = [group for unit in self._units for group in unit.param_groups]
+        fresh = [group for group in param_groups if group.init_hashes is not None]
+        return bool(UnwrittenParams.unwritten(fresh))
 
     def _begin_profile(self) -> None:
         activities = [ProfilerActivity.CPU]

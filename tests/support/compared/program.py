@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 fault = sys.argv[1] if len(sys.argv) > 1 else ""
 steps = int(sys.argv[2]) if len(sys.argv) > 2 else 16
+print(*sys.argv[3:], flush=True)
 if fault == "gpu":
     torch.cuda.set_device(0)
 dist.init_process_group("gloo")

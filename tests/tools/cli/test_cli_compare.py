@@ -37,11 +37,13 @@ def compared(folder: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
 
 
 def test_a_program_that_computes_the_same(tmp_path: Path) -> None:
-    status, said, told = compared(tmp_path, "--ddp", str(PROGRAM))
+    status, said, told = compared(tmp_path, "--ddp", str(PROGRAM), "", "16", "{run}")
     assert status == 0, said
     assert [each["is_equal"] for each in told["against"]] == [True] * 3, told["sentences"]
     assert told["loss_difference"] == 0
     assert "fsdp_overlap beside FSDP2: Equal to the bit" in said
+    logs = [tmp_path / f"{way}/round-0/rank-0.log" for way in ("fsdp2", "ours")]
+    assert [log.read_text().split()[0] for log in logs] == ["fsdp2-0", "ours-0"]
     for way, units in (("fsdp2", {"fsdp2": 3}), ("ours", {"ours": 3}), ("replicated", {})):
         seen = told["ways"][way]
         assert [rank["units"] for rank in seen["ranks"][0]] == [units] * 2
