@@ -87,7 +87,8 @@ unsharded training is of runs with the same seed, optimizer and clipping.
 
 - **Equal to the bit** are the losses of all steps and validations, and the last weights. Two ranks
   add up two gradients and halve them; unsharded, their microbatches follow one another.
-- **4 microbatches, uneven ranks**: three and one, in turns ([ranks that differ](uneven.md)).
+- **4 microbatches** sum the same batch in another order: what is above is what rounding alone does.
+  **Uneven ranks** have three of them and one, in turns ([ranks that differ](uneven.md)).
 - **Muon**: ours with `TensorAtomic()` ([Muon](muon.md)). torch's sums the norm of a tall matrix in
   another order, and rounds it to bfloat16, rarely to another value.
 - **bfloat16** reduces in float32. **8 bits** also sends matrices and their gradients in
