@@ -82,9 +82,15 @@ class Recorder(StepObserver):
         self._used: set[int] = set()
         self._last_output: weakref.ref[torch.Tensor] | None = None
         self._input_order = 0
+        self._has_gradients = False
 
     def close(self) -> None:
-        """Write the step under way, end the file, and let go of the parameters."""
+        """Write the step under way, end the file, and let go of the parameters. Gradients that no
+        optimizer has stepped with are written too."""
+        if self.is_on and self._has_gradients:
+            for name, parameter in self._names.parameters():
+                if parameter.grad is not None:
+                    self._add("gradient", name, parameter.grad)
         self._end_step()
         if self._lines is not None:
             self._lines.close()
@@ -146,9 +152,11 @@ class Recorder(StepObserver):
             if loss.numel() == 1:
                 value = loss.to_local() if isinstance(loss, DTensor) else loss
                 self._losses.append((self._next_order(), value.detach().clone()))
+        self._has_gradients = True
         self._used.clear()
 
     def before_optimizer(self, optimizer: Optimizer) -> None:
+        self._has_gradients = False
         if not self.is_on:
             return
         for name, parameter in self._names.parameters_of(optimizer):
@@ -340,6 +348,11 @@ class _Names:
                 name = f"{type(optimizer).__name__}.{index}"
                 self._parameters.setdefault(id(parameter), (name, weakref.ref(parameter)))
         return [(self._name_of(parameter) or "", parameter) for parameter in parameters]
+
+    def parameters(self) -> list[tuple[str, torch.Tensor]]:
+        """Return all parameters that are known, by name."""
+        known = [(name, tensor()) for name, tensor in self._parameters.values()]
+        return [(name, tensor) for name, tensor in known if tensor is not None]
 
     def _name_of(self, parameter: torch.Tensor) -> str | None:
         name, known = self._parameters.get(id(parameter), (None, None))

@@ -133,8 +133,8 @@ def _failures(way: Way, results: Sequence[RankResult], run: Run) -> list[str]:
             return said
     if not results[0].steps:
         return [
-            f"{way.label}: the program ended before a step was complete. A step is seen where a "
-            "torch.optim.Optimizer steps after a backward: let a loop of your own call one"
+            f"{way.label}: the program ended before a backward, so there is nothing to compare: "
+            "let it train"
         ]
     if way.way == "fsdp2" and not units.get("fsdp2"):
         if units.get("fsdp1"):

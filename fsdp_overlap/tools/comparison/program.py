@@ -149,13 +149,13 @@ class _Measurement(StepObserver):
         self._units: list[Unit] = []
         self._weights: dict[str, torch.Tensor] = {}
         """The first model's, as they are before it has run."""
-        self._is_stepped = False
+        self._is_stepped = self._has_gradients = False
 
     # ---- Steps ----
 
     def begin_step(self, step: int) -> None:
         run, result = self._run, self._result
-        result.steps, self._is_stepped = step, False
+        result.steps, self._is_stepped, self._has_gradients = step, False, False
         self._recorder.begin_step(step)
         self._losses.append([])
         if step == 1:
@@ -209,6 +209,7 @@ class _Measurement(StepObserver):
         self._recorder.after_forward(module, is_root, inputs, output)
 
     def before_backward(self, losses: Sequence[torch.Tensor]) -> None:
+        self._has_gradients = True
         if self._losses:
             self._losses[-1] += [loss.detach().clone() for loss in losses if loss.numel() == 1]
         self._recorder.before_backward(losses)
@@ -258,7 +259,13 @@ class _Measurement(StepObserver):
     def finish(self) -> None:
         """Write what was measured."""
         result = self._result
-        result.steps += self._is_stepped  # the last, after which the program ended
+        result.steps += (
+            self._is_stepped or self._has_gradients
+        )  # the last, before the program ended
+        if self._has_gradients and not self._is_stepped:
+            result.notes.append(
+                "no torch.optim.Optimizer has stepped after the last backwards, which are one step"
+            )
         if torch.cuda.is_available():
             result.device = torch.cuda.get_device_name()
         if dist.is_initialized():

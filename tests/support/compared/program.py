@@ -29,7 +29,8 @@ torch.manual_seed(rank + 10 * (fault == "seed" and is_ours and rank == 1))
 for _ in range(steps):
     for backward in range(2):
         loss = model(torch.randn(8, 32)).square().mean()
-        loss.backward()
+        if fault != "no backward":
+            loss.backward()
         if fault == "missing" and is_ours and not backward:
             model[1].weight.grad = None
     if fault == "raises" and is_ours:

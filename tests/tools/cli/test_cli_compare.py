@@ -94,7 +94,7 @@ def test_a_fault_is_found_and_named(fault: str, said: str, tmp_path: Path) -> No
         ("gpu", "it needs GPUs"),
         pytest.param("ranks", "needs another number of --ranks", marks=pytest.mark.slow),
         pytest.param("unsharded", "calls no fully_shard()", marks=pytest.mark.slow),
-        pytest.param("no step", "ended before a step was complete", marks=pytest.mark.slow),
+        pytest.param("no backward", "ended before a backward", marks=pytest.mark.slow),
         ("raises", "fsdp_overlap failed on rank 0: RuntimeError: a fault in the program"),
     ],
 )
@@ -103,6 +103,13 @@ def test_a_program_that_cannot_be_compared(fault: str, said: str, tmp_path: Path
     assert status == 2
     assert said in output
     assert any(said in each for each in told["failures"])
+
+
+def test_a_program_without_an_optimizer(tmp_path: Path) -> None:
+    status, output, told = compared(tmp_path, str(PROGRAM), "no step", "1")
+    assert status == 0, output
+    assert told["against"][0]["is_equal"]
+    assert "no torch.optim.Optimizer has stepped" in output
 
 
 @pytest.mark.slow
