@@ -143,14 +143,15 @@ def prepare(program: Program, cache: Path, mirror: Path | None) -> tuple[Path, d
 
 def compare(program: Program, folder: Path, environment: dict[str, str], compared_by: str) -> bool:
     """Compare a prepared program on both libraries. Return whether it ended as expected."""
-    options = [
-        "--ranks",
-        str(program.ranks),
-        *(["--steps", str(program.steps)] * bool(program.steps)),
-    ]
+    options = ["--ranks", str(program.ranks)]
+    if program.steps:
+        options += ["--steps", str(program.steps)]
     if program.device == "cuda":
         options += ON_EMULATED_GPUS
-    command = [*shlex.split(compared_by), *options, "--", *shlex.split(program.command)]
+    words = shlex.split(program.command)
+    if words[0] == "-m":
+        options.append(words.pop(0))
+    command = [*shlex.split(compared_by), *options, "--", *words]
     print(f"{program.name}: {shlex.join(command)}", flush=True)
     done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
     print(done.stdout, flush=True)
