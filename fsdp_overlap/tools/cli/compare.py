@@ -181,6 +181,8 @@ def _read(report: CompareReport, out: Path) -> None:
     reports: dict[str, Report] = {}
     for way in report.ways:
         folder = out / way.way / "round-0"
+        if not way.rounds or any(rank.error for rank in way.rounds[0]):
+            continue
         try:
             found[way.way] = Recording.read(folder)
         except ValueError:
