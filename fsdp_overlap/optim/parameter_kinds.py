@@ -17,8 +17,9 @@ HIDDEN = "hidden matrix"
 # - What an embedding reads is an embedding, also where an output is tied to it.
 # - Blocks are the modules in lists. Outside of them, something reads what a hidden matrix returns:
 #   another matrix, a convolution or a norm has as many inputs as it has rows. Nothing in a model
-#   reads logits or values. Inside of blocks that says nothing, because a fused projection is split
-#   before it is read: there only a matrix with as many rows as an embedding is an output.
+#   reads logits or values. What has as many rows as an embedding is an output, also if a matrix
+#   happens to have as many inputs. Inside of blocks it says nothing that nobody reads a matrix,
+#   because a fused projection is split before it is read: there both must hold.
 # - A router has a row for each of the experts beside it. So have the biases of stacked experts.
 # - A parameter that is not called "weight" may be a table of positions or a decay. It is a hidden
 #   matrix only if both of its sizes are inputs of other matrices.
@@ -60,7 +61,8 @@ def parameter_kinds(model: nn.Module) -> dict[str, str]:
         if any(shape[0] in beside_experts.get(module, ()) for module, _ in uses[parameter]):
             return "router" if is_weight else "vector"
         is_in_block = any(module in in_blocks for module, _ in uses[parameter])
-        if shape[0] not in inputs and (not is_in_block or shape[0] in words):
+        is_read, is_of_words = shape[0] in inputs, shape[0] in words
+        if (is_of_words and not is_read) if is_in_block else (is_of_words or not is_read):
             return "output"
         return HIDDEN if is_weight or columns.issuperset(shape) else "other"
 

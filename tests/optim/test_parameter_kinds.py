@@ -280,6 +280,23 @@ def test_heads(
     assert kinds == expected
 
 
+@pytest.mark.parametrize("words", [WIDTH, 4 * WIDTH])
+def test_a_head_with_as_many_rows_as_a_matrix_has_inputs(words: int) -> None:
+    model = nn.ModuleDict(
+        {
+            "embed": nn.Embedding(words, WIDTH),
+            "blocks": nn.ModuleList(
+                nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH))
+                for _ in range(2)
+            ),
+            "output": nn.Linear(WIDTH, words),
+        }
+    )
+    kinds = parameter_kinds(model)
+    assert kinds["output.weight"] == "output"
+    assert kinds["blocks.0.0.weight"] == kinds["blocks.1.1.weight"] == "hidden matrix"
+
+
 def test_a_head_that_is_tied_and_comes_first() -> None:
     model = Model(first=True, lm=linear(WORDS))
     model.heads["lm"].weight = model.words.weight
