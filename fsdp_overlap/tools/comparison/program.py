@@ -126,6 +126,10 @@ class RankResult:
     notes: list[str] = field(default_factory=list)
     error: str | None = None
 
+    def write(self, folder: Path) -> None:
+        path = result_path(folder, self.rank)
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
     @classmethod
     def read(cls, path: Path) -> RankResult:
         return cls(**json.loads(path.read_text(encoding="utf-8")))
@@ -257,7 +261,7 @@ class _Measurement(StepObserver):
         self._profiler.export_chrome_trace(str(traces / f"rank-{self._result.rank}.json.gz"))
 
     def finish(self) -> None:
-        """Write what was measured."""
+        """Read what was measured off the device."""
         result = self._result
         result.steps += (
             self._is_stepped or self._has_gradients
@@ -284,8 +288,6 @@ class _Measurement(StepObserver):
                 result.host.append(host_now - host)
         if not result.peak:
             result.peak, result.reserved = _peak()
-        path = result_path(self._run.folder, result.rank)
-        path.write_text(json.dumps(asdict(result)), encoding="utf-8")
 
 
 _FSDP2_MODULE = torch.distributed.fsdp.FSDPModule
@@ -322,14 +324,21 @@ def _peak() -> tuple[int, int | None]:
 
 
 @contextmanager
-def _as(run: Run) -> Iterator[None]:
-    """Let what is imported within the ``with`` block shard in the way of ``run``."""
+def _as(run: Run, notes: list[str]) -> Iterator[None]:
+    """Let what is imported within the ``with`` block shard in the way of ``run``. Note what does
+    not run as on a GPU."""
     with ExitStack() as stack:
         if run.on_emulated_gpus:
             rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
             device = EmulatedDevice(device_type="cuda", index=rank)
             stack.enter_context(as_cuda(device, ranks))
             stack.enter_context(real_nccl())
+            stack.callback(
+                lambda: notes.extend(
+                    f"{what}, called at {where}, is not as on a GPU"
+                    for what, where in device.opaque.items()
+                )
+            )
         if run.way == "ours":
             options = OursOptions() if run.options is None else OursOptions.read(run.options)
             stack.enter_context(patch_fsdp2(**options.context))
@@ -382,7 +391,7 @@ def main() -> int:
     result = RankResult(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     measurement = _Measurement(run, result)
     _seed(run.seed)
-    with _as(run):
+    with _as(run, result.notes):
         try:
             with (
                 _noting_warnings(result.notes),
@@ -397,6 +406,7 @@ def main() -> int:
             traceback.print_exc()
             result.error = "".join(traceback.format_exception_only(error)).strip()
         measurement.finish()
+    result.write(run.folder)
     sys.stdout.flush()
     if dist.is_initialized() and not result.error:
         with suppress(Exception):  # the program may have left it in any state
