@@ -156,7 +156,7 @@ def compare(program: Program, folder: Path, environment: dict[str, str], compare
     done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
     print(done.stdout, flush=True)
     if program.expected == "equal":
-        return done.returncode == 0
+        return done.returncode == 0 and "Equal to the bit" in done.stdout
     return program.expected in done.stdout
 
 
