@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import wraps
 from typing import Any
@@ -154,6 +155,22 @@ DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 """Shows a mode every operation. It is documented, and only its module is private."""
+
+dispatch_mode_count = torch._C._len_torch_dispatch_stack
+"""How many modes of this thread see operations."""
+
+
+@contextmanager
+def without_inner_modes(count: int) -> Iterator[None]:
+    """Hide operations from all but the outermost ``count`` modes. Checkpoints that save some
+    operations would count a recording's among those of the model."""
+    inner = [_python_dispatch._pop_mode() for _ in range(dispatch_mode_count() - count)]
+    try:
+        yield
+    finally:
+        for mode in reversed(inner):
+            _python_dispatch._push_mode(mode)
+
 
 SUPPORTED_NODES = _pytree.SUPPORTED_NODES
 """The classes that are nodes of trees, and how to take them apart. Users register more."""

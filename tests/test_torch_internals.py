@@ -245,6 +245,19 @@ def operations_are_seen() -> None:
     assert [a.name for a in func._schema.arguments] == ["self", "other", "alpha"]
 
 
+@canary("dispatch_mode_count", "without_inner_modes")
+def inner_modes_are_set_aside() -> None:
+    """A recording's operations are saved by selective checkpoints, in place of the model's."""
+    with Operations() as outer:
+        count = internals.dispatch_mode_count()
+        with Operations() as inner:
+            with internals.without_inner_modes(count):
+                torch.ones(1)
+            torch.zeros(1)
+    assert [func.overloadpacket.__name__ for func, _ in inner.seen] == ["zeros"]
+    assert [func.overloadpacket.__name__ for func, _ in outer.seen] == ["ones", "zeros"]
+
+
 class Node:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor

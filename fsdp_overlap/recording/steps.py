@@ -14,7 +14,11 @@ from torch.nn.modules import module as modules
 from torch.optim import Optimizer, optimizer
 from torch.utils.hooks import RemovableHandle
 
-from fsdp_overlap.torch_internals import current_graph_task_id
+from fsdp_overlap.torch_internals import (
+    current_graph_task_id,
+    dispatch_mode_count,
+    without_inner_modes,
+)
 
 
 class StepObserver:
@@ -70,6 +74,7 @@ class _Hooks:
         self._optimizers = 0
         self._step = -1
         self._is_stepped = True
+        self._modes = dispatch_mode_count()
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -124,7 +129,8 @@ class _Hooks:
         is_root = self._depth == 1
         if is_root and self._is_stepped:
             self._begin_step()
-        self._observer.before_forward(module, is_root)
+        with without_inner_modes(self._modes):
+            self._observer.before_forward(module, is_root)
 
     @torch.compiler.disable
     def _after_forward(self, module: nn.Module, args: Sequence[Any], *rest: Any) -> None:
@@ -137,7 +143,8 @@ class _Hooks:
         kwargs, output = rest if len(rest) == 2 else ({}, None)
         self._depth = max(0, self._depth - 1)
         inputs = [*args, *kwargs.values()]
-        self._observer.after_forward(module, self._depth == 0, inputs, output)
+        with without_inner_modes(self._modes):
+            self._observer.after_forward(module, self._depth == 0, inputs, output)
 
     def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         self._optimizers += 1

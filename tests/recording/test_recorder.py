@@ -5,16 +5,19 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.modules import module as modules
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fsdp_overlap.debug import record
+from fsdp_overlap.recording import sketch
 from fsdp_overlap.recording.recording import Key, RankStep, Recording
 
 
@@ -215,3 +218,26 @@ def test_kept_tensors_are_saved_whole(tmp_path: Path) -> None:
     [(offsets, values)] = torch.load(path)
     assert offsets == (0, 0)
     assert torch.equal(values, model.last.weight)
+
+
+def test_selective_checkpoints_save_what_they_would_save(tmp_path: Path) -> None:
+    """Products are saved in order, so that one of a recording would take the place of another."""
+    saved = [torch.ops.aten.mm.default]
+
+    def gradients() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        layers = (nn.Linear(64, 256, bias=False), nn.GELU(), nn.Linear(256, 64, bias=False))
+        model = nn.Sequential(*layers)
+        contexts = partial(create_selective_checkpoint_contexts, saved)
+        x = torch.randn(32, 64, requires_grad=True)
+        for _ in range(2):
+            checkpoint(model, x, use_reentrant=False, context_fn=contexts).square().sum().backward()
+            assert x.grad is not None
+        return [x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    expected = gradients()
+    with record(tmp_path), patch.object(sketch, "_BATCH", 1):
+        recorded = gradients()
+    assert len(recorded) == 3
+    assert all(map(torch.equal, recorded, expected))
+    assert "local gradient" in (tmp_path / "rank-0.jsonl").read_text()
