@@ -460,7 +460,9 @@ def run_without_values(
     to those that have some is lost, and what comes to the host is zero."""
     func, args, kwargs = call.func, call.args, call.kwargs
     without = [tensor.is_meta for tensor in tensors]
-    if about.gives_value and any(without):
+    # The shape of what is indexed by numbers depends on no value.
+    masks = [tensor for tensor in tensors[1:] if tensor.dtype in (torch.bool, torch.uint8)]
+    if about.gives_value and any(without) and (masks or not about.name.startswith("index")):
         dtype = tensors[0].dtype
         if about.name != "_local_scalar_dense" or dtype is torch.bool:
             raise depends_on_value()
