@@ -17,9 +17,10 @@ HIDDEN = "hidden matrix"
 # - What an embedding reads is an embedding, also where an output is tied to it.
 # - Blocks are the modules in lists. Outside of them, something reads what a hidden matrix returns:
 #   another matrix, a convolution or a norm has as many inputs as it has rows. Nothing in a model
-#   reads logits or values. What has as many rows as an embedding is an output, also if a matrix
-#   happens to have as many inputs. Inside of blocks it says nothing that nobody reads a matrix,
-#   because a fused projection is split before it is read: there both must hold.
+#   reads logits or values. What has the shape of an embedding, or as many rows as the largest, is
+#   an output, also if a matrix happens to have as many inputs. Inside of blocks it says nothing
+#   that nobody reads a matrix, because a fused projection is split before it is read: there only a
+#   matrix with as many rows as an embedding is an output.
 # - A router has a row for each of the experts beside it. So have the biases of stacked experts.
 # - A parameter that is not called "weight" may be a table of positions or a decay. It is a hidden
 #   matrix only if both of its sizes are inputs of other matrices.
@@ -42,6 +43,7 @@ def parameter_kinds(model: nn.Module) -> dict[str, str]:
     inputs = columns | {module.in_channels for module in modules if isinstance(module, ConvNd)}
     inputs |= {p.numel() for p in uses if p.dim() == 1 and any(n == "weight" for _, n in uses[p])}
     words = {embedding.shape[0] for embedding in embeddings}
+    tables = {weight.shape for weight in embeddings if weight.shape[0] != weight.shape[1]}
     in_blocks = {module for block in _blocks(modules) for module in block.modules()}
     beside_experts = _beside_experts(modules, in_blocks)
 
@@ -61,8 +63,9 @@ def parameter_kinds(model: nn.Module) -> dict[str, str]:
         if any(shape[0] in beside_experts.get(module, ()) for module, _ in uses[parameter]):
             return "router" if is_weight else "vector"
         is_in_block = any(module in in_blocks for module, _ in uses[parameter])
-        is_read, is_of_words = shape[0] in inputs, shape[0] in words
-        if (is_of_words and not is_read) if is_in_block else (is_of_words or not is_read):
+        if shape[0] not in inputs and (not is_in_block or shape[0] in words):
+            return "output"
+        if not is_in_block and (shape[0] == max(words, default=0) or shape in tables):
             return "output"
         return HIDDEN if is_weight or columns.issuperset(shape) else "other"
 
