@@ -83,6 +83,7 @@ class Recorder(StepObserver):
         self._last_output: weakref.ref[torch.Tensor] | None = None
         self._input_order = 0
         self._has_gradients = False
+        self._left_out: dict[str, None] = {}
 
     def close(self) -> None:
         """Write the step under way, end the file, and let go of the parameters. Gradients that no
@@ -213,6 +214,7 @@ class Recorder(StepObserver):
     ) -> None:
         chunks = _chunks_of(tensor)
         if chunks is None:
+            self._left_out[f"{kind} {name}"] = None
             return
         shape = tuple(tensor.shape)
         order = self._next_order() if order is None else order
@@ -255,7 +257,8 @@ class Recorder(StepObserver):
                 squares=[sketch.squares for sketch in own],
                 projections=[sketch.projections for sketch in own],
             )
-        self._write_line("end")
+        self._write_line("end", left_out=list(self._left_out))
+        self._left_out.clear()
         self._flush()
         self._events.clear()
         self._losses.clear()

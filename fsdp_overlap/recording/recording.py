@@ -45,6 +45,8 @@ class RankStep:
     random: int
     losses: list[float] = field(default_factory=list)
     events: dict[Key, Event] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+    """Tensors that could not be recorded, such as sparse ones."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,7 @@ def _read_steps(lines: Iterator[dict[str, Any]]) -> list[RankStep]:
             steps[-1].losses = line["values"]
         elif kind == "end":
             is_complete = True
+            steps[-1].left_out = line["left_out"]
         else:
             event = _event(line)
             steps[-1].events[event.key] = event

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from fsdp_overlap.debug import record
 from fsdp_overlap.recording import sketch
 from fsdp_overlap.recording.recording import Key, RankStep, Recording
+from fsdp_overlap.tools.comparison.differences import compare
 
 
 class _Net(nn.Module):
@@ -241,3 +242,15 @@ def test_selective_checkpoints_save_what_they_would_save(tmp_path: Path) -> None
     assert len(recorded) == 3
     assert all(map(torch.equal, recorded, expected))
     assert "local gradient" in (tmp_path / "rank-0.jsonl").read_text()
+
+
+def test_what_cannot_be_recorded_is_named(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 1))
+    with record(tmp_path):
+        model(torch.tensor([[1, 2]])).sum().backward()
+    recording = Recording.read(tmp_path)
+    names = ["local gradient 0.weight", "gradient 0.weight"]
+    assert recording.ranks[0][0].left_out == names
+    text = compare(recording, recording).text
+    assert text.startswith("Equal to the bit")
+    assert "Not compared: 2 tensors without plain values, as local gradient 0.weight" in text

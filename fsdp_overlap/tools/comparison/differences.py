@@ -76,6 +76,8 @@ class Comparison:
     first: Difference | None
     unexplained: Difference | None
     later: int
+    left_out: tuple[str, ...] = ()
+    """Tensors that one of the two could not record."""
     largest: dict[str, float] = field(default_factory=dict)
     """The largest difference of each kind."""
 
@@ -88,19 +90,23 @@ class Comparison:
     def text(self) -> str:
         """A paragraph."""
         what = f"{self.compared:,} tensors of {_count(self.steps, 'step')}"
+        left_out = ""
+        if self.left_out:
+            count = _count(len(self.left_out), "tensor")
+            left_out = f"\nNot compared: {count} without plain values, as {self.left_out[0]}."
         if self.first is None:
-            return f"Equal to the bit: {what}."
+            return f"Equal to the bit: {what}.{left_out}"
         if self.unexplained is None:
             return (
                 f"Equal up to the order of sums: of {what} {self.equal:,} are equal to the bit. "
-                f"First: {self.first.text}"
+                f"First: {self.first.text}{left_out}"
             )
         lines = f"Different: {self.unexplained.text}"
         if self.first is not self.unexplained:
             lines += f"\nBefore it, as the order of sums explains: {self.first.text}"
         if self.later:
             lines += f"\n{_count(self.later, 'more tensor')} differ after it."
-        return lines
+        return lines + left_out
 
     def to_json(self) -> dict[str, Any]:
         """Return all of it for a JSON file."""
@@ -129,8 +135,14 @@ def compare(a: Recording, b: Recording, names: tuple[str, str] = ("A", "B")) -> 
         found[0] if found else None,
         unexplained,
         len(found) - found.index(unexplained) - 1 if unexplained else 0,
+        _left_out(a, b, steps),
         dict(largest),
     )
+
+
+def _left_out(a: Recording, b: Recording, steps: int) -> tuple[str, ...]:
+    of_steps = (rank[step] for run in (a, b) for rank in run.ranks for step in range(steps))
+    return tuple(dict.fromkeys(name for each in of_steps for name in each.left_out))
 
 
 class _Walk:
