@@ -18,7 +18,7 @@ from fsdp_overlap import Flat, patch_fsdp2
 from fsdp_overlap.debug import record
 from fsdp_overlap.recording.recording import Recording
 from fsdp_overlap.tools.comparison.differences import compare
-from tests.support.ranks import run_ranks
+from support.ranks import run_ranks
 
 WIDTH, STEPS = 16, 3
 CLEAN = "none"
