@@ -249,7 +249,7 @@ class _Measurement(StepObserver):
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-        self._profiler = profile(activities=activities)
+        self._profiler = profile(activities=activities, record_shapes=True)  # of bytes
         self._profiler.start()
 
     def _end_profile(self) -> None:

@@ -42,6 +42,8 @@ def test_a_program_that_computes_the_same(tmp_path: Path) -> None:
     assert [each["is_equal"] for each in told["against"]] == [True] * 3, told["sentences"]
     assert told["loss_difference"] == 0
     assert "fsdp_overlap beside FSDP2: Equal to the bit" in said
+    assert re.search(r"all-gathers, MB +0\.0 in 10 +0\.0 in 8 ", said)
+    assert re.search(r"reduce-scatters, MB +0\.0 in 6 +0\.0 in 6 ", said)
     logs = [tmp_path / f"{way}/round-0/rank-0.log" for way in ("fsdp2", "ours")]
     assert [log.read_text().split()[0] for log in logs] == ["fsdp2-0", "ours-0"]
     for way, units in (("fsdp2", {"fsdp2": 3}), ("ours", {"ours": 3}), ("replicated", {})):
