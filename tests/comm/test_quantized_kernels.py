@@ -124,14 +124,16 @@ def test_blocks_of_all_sizes(shape: tuple[int, int], block: Block, layout: Layou
 
 def encoded(values: torch.Tensor, codes: torch.dtype, scales: torch.dtype) -> list[Any]:
     """Return codes and scales of rows, by torch and by kernels."""
-    from fsdp_overlap.features.quantized.kernels import Run, RunTable
+    from fsdp_overlap.features.quantized.kernels import PlacedRun, RunTable
 
     rows, columns = values.shape
     results = []
     for by_kernels in (False, True):
         found = torch.empty(rows, columns, dtype=codes), torch.empty(rows, 1, dtype=scales)
         if by_kernels:
-            RunTable([Run(0, 0, 0, (rows, 1, 1, columns))], codes, scales).encode(values, *found)
+            RunTable([PlacedRun(0, 0, 0, (rows, 1, 1, columns))], codes, scales).encode(
+                values, *found
+            )
         else:
             encode(values[:, None, None], found[0][:, None, None], found[1])
         results.append(found)
@@ -168,13 +170,13 @@ def test_all_numbers_of_16_bits_are_encoded_as_torch_does(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_all_codes_are_decoded_as_torch_does(codes: torch.dtype, dtype: torch.dtype) -> None:
     """With all scales that are powers of two."""
-    from fsdp_overlap.features.quantized.kernels import Run, RunTable
+    from fsdp_overlap.features.quantized.kernels import PlacedRun, RunTable
 
     every = torch.arange(256).to(torch.uint8)
     coded = every.repeat(256).view(codes)
     scales = every.repeat_interleave(256).view(E8M0)
     found = torch.empty(2**16, dtype=dtype)
-    RunTable([Run(0, 0, 0, (2**16, 1, 1, 1))], codes, E8M0).decode(coded, scales, found)
+    RunTable([PlacedRun(0, 0, 0, (2**16, 1, 1, 1))], codes, E8M0).decode(coded, scales, found)
     wide = torch.promote_types(dtype, torch.float32)
     expected = (coded.to(wide) * scales.float()).to(dtype)
     same = bytes_of(found[:, None]) == bytes_of(expected[:, None])

@@ -51,7 +51,7 @@ _AS_INTEGERS = {
 }
 
 
-class Run(NamedTuple):
+class PlacedRun(NamedTuple):
     """Where a run lies: its first value, code and scale, each in elements, and its blocks."""
 
     value: int
@@ -60,15 +60,15 @@ class Run(NamedTuple):
     shape: tuple[int, int, int, int]
 
     @classmethod
-    def of(cls, run: QuantizedRun, value: int = 0, code: int = 0, scale: int = 0) -> Run:
+    def of(cls, run: QuantizedRun, value: int = 0, code: int = 0, scale: int = 0) -> PlacedRun:
         """Return a run of a segment whose values, codes and scales begin there."""
         return cls(value + run.start, code + run.start, scale + run.scale, run.shape)
 
     @classmethod
-    def kept(cls, place: UnquantizedRange, value: int = 0, code: int = 0) -> Run:
+    def kept(cls, place: UnquantizedRange, value: int = 0, code: int = 0) -> PlacedRun:
         return cls(value + place.start, code + place.at, 0, (1, 1, 1, place.numel))
 
-    def unscaled(self) -> Run:
+    def unscaled(self) -> PlacedRun:
         """Return the same elements, as one block."""
         rows, height, blocks, width = self.shape
         return self._replace(scale=0, shape=(1, 1, 1, rows * height * blocks * width))
@@ -86,7 +86,9 @@ class _Launch:
     align: int
 
     @classmethod
-    def of(cls, runs: Sequence[Run], columns: int, whole: bool, device: torch.device) -> _Launch:
+    def of(
+        cls, runs: Sequence[PlacedRun], columns: int, whole: bool, device: torch.device
+    ) -> _Launch:
         segments_of_tile = max(1, _TILE // columns)
         rows, counts, blocks, first = [], [], 0, 0
         for run in runs:
@@ -122,7 +124,7 @@ class RunTable:
     are numbers. Tables on the device are made once, at the first use."""
 
     def __init__(
-        self, runs: Sequence[Run], codes: torch.dtype, scales: torch.dtype | None = None
+        self, runs: Sequence[PlacedRun], codes: torch.dtype, scales: torch.dtype | None = None
     ) -> None:
         self._runs = runs if scales is not None else [run.unscaled() for run in runs]
         self._codes = codes
@@ -192,7 +194,7 @@ class RunTable:
         """Yield a launch for all runs whose tiles are alike. A block of one row and at most
         ``in_one`` columns lies in one tile."""
 
-        def tile_of(run: Run) -> tuple[int, bool]:
+        def tile_of(run: PlacedRun) -> tuple[int, bool]:
             _, height, _, width = run.shape
             whole = height == 1 and width <= in_one
             return min(next_power_of_2(width), in_one if whole else _TILE), whole
@@ -217,7 +219,7 @@ class Tables(NamedTuple):
 
     @classmethod
     def of(
-        cls, wire: QuantizedFormat, runs: list[Run], kept: list[Run], dtype: torch.dtype
+        cls, wire: QuantizedFormat, runs: list[PlacedRun], kept: list[PlacedRun], dtype: torch.dtype
     ) -> Tables:
         return cls(RunTable(runs, wire.codes, wire.scales), RunTable(kept, dtype))
 
@@ -247,7 +249,7 @@ class KernelFormat(QuantizedFormat):
     def _tables(self, dtype: torch.dtype) -> Tables:
         """Return those of this rank's segment. ``dtype`` is that of what is not quantized."""
         if dtype not in self._known:
-            runs, kept = map(Run.of, self.own.runs), map(Run.kept, self.own.kept)
+            runs, kept = map(PlacedRun.of, self.own.runs), map(PlacedRun.kept, self.own.kept)
             self._known[dtype] = Tables.of(self, list(runs), list(kept), dtype)
         return self._known[dtype]
 
@@ -303,17 +305,19 @@ def _starts(plan: QuantizedPlan, rank: int, start: int) -> tuple[int, int, int]:
     )
 
 
-def _of_ranges(plan: QuantizedPlan, rank: int) -> tuple[list[Run], list[Run]]:
+def _of_ranges(plan: QuantizedPlan, rank: int) -> tuple[list[PlacedRun], list[PlacedRun]]:
     """Return where the runs of ``rank`` lie, and what it sends unquantized."""
     segment, value = plan.segment(rank), plan.plan.shard_starts[rank]
     code, scale, kept = _starts(plan, rank, plan.packed.shard_starts[rank])
     return (
-        [Run.of(run, value, code, scale) for run in segment.runs],
-        [Run.kept(place, value, kept) for place in segment.kept],
+        [PlacedRun.of(run, value, code, scale) for run in segment.runs],
+        [PlacedRun.kept(place, value, kept) for place in segment.kept],
     )
 
 
-def _of_rows(wire: QuantizedFormat, plan: RowsPlan, rank: int) -> tuple[list[Run], list[Run]]:
+def _of_rows(
+    wire: QuantizedFormat, plan: RowsPlan, rank: int
+) -> tuple[list[PlacedRun], list[PlacedRun]]:
     """As :func:`_of_ranges`. All segments are alike, and a shard's chunks lie apart."""
     code, scale, kept = _starts(wire.plan, 0, rank * wire.plan.packed.numel)
 
@@ -321,8 +325,8 @@ def _of_rows(wire: QuantizedFormat, plan: RowsPlan, rank: int) -> tuple[list[Run
         return plan.offsets[index] + rank * plan.chunks[index] - plan.starts[index]
 
     return (
-        [Run.of(run, value(run.index), code, scale) for run in wire.own.runs],
-        [Run.kept(place, value(place.index), kept) for place in wire.own.kept],
+        [PlacedRun.of(run, value(run.index), code, scale) for run in wire.own.runs],
+        [PlacedRun.kept(place, value(place.index), kept) for place in wire.own.kept],
     )
 
 
@@ -367,7 +371,7 @@ def works_on(device: torch.device) -> bool:
     codes = torch.empty(5, 60, dtype=torch.float8_e4m3fn, device="cpu")
     scales = torch.empty(5, 1, dtype=torch.float32, device="cpu")
     encode(values[:, None, None], codes[:, None, None], scales)
-    table = RunTable([Run(0, 0, 0, (5, 1, 1, 60))], codes.dtype, scales.dtype)
+    table = RunTable([PlacedRun(0, 0, 0, (5, 1, 1, 60))], codes.dtype, scales.dtype)
     found = [torch.zeros_like(each, device=device) for each in (values, codes, scales)]
     try:
         table.encode(values.to(device), found[1], found[2])

@@ -29,11 +29,11 @@ from fsdp_overlap.tools.simulator import (
     Fsdp2Training,
     Host,
     OffloadPrediction,
-    Plan,
     Prediction,
     Profile,
     SearchResult,
     Training,
+    TrainingPlan,
     predict_offload,
     search,
     simulate,
@@ -426,7 +426,7 @@ def _against_defaults(found: SearchResult) -> str:
     return f"The best takes {100 * (1 - 1 / found.speedup):.1f}% less time than {what}."
 
 
-def _plan_cells(plan: Plan) -> list[str]:
+def _plan_cells(plan: TrainingPlan) -> list[str]:
     training, taken = plan.training, plan.taken
     if training.stage != 3:
         kept = "all"

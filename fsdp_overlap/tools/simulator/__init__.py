@@ -8,7 +8,7 @@ from fsdp_overlap.tools.simulator.models import known_models
 from fsdp_overlap.tools.simulator.offload import OffloadPrediction, predict_offload
 from fsdp_overlap.tools.simulator.on_cpu import CpuPrediction, simulate_on_cpu
 from fsdp_overlap.tools.simulator.profile import Profile
-from fsdp_overlap.tools.simulator.search import Plan, SearchResult, search
+from fsdp_overlap.tools.simulator.search import SearchResult, TrainingPlan, search
 from fsdp_overlap.tools.simulator.simulate import Prediction, Step, simulate
 from fsdp_overlap.tools.simulator.training import Training
 
@@ -21,12 +21,12 @@ __all__ = [
     "Fsdp2Training",
     "Host",
     "OffloadPrediction",
-    "Plan",
     "Prediction",
     "Profile",
     "SearchResult",
     "Step",
     "Training",
+    "TrainingPlan",
     "known_models",
     "predict_offload",
     "search",

@@ -36,7 +36,7 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """A way to do the step, and what it takes."""
 
     training: Training
@@ -62,10 +62,10 @@ class SearchResult:
         skipped: why others were not, and how many.
     """
 
-    plans: Sequence[Plan]
-    defaults: Plan | None
+    plans: Sequence[TrainingPlan]
+    defaults: TrainingPlan | None
     given_fits: bool
-    least: Plan | None
+    least: TrainingPlan | None
     tried: int
     skipped: Counter[str]
 
@@ -184,7 +184,7 @@ class _Search:
             plans=plans[:SHOWN],
             defaults=defaults,
             given_fits=given_fits,
-            least=None if least is None else Plan(least, self.estimates[least]),
+            least=None if least is None else TrainingPlan(least, self.estimates[least]),
             tried=len(self.estimates) + len(self.failed),
             skipped=self.skipped,
         )
@@ -275,7 +275,7 @@ class _Search:
 
     # What is shown
 
-    def check(self, defaults: Training) -> list[Plan]:
+    def check(self, defaults: Training) -> list[TrainingPlan]:
         """Simulate the best plans in full until enough are known to fit, and the defaults."""
         self.simulate_all([defaults])
         while len(self.fitting()) < SHOWN and len(self.full) < CHECKS:
@@ -290,15 +290,15 @@ class _Search:
             self.simulate_all([replace(best, layout=layout) for layout in LAYOUTS])
         return self.fitting()
 
-    def simulated(self, plan: Training) -> Plan | None:
+    def simulated(self, plan: Training) -> TrainingPlan | None:
         """Simulate a plan in full. ``None`` if it does not fit."""
         self.simulate_all([plan])
         return next((each for each in self.fitting() if each.training == plan), None)
 
-    def fitting(self) -> list[Plan]:
+    def fitting(self) -> list[TrainingPlan]:
         """Return what was simulated in full and fits, the best first."""
         fitting = (plan for plan, taken in self.full.items() if taken.reserved <= self.limit)
-        return [Plan(plan, self.full[plan]) for plan in self.best_first(fitting)]
+        return [TrainingPlan(plan, self.full[plan]) for plan in self.best_first(fitting)]
 
     def simulate_all(self, plans: Iterable[Training]) -> None:
         new = [plan for plan in plans if plan not in self.full]
