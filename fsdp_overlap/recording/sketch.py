@@ -18,7 +18,7 @@ _COLUMNS = 1024
 _HOST_ROWS = 128
 """Of parts whose products stay in a core's cache."""
 _DEVICE_ROWS = 1 << 14
-_KNOWN_ROWS = 1 << 14
+_KNOWN_ROWS = 1 << 17
 _BATCH = 128
 """How many tensors' columns are summed at once, each of which has 16 KiB until then."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -64,6 +64,7 @@ class SketchBuffer:
 
     def __init__(self) -> None:
         self._count = 0
+        self._factors: dict[torch.device, _Factors] = {}
         self._sums: dict[torch.device, list[_Sums]] = {}
         self._packed: list[tuple[list[int], torch.Tensor]] = []
 
@@ -71,8 +72,10 @@ class SketchBuffer:
         """Begin the sketch of ``values``, which are the ``chunk`` of a tensor of ``shape``. Return
         its index in what :meth:`finish` returns."""
         sums = self._sums.setdefault(values.device, [])
+        factors = self._factors_on(values.device)
         with torch.autocast(values.device.type, enabled=False):  # which would round the sums
-            sums.append(_Sums(self._count, *_sums_of_columns(values.detach(), shape, chunk)))
+            found = _sums_of_columns(values.detach(), shape, chunk, factors)
+        sums.append(_Sums(self._count, *found))
         if len(sums) == _BATCH:
             self._pack(values.device)
         self._count += 1
@@ -94,17 +97,40 @@ class SketchBuffer:
         self._count = 0
         return [sketches[index] for index in range(len(sketches))]
 
+    def _factors_on(self, device: torch.device) -> _Factors:
+        """Return the factors on a device, to which they are copied once: that waits for it."""
+        if device not in self._factors:
+            self._factors[device] = _Factors(*(each.to(device) for each in _factors()))
+        return self._factors[device]
+
     @torch.no_grad()
     def _pack(self, device: torch.device) -> None:
         """Sum the columns of many tensors: to digest, sum of squares and projections as int64, the
         latter two as the bits of float64."""
         sums = self._sums.pop(device)
-        odd, signs = (factors.to(device) for factors in _column_factors())
-        digests = (torch.stack([each.digests for each in sums]) * odd).sum(1, keepdim=True)
+        factors = self._factors_on(device)
+        digests = torch.stack([each.digests for each in sums]) * factors.columns
         squares = torch.stack([each.squares for each in sums])[:, None]
-        projections = torch.stack([each.values for each in sums]) @ signs
+        projections = torch.stack([each.values for each in sums]) @ factors.column_signs
         values = torch.cat((squares, projections), 1).view(torch.int64)
-        self._packed.append(([each.number for each in sums], torch.cat((digests, values), 1)))
+        self._packed.append(
+            ([each.number for each in sums], torch.cat((digests.sum(1)[:, None], values), 1))
+        )
+
+
+class _Factors(NamedTuple):
+    """Factors of bits, odd, and signs of values: of the first rows, which most tensors have no more
+    of, and of columns, which have a sign in each projection."""
+
+    rows: torch.Tensor
+    row_signs: torch.Tensor
+    columns: torch.Tensor
+    column_signs: torch.Tensor
+
+    def of_rows(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if first + count > _KNOWN_ROWS:
+            return _row_factors(torch.arange(first, first + count, device=self.rows.device))
+        return self.rows[first : first + count], self.row_signs[first : first + count]
 
 
 class _Sums(NamedTuple):
@@ -125,7 +151,7 @@ def sketch_of(values: torch.Tensor) -> Sketch:
 
 @torch.no_grad()
 def _sums_of_columns(
-    values: torch.Tensor, shape: Sequence[int], chunk: Chunk
+    values: torch.Tensor, shape: Sequence[int], chunk: Chunk, factors: _Factors
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the sums of bits and of values in each column, and the sum of squares. The element at
     position ``p`` of the flattened tensor has the factors of row ``p // _COLUMNS`` and of column
@@ -150,7 +176,7 @@ def _sums_of_columns(
     else:
         for part, row, column in _rows(flat, first):
             rows, width = part.shape
-            odd, signs = _factors_of_rows(row, rows, device)
+            odd, signs = factors.of_rows(row, rows)
             bits, numbers = _bits(part), _numbers(part)
             among = slice(column, column + width)
             products = bits * odd.to(bits.dtype)[:, None]
@@ -201,29 +227,14 @@ def _row_factors(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (hashed & 0x7FFFFFFF) | 1, (1 - 2 * ((hashed >> 40) & 1)).float()
 
 
-def _factors_of_rows(
-    row: int, rows: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if row + rows > _KNOWN_ROWS or device.type != "cpu":
-        return _row_factors(torch.arange(row, row + rows, device=device))
-    odd, signs = _known_row_factors()
-    return odd[row : row + rows], signs[row : row + rows]
-
-
 @cache
-def _known_row_factors() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the factors of the first rows on the host, which most tensors have no more of."""
-    return _row_factors(torch.arange(_KNOWN_ROWS))
-
-
-@cache
-def _column_factors() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return an odd factor of each column, and its signs in each projection, on the host."""
+def _factors() -> _Factors:
+    """Return the factors on the host."""
     columns = torch.arange(_COLUMNS)
-    odd = _hashed(columns + (1 << 40)) | 1
     grid = columns[:, None] * PROJECTIONS + torch.arange(PROJECTIONS) + (1 << 41)
     signs = 1 - 2 * ((_hashed(grid) >> 40) & 1)
-    return odd, signs.double()
+    rows = _row_factors(torch.arange(_KNOWN_ROWS))
+    return _Factors(*rows, _hashed(columns + (1 << 40)) | 1, signs.double())
 
 
 def _positions(shape: Sequence[int], chunk: Chunk, device: torch.device) -> torch.Tensor:

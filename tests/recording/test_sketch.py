@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fsdp_overlap.recording import sketch
 from fsdp_overlap.recording.sketch import SketchBuffer, sketch_of
 from fsdp_overlap.weights.chunks import Chunk
 
@@ -96,3 +97,10 @@ def test_autocast_does_not_round_sums() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         cast = sketch_of(values)
     assert cast == sketch_of(values)
+
+
+def test_rows_whose_factors_are_not_kept_have_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.randn(3000)
+    before = sketch_of(values)
+    monkeypatch.setattr(sketch, "_KNOWN_ROWS", 2)
+    assert sketch_of(values) == before
