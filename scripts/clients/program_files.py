@@ -21,6 +21,8 @@ def write_model(path: str, kind: str = "llama") -> None:
 
     torch.manual_seed(0)
     options = {} if kind == "gpt_neox" else {"num_key_value_heads": 2}
+    if kind == "smollm3":
+        options["pad_token_id"] = 257
     config = AutoConfig.for_model(
         kind,
         vocab_size=258,
@@ -72,14 +74,21 @@ def write_pairs(path: str, count: str = "64") -> None:
     Path(path).write_text("\n".join(map(json.dumps, rows)) + "\n")
 
 
+def write_ids(path: str, count: str, vocabulary: str = "50257", header: bytes = b"") -> None:
+    """Write tokens as uint16, after ``header``."""
+    import numpy as np
+
+    tokens = np.random.default_rng(0).integers(0, int(vocabulary), int(count)).astype(np.uint16)
+    Path(path).write_bytes(header + tokens.tobytes())
+
+
 def write_tokens(path: str, count: str) -> None:
     """Write tokens as llm.c has them: a header of 256 int32, and uint16."""
     import numpy as np
 
     header = np.zeros(256, dtype=np.int32)
     header[:3] = 20240520, 1, int(count)
-    tokens = np.random.default_rng(0).integers(0, 50257, int(count)).astype(np.uint16)
-    Path(path).write_bytes(header.tobytes() + tokens.tobytes())
+    write_ids(path, count, header=header.tobytes())
 
 
 def write_checkpoint(path: str, kind: str = "") -> None:
@@ -108,6 +117,7 @@ def write_checkpoint(path: str, kind: str = "") -> None:
 
 KINDS: dict[str, Callable[..., None]] = {
     "checkpoint": write_checkpoint,
+    "ids": write_ids,
     "model": write_model,
     "pairs": write_pairs,
     "texts": write_texts,
