@@ -91,6 +91,29 @@ def write_tokens(path: str, count: str) -> None:
     write_ids(path, count, header=header.tobytes())
 
 
+def write_torchvision(path: str, images: str = "128") -> None:
+    """Write a module in the place of torchvision, with random images as its CIFAR-10, which it
+    checks to be the original."""
+    Path(path).write_text(f"""import torch
+from types import SimpleNamespace
+
+
+class CIFAR10(torch.utils.data.TensorDataset):
+    def __init__(self, *args, **kwargs):
+        seeded = torch.Generator().manual_seed(0)
+        images = torch.randn({images}, 3, 32, 32, generator=seeded)
+        super().__init__(images, torch.randint(10, ({images},), generator=seeded))
+
+
+def ignored(*args):
+    pass
+
+
+datasets = SimpleNamespace(CIFAR10=CIFAR10)
+transforms = SimpleNamespace(Compose=ignored, Normalize=ignored, ToTensor=ignored)
+""")
+
+
 def write_checkpoint(path: str, kind: str = "") -> None:
     """Write a checkpoint of the model in `model.py`, of torch's example of FSDP2 and what was made
     of it: one step from initialized weights, which the example itself does not begin with."""
@@ -122,6 +145,7 @@ KINDS: dict[str, Callable[..., None]] = {
     "pairs": write_pairs,
     "texts": write_texts,
     "tokens": write_tokens,
+    "torchvision": write_torchvision,
 }
 
 if __name__ == "__main__":
