@@ -685,7 +685,8 @@ def _summary(values: torch.Tensor) -> str:
 
 CANNOT_MOVE = (
     "a sharded parameter cannot be replaced, its unit gathers the shard that it knows: move or "
-    "cast a module (to(), cuda(), half(), ...) before fully_shard(), or cast a unit before it runs"
+    "cast a module (to(), cuda(), half(), ...) before fully_shard(), cast a unit before it runs, "
+    "or give memory to a whole unit, by its to_empty()"
 )
 """Why nn.Module.to() and the like cannot work on a part of a unit, and what to do."""
 

@@ -64,6 +64,20 @@ def write_texts(path: str, count: str = "200") -> None:
     Path(path).write_text("\n".join(rows) + "\n")
 
 
+def write_sentencepiece(path: str) -> None:
+    """Write a tokenizer of the letters in those texts."""
+    from sentencepiece import SentencePieceTrainer
+
+    with Path(path).open("wb") as file:
+        SentencePieceTrainer.train(
+            sentence_iterator=_texts(200),
+            model_writer=file,
+            model_type="char",
+            vocab_size=32,
+            hard_vocab_limit=False,
+        )
+
+
 def write_pairs(path: str, count: str = "64") -> None:
     """Write prompts with a preferred answer and another."""
     texts = list(_texts(2 * int(count)))
@@ -92,10 +106,12 @@ def write_tokens(path: str, count: str) -> None:
 
 
 def write_torchvision(path: str, images: str = "128") -> None:
-    """Write a module in the place of torchvision, with random images as its CIFAR-10, which it
-    checks to be the original."""
-    Path(path).write_text(f"""import torch
-from types import SimpleNamespace
+    """Write a module in the place of torchvision, which needs the torch that it was built with, and
+    whose CIFAR-10 cannot be other images. Here it is random ones."""
+    Path(path).write_text(f"""import sys
+from types import ModuleType
+
+import torch
 
 
 class CIFAR10(torch.utils.data.TensorDataset):
@@ -109,8 +125,15 @@ def ignored(*args):
     pass
 
 
-datasets = SimpleNamespace(CIFAR10=CIFAR10)
-transforms = SimpleNamespace(Compose=ignored, Normalize=ignored, ToTensor=ignored)
+def module(name, **contents):
+    made = sys.modules[f"torchvision.{{name}}"] = ModuleType(name)
+    vars(made).update(contents)
+    return made
+
+
+datasets = module("datasets", CIFAR10=CIFAR10)
+v2 = module("transforms.v2", functional=None)
+transforms = module("transforms", Compose=ignored, Normalize=ignored, ToTensor=ignored, v2=v2)
 """)
 
 
@@ -143,6 +166,7 @@ KINDS: dict[str, Callable[..., None]] = {
     "ids": write_ids,
     "model": write_model,
     "pairs": write_pairs,
+    "sentencepiece": write_sentencepiece,
     "texts": write_texts,
     "tokens": write_tokens,
     "torchvision": write_torchvision,

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from fsdp_overlap import FsdpContext, RaggedDTensor, fully_shard, patch_fsdp2
+from fsdp_overlap import Flat, FsdpContext, PerTensor, RaggedDTensor, fully_shard, patch_fsdp2
+from fsdp_overlap.layout import LayoutRule
 from support.ranks import run_ranks
 from support.twins import Twins
 from support.zoo import WIDTH, ZOO, Model, shard_layers
@@ -221,6 +222,22 @@ def on_meta() -> None:
 
 def test_a_model_without_memory_says_what_to_do() -> None:
     run_ranks(on_meta, 2)
+
+
+def gives_a_part_memory(layout: LayoutRule) -> None:
+    with torch.device("meta"):
+        model = Model()
+    shard_layers(model, FsdpContext(layout=layout))
+    with pytest.raises(RuntimeError, match="memory to a whole unit, by its to_empty"):
+        model.layers[0].down.to_empty(device="cpu")
+    model.to_empty(device="cpu")
+    initialize(model)
+    model(torch.zeros(1, 2, dtype=torch.int64)).sum().backward()
+
+
+@pytest.mark.parametrize("layout", [Flat(), PerTensor()])
+def test_a_part_of_a_unit_is_given_no_memory(layout: LayoutRule) -> None:
+    run_ranks(gives_a_part_memory, 2, layout)
 
 
 def half_on_meta() -> None:
