@@ -66,7 +66,7 @@ def write_texts(path: str, count: str = "200") -> None:
 
 def write_sentencepiece(path: str) -> None:
     """Write a tokenizer of the letters in those texts."""
-    from sentencepiece import SentencePieceTrainer
+    from sentencepiece import SentencePieceTrainer  # type: ignore[import-not-found]
 
     with Path(path).open("wb") as file:
         SentencePieceTrainer.train(
