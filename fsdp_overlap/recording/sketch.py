@@ -16,7 +16,7 @@ from fsdp_overlap.weights.chunks import Chunk, full_chunk
 PROJECTIONS = 16
 _COLUMNS = 1024
 _HOST_ROWS = 128
-"""Of parts whose products stay in a core's cache."""
+"""So that a part's products stay in a core's cache."""
 _DEVICE_ROWS = 1 << 14
 _KNOWN_ROWS = 1 << 17
 _BATCH = 128
