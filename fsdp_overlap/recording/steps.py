@@ -3,6 +3,7 @@ and backwards."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -71,8 +72,10 @@ class _Hooks:
         self._observer = observer
         self._module_hooks: list[RemovableHandle] = []
         self._depth = self._depth_of_all = 0
-        self._optimizers = 0
+        self._optimizers: list[Optimizer] = []
+        """Those that step now, the outermost first."""
         self._step = -1
+        self._process = os.getpid()
         self._is_stepped = True
         self._modes = dispatch_mode_count()
 
@@ -91,11 +94,16 @@ class _Hooks:
         backward = torch.autograd.backward
 
         def observed(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            if current_graph_task_id() == -1:  # not a part that another backward repeats
+            if not isinstance(tensors, (torch.Tensor, tuple)):
+                tensors = tuple(tensors)  # of a generator
+            if not self._is_ignored():
                 if self._is_stepped:
                     self._begin_step()
                 losses = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-                self._observer.before_backward(losses)
+                # The others are edges of the graph.
+                self._observer.before_backward(
+                    [loss for loss in losses if isinstance(loss, torch.Tensor)]
+                )
             backward(tensors, *args, **kwargs)
 
         try:
@@ -116,10 +124,23 @@ class _Hooks:
         self._step += 1
         self._observer.begin_step(self._step)
 
-    @torch.compiler.disable
-    def _before_forward(self, module: nn.Module, _inputs: Any) -> None:
-        if current_graph_task_id() != -1:
-            return  # backward repeats it
+    def _is_ignored(self) -> bool:
+        """Return whether backward repeats what is called, or a worker that was forked calls it."""
+        return current_graph_task_id() != -1 or os.getpid() != self._process
+
+    # Where Dynamo traces them, hooks add nothing to the graph, and do not break it.
+
+    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._begin_forward(module)
+
+    def _after_forward(self, module: nn.Module, args: Sequence[Any], *rest: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._end_forward(module, args, *rest)
+
+    def _begin_forward(self, module: nn.Module) -> None:
+        if self._is_ignored():
+            return
         self._depth_of_all += 1
         if self._depth_of_all == 1:
             self._observer.before_any_forward(module)
@@ -132,9 +153,8 @@ class _Hooks:
         with without_inner_modes(self._modes):
             self._observer.before_forward(module, is_root)
 
-    @torch.compiler.disable
-    def _after_forward(self, module: nn.Module, args: Sequence[Any], *rest: Any) -> None:
-        if current_graph_task_id() != -1:
+    def _end_forward(self, module: nn.Module, args: Sequence[Any], *rest: Any) -> None:
+        if self._is_ignored():
             return
         self._depth_of_all = max(0, self._depth_of_all - 1)
         if not torch.is_grad_enabled():
@@ -147,13 +167,19 @@ class _Hooks:
             self._observer.after_forward(module, self._depth == 0, inputs, output)
 
     def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
-        self._optimizers += 1
-        if self._optimizers == 1:
+        if os.getpid() != self._process:
+            return
+        if optimizer in self._optimizers:  # its last step raised
+            del self._optimizers[self._optimizers.index(optimizer) :]
+        self._optimizers.append(optimizer)
+        if len(self._optimizers) == 1:
             self._observer.before_optimizer(optimizer)
 
     def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
-        self._optimizers -= 1
-        if self._optimizers == 0:
+        if os.getpid() != self._process:
+            return
+        self._optimizers = self._optimizers[:-1]
+        if not self._optimizers:
             self._is_stepped = True
             self._depth = self._depth_of_all = 0
             self._observer.after_optimizer(optimizer)

@@ -13,8 +13,10 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules import module as modules
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.data import DataLoader, Dataset
 
 from fsdp_overlap.debug import record
 from fsdp_overlap.recording import sketch
@@ -254,3 +256,67 @@ def test_what_cannot_be_recorded_is_named(tmp_path: Path) -> None:
     text = compare(recording, recording).text
     assert text.startswith("Equal to the bit")
     assert "Not compared: 2 tensors without plain values, as local gradient 0.weight" in text
+
+
+def test_compiled_regions_stay_whole(tmp_path: Path) -> None:
+    model = _Net()
+    model.last = torch.compile(  # type: ignore[assignment]
+        nn.Sequential(model.last, nn.Tanh()), fullgraph=True, backend="eager"
+    )
+    with record(tmp_path):
+        _train(model, 2)
+    assert len(_steps(tmp_path)) == 2
+    assert "last.0.weight" in _names(_steps(tmp_path)[0], "weight")
+
+
+class _Doubled(Dataset[torch.Tensor]):
+    def __init__(self) -> None:
+        self._transform = nn.Sequential(nn.Identity(), nn.ReLU())
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self._transform(torch.ones(4))
+
+
+def test_workers_of_data_loaders_record_nothing(tmp_path: Path) -> None:
+    model = _Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with record(tmp_path):
+        for _ in range(2):
+            loader = DataLoader(_Doubled(), 2, num_workers=1, multiprocessing_context="fork")
+            for x in loader:
+                model(x).square().mean().backward()
+                optimizer.step()
+    assert len(_steps(tmp_path)) == 2
+    assert (tmp_path / "rank-0.jsonl").read_text().count('"kind": "end"') == 2
+
+
+def test_an_error_in_an_optimizer_leaves_the_next_steps_whole(tmp_path: Path) -> None:
+    model = _Net()
+    optimizer = torch.optim.LBFGS(model.parameters())
+
+    def fails() -> float:
+        raise ValueError("no loss")
+
+    with record(tmp_path):
+        with pytest.raises(ValueError, match="no loss"):
+            optimizer.step(fails)
+        for _ in range(2):
+            model(torch.randn(3, 4)).square().mean().backward()
+            optimizer.step(lambda: 0.0)
+    assert [len(_names(step, "weight")) for step in _steps(tmp_path)] == [4, 4]
+
+
+def test_backward_from_edges_and_of_a_generator(tmp_path: Path) -> None:
+    model = _Net()
+    with record(tmp_path):
+        for _ in range(2):
+            loss = model(torch.randn(3, 4)).square().mean()
+            torch.autograd.backward(get_gradient_edge(loss), torch.ones(()))
+            loss = model(torch.randn(3, 4)).square().mean()
+            torch.autograd.backward(each for each in (loss,))  # type: ignore[arg-type]
+    [step] = _steps(tmp_path)
+    assert len(step.losses) == 2
+    assert len(_names(step, "local gradient")) == 16
