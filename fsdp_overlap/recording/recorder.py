@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 import weakref
@@ -56,7 +57,8 @@ class Recorder(StepObserver):
     Events are, in this order: the state of random numbers and, before the first step, the initial
     weights; inputs of the outermost module, the parameters that modules use and their outputs, in
     forward; losses and this rank's gradients of parameters, in backward; the gradients that an
-    optimizer steps with, and the weights after it.
+    optimizer steps with, the weights after it, and persistent buffers; the weights of models that
+    run without gradients, such as averaged ones.
 
     Args:
         folder: is made, if it is not there.
@@ -65,6 +67,7 @@ class Recorder(StepObserver):
     """
 
     def __init__(self, folder: Path, steps: int | None = None, keep: str | None = None) -> None:
+        folder = folder.resolve()  # the program may change to another directory
         folder.mkdir(parents=True, exist_ok=True)
         self.is_on = False
         self._steps, self._keep, self._folder = steps, keep, folder
@@ -78,6 +81,10 @@ class Recorder(StepObserver):
         self._calls = Counter[tuple[str, str, int]]()
         self._names = _Names()
         self._initial: list[tuple[str, weakref.ref[torch.Tensor]]] = []
+        self._ran: dict[str, weakref.ref[nn.Module]] = {}
+        """The outermost modules that have run since an optimizer has stepped."""
+        self._evaluated: set[str] = set()
+        """Those that have run without gradients in this step."""
         self._nodes: dict[int, tuple[weakref.ref[torch.Tensor], Any, RemovableHandle]] = {}
         self._used: set[int] = set()
         self._last_output: weakref.ref[torch.Tensor] | None = None
@@ -92,6 +99,7 @@ class Recorder(StepObserver):
             for name, parameter in self._names.parameters():
                 if parameter.grad is not None:
                     self._add("gradient", name, parameter.grad)
+            self._add_buffers()
         self._end_step()
         if self._lines is not None:
             self._lines.close()
@@ -115,6 +123,12 @@ class Recorder(StepObserver):
         if self._names.add_root(root):
             weights = self._names.weights_of(root)
             self._initial += [(name, weakref.ref(tensor)) for name, tensor in weights]
+        root_name = self._names.of(root)
+        self._ran[root_name] = weakref.ref(root)
+        if self.is_on and not torch.is_grad_enabled() and root_name not in self._evaluated:
+            self._evaluated.add(root_name)
+            for name, tensor in self._names.weights_of(root):
+                self._add("evaluated weight", name, tensor)
 
     def before_forward(self, module: nn.Module, is_root: bool) -> None:
         if not self.is_on or not is_root:
@@ -165,24 +179,34 @@ class Recorder(StepObserver):
                 self._add("gradient", name, parameter.grad)
 
     def after_optimizer(self, optimizer: Optimizer) -> None:
-        if not self.is_on:
-            return
-        for name, parameter in self._names.parameters_of(optimizer):
-            self._add("weight", name, parameter)
+        if self.is_on:
+            for name, parameter in self._names.parameters_of(optimizer):
+                self._add("weight", name, parameter)
+            self._add_buffers()
+        self._ran.clear()
 
     # ---- Events ----
 
     def _open(self) -> None:
-        """Begin the file. The program has joined its ranks by now."""
-        ranks = 1
+        """Begin the file. If the program has not joined its ranks yet, its variables tell which."""
         if dist.is_initialized():
             self._rank, ranks = dist.get_rank(), dist.get_world_size()
+        else:
+            self._rank = int(os.environ.get("RANK", 0))
+            ranks = int(os.environ.get("WORLD_SIZE", 1))
         self._lines = recording_path(self._folder, self._rank).open("w", encoding="utf-8")
         self._write({"kind": "run", "format": FORMAT, "torch": torch.__version__, "ranks": ranks})
 
     def _next_order(self) -> int:
         self._order += 1
         return self._order
+
+    def _add_buffers(self) -> None:
+        for known in self._ran.values():
+            if (root := known()) is not None:
+                for name, tensor in self._names.weights_of(root):
+                    if not isinstance(tensor, nn.Parameter):
+                        self._add("buffer", name, tensor)
 
     def _use(self, name: str, parameter: torch.Tensor) -> None:
         """Record a parameter that a module uses, and have its gradient recorded."""
@@ -264,6 +288,7 @@ class Recorder(StepObserver):
         self._losses.clear()
         self._calls.clear()
         self._used.clear()
+        self._evaluated.clear()
         self._last_output = None
 
     def _flush(self) -> None:
@@ -283,6 +308,8 @@ class _Names:
 
     def __init__(self) -> None:
         self._roots: list[tuple[str, weakref.ref[nn.Module]]] = []
+        self._taken: set[str] = set()
+        """Their prefixes, also of those that are gone: it depends on the library when they go."""
         self._modules: dict[int, tuple[str, weakref.ref[nn.Module]]] = {}
         self._parameters: dict[int, tuple[str, weakref.ref[torch.Tensor]]] = {}
 
@@ -293,11 +320,11 @@ class _Names:
             return False
         self._roots = [each for each in self._roots if each[1]() is not None]
         has_parameters = any(True for _ in root.parameters())
-        taken = {prefix for prefix, _ in self._roots}
-        prefix = "" if has_parameters and "" not in taken else _class_name(root)
-        if has_parameters and prefix in taken:
+        prefix = "" if has_parameters and "" not in self._taken else _class_name(root)
+        if has_parameters and prefix in self._taken:
             numbered = (f"{prefix}-{number}" for number in count(2))
-            prefix = next(name for name in numbered if name not in taken)
+            prefix = next(name for name in numbered if name not in self._taken)
+        self._taken.add(prefix)
         self._roots.append((prefix, weakref.ref(root)))
         self._find_modules(prefix, root)
         return True
@@ -355,7 +382,7 @@ class _Names:
     def parameters(self) -> list[tuple[str, torch.Tensor]]:
         """Return all parameters that are known, by name."""
         known = [(name, tensor()) for name, tensor in self._parameters.values()]
-        return [(name, tensor) for name, tensor in known if tensor is not None]
+        return [(name, tensor) for name, tensor in known if isinstance(tensor, nn.Parameter)]
 
     def _name_of(self, parameter: torch.Tensor) -> str | None:
         name, known = self._parameters.get(id(parameter), (None, None))

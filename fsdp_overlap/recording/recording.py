@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from fsdp_overlap.recording.recorder import FORMAT
 from fsdp_overlap.recording.sketch import PROJECTIONS, Sketch
 
-SHARDED_KINDS = ("initial weight", "gradient", "weight")
+SHARDED_KINDS = ("initial weight", "gradient", "weight", "evaluated weight")
 """What ranks have parts of, or replicas. The other tensors are each rank's own."""
 
 

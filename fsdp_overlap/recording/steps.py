@@ -16,6 +16,7 @@ from torch.optim import Optimizer, optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_overlap.torch_internals import (
+    are_functorch_transforms_active,
     current_graph_task_id,
     dispatch_mode_count,
     without_inner_modes,
@@ -46,7 +47,7 @@ class StepObserver:
         self, module: nn.Module, is_root: bool, inputs: Sequence[Any], output: Any
     ) -> None:
         """Be called after it, before the module's own hooks. ``output`` is ``None`` if it
-        raised."""
+        raised, and empty if it returned ``None``."""
 
     def before_backward(self, losses: Sequence[torch.Tensor]) -> None:
         """Be called at the beginning of a backward."""
@@ -125,8 +126,13 @@ class _Hooks:
         self._observer.begin_step(self._step)
 
     def _is_ignored(self) -> bool:
-        """Return whether backward repeats what is called, or a worker that was forked calls it."""
-        return current_graph_task_id() != -1 or os.getpid() != self._process
+        """Return whether what is called is no part of a step: backward repeats it, ``torch.func``
+        transforms it, or a worker that was forked calls it."""
+        return (
+            current_graph_task_id() != -1
+            or are_functorch_transforms_active()
+            or os.getpid() != self._process
+        )
 
     # Where Dynamo traces them, hooks add nothing to the graph, and do not break it.
 
@@ -143,7 +149,8 @@ class _Hooks:
             return
         self._depth_of_all += 1
         if self._depth_of_all == 1:
-            self._observer.before_any_forward(module)
+            with without_inner_modes(self._modes):
+                self._observer.before_any_forward(module)
         if not torch.is_grad_enabled():
             return
         self._depth += 1
@@ -161,6 +168,8 @@ class _Hooks:
             return
         # torch leaves out the keyword arguments where forward raised.
         kwargs, output = rest if len(rest) == 2 else ({}, None)
+        if len(rest) == 2 and output is None:
+            output = ()
         self._depth = max(0, self._depth - 1)
         inputs = [*args, *kwargs.values()]
         with without_inner_modes(self._modes):

@@ -195,6 +195,14 @@ def test_two_models_of_a_class_have_names_of_their_own(tmp_path: Path) -> None:
     assert names[4] == "_Net-2.first.weight"
 
 
+def test_a_model_that_is_gone_keeps_its_name(tmp_path: Path) -> None:
+    with record(tmp_path):
+        for _ in range(2):
+            _train(_Net(), 1)
+            gc.collect()
+    assert _names(_steps(tmp_path)[1], "weight")[0] == "_Net.first.weight"
+
+
 def test_memory_does_not_grow_with_steps(tmp_path: Path) -> None:
     def losses() -> Iterator[Any]:
         while True:
@@ -210,6 +218,41 @@ def test_memory_does_not_grow_with_steps(tmp_path: Path) -> None:
             gc.collect()
             counts.append(sum(isinstance(each, weakref.ref) for each in gc.get_objects()))
     assert counts[-1] - counts[9] < 20
+
+
+def test_a_file_of_each_rank_before_ranks_have_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        with record(tmp_path):
+            _train(_Net(), 1)
+    assert len(Recording.read(tmp_path).ranks) == 2
+
+
+def test_the_program_changes_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").mkdir()
+    with record("folder"):
+        monkeypatch.chdir(tmp_path / "other")
+        _train(_Net(), 1)
+    assert len(_steps(tmp_path / "folder")) == 1
+
+
+def test_what_torch_func_transforms_is_no_step(tmp_path: Path) -> None:
+    model = _Net()
+
+    def loss(weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, weights, (x,)).square().mean()
+
+    model.eval()
+    weights = {name: each.detach() for name, each in model.named_parameters()}
+    with record(tmp_path):
+        torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, torch.randn(3, 4))
+        _train(model.train(), 1)
+    [step] = _steps(tmp_path)
+    assert _names(step, "output") == ["first", "drop", "last"]
 
 
 def test_kept_tensors_are_saved_whole(tmp_path: Path) -> None:

@@ -78,6 +78,8 @@ class Comparison:
     later: int
     left_out: tuple[str, ...] = ()
     """Tensors that one of the two could not record."""
+    more_steps: tuple[str, int] | None = None
+    """Which of the two has more steps, and how many more."""
     largest: dict[str, float] = field(default_factory=dict)
     """The largest difference of each kind."""
 
@@ -94,6 +96,9 @@ class Comparison:
         if self.left_out:
             count = _count(len(self.left_out), "tensor")
             left_out = f"\nNot compared: {count} without plain values, as {self.left_out[0]}."
+        if self.more_steps:
+            name, steps = self.more_steps
+            left_out += f"\nNot compared: {_count(steps, 'later step')}, which only {name} has."
         if self.first is None:
             return f"Equal to the bit: {what}.{left_out}"
         if self.unexplained is None:
@@ -136,6 +141,7 @@ def compare(a: Recording, b: Recording, names: tuple[str, str] = ("A", "B")) -> 
         unexplained,
         len(found) - found.index(unexplained) - 1 if unexplained else 0,
         _left_out(a, b, steps),
+        _more_steps(a, b, names),
         dict(largest),
     )
 
@@ -143,6 +149,11 @@ def compare(a: Recording, b: Recording, names: tuple[str, str] = ("A", "B")) -> 
 def _left_out(a: Recording, b: Recording, steps: int) -> tuple[str, ...]:
     of_steps = (rank[step] for run in (a, b) for rank in run.ranks for step in range(steps))
     return tuple(dict.fromkeys(name for each in of_steps for name in each.left_out))
+
+
+def _more_steps(a: Recording, b: Recording, names: tuple[str, str]) -> tuple[str, int] | None:
+    more = b.steps - a.steps
+    return (names[more > 0], abs(more)) if more else None
 
 
 class _Walk:
@@ -165,6 +176,8 @@ class _Walk:
         self._inputs_differ = self._random_differs = False
         self._coarsest = 0.0
         """The largest epsilon of what modules use and return, which what follows inherits."""
+        self._largest = 0.0
+        """The largest difference in this step of what ranks have of their own, relative to it."""
 
     def step(self, step: int) -> Iterator[Difference]:
         """Yield what differs in ``step``."""
@@ -172,12 +185,11 @@ class _Walk:
         self._random_differs = self._alike and any(
             x.random != y.random for x, y in zip(of_a, of_b, strict=True)
         )
-        self._inputs_differ = False
+        self._inputs_differ, self._largest = False, 0.0
         self._typical = _rms(of_a, "local gradient"), _rms(of_a, "gradient")
         keys = list(dict.fromkeys(key for rank in of_a for key in rank.events))
         absent = set(keys) ^ {key for rank in of_b for key in rank.events}
-        told_absent = False
-        losses_done = False
+        told_absent = losses_done = False
         for key in [*keys, *(key for key in absent if key not in keys)]:
             if key.kind not in SHARDED_KINDS and not self._alike:
                 continue
@@ -185,7 +197,7 @@ class _Walk:
                 losses_done = True
                 yield from self._losses(step)
             if key in absent:
-                if not told_absent and self._alike:
+                if not told_absent:
                     told_absent = True
                     yield self._absent(step, key, key in keys)
                 continue
@@ -193,6 +205,7 @@ class _Walk:
                 yield from self._together(step, key)
             else:
                 yield from self._on_ranks(step, key)
+        yield from self._loss_values(step)
         self._weigh()
 
     # ---- What ranks have of their own ----
@@ -224,9 +237,11 @@ class _Walk:
             "parameter": self._judge_parameter,
             "output": self._judge_output,
             "local gradient": self._judge_local_gradient,
+            "buffer": self._judge_buffer,
         }[key.kind]
         if isfinite(sizes[worst]):
             cause, why = judge(one, other, sizes[worst])
+            self._largest = max(self._largest, sizes[worst])
         else:
             cause, why = self._not_finite(one, other)
         if key.kind == "local gradient":  # all that is known where a closure computes them
@@ -243,6 +258,8 @@ class _Walk:
         return "not finite", "infinity or nan in one of the two"
 
     def _judge_input(self, one: Event, other: Event, size: float) -> tuple[str, str]:
+        if size <= _GROWTH * self._largest:  # of a loss, or of another model
+            return ORDER, "outputs before it differ as much"
         self._inputs_differ = True
         return "other data", (
             "the program drew other data, or resumed from what the first run saved: seed what it "
@@ -304,6 +321,19 @@ class _Walk:
             return "scaled", scale
         return self._by_weights(size)
 
+    def _judge_buffer(self, one: Event, other: Event, size: float) -> tuple[str, str]:
+        if (why := self._other_dtype(one, other)) is not None:
+            return "dtype", why
+        return self._by_what_precedes(size)
+
+    def _by_what_precedes(self, size: float) -> tuple[str, str]:
+        """Judge a difference by those of what the ranks have of their own in the same step."""
+        if self._inputs_differ:
+            return ORDER, "its inputs differ"
+        if size <= _GROWTH * self._largest:
+            return ORDER, "what precedes it differs as much"
+        return self._by_weights(size)
+
     def _by_weights(self, size: float) -> tuple[str, str]:
         """Judge a difference by that of the weights."""
         if size <= max(_ROUNDINGS * self._coarsest, _GROWTH * self._of_weights):
@@ -323,15 +353,24 @@ class _Walk:
         one, other = self._a.full(step, key), self._b.full(step, key)
         if one is None or other is None:
             return
+        if self._alike:
+            for rank, (x, y) in enumerate(zip(self._a.ranks, self._b.ranks, strict=True)):
+                if (key in x[step].events) != (key in y[step].events):
+                    yield self._absent(step, key, key in x[step].events, rank)
+                    return
         unlike = [run.unlike_replicas(step, key) for run in (self._a, self._b)]
         if unlike[0] != unlike[1]:
             index = int(len(unlike[1]) > len(unlike[0]))
             text = f"in {self._names[index]} they have other bits than the first"
             yield self._told(step, key, tuple(unlike[index]), inf, "replicas differ", text)
         elif unlike[0] and self._alike:  # in both: the program keeps them apart
-            own = [(rank[step].events[key] for rank in run.ranks) for run in (self._a, self._b)]
-            one, other = max(zip(*own, strict=True), key=lambda both: _distance(*both))
-        if key.kind != "gradient":
+            own = [
+                [rank[step].events[key] for rank in run.ranks if key in rank[step].events]
+                for run in (self._a, self._b)
+            ]
+            both = list(zip(*own, strict=True))
+            one, other = max(both, key=lambda each: (not _is_equal(*each), _distance(*each)))
+        if key.kind in ("initial weight", "weight"):
             if key.name in self._rest:
                 self._before[key.name] = self._rest[key.name]
             self._rest[key.name] = one, other
@@ -348,8 +387,13 @@ class _Walk:
             self._of_gradients[key.name] = max(self._of_gradients[key.name], size)
         elif key.kind == "weight":
             size, cause, why = self._judge_weight(one, other)
+        elif key.kind == "evaluated weight":
+            size = _relative(one, other)
+            cause, why = self._by_what_precedes(size)
+        elif (size := _relative(one, other)) <= _GROWTH * self._of_weights:
+            cause, why = ORDER, "the weights before it differ as much"  # of a copy of another model
         else:
-            size, cause = _relative(one, other), "first weights"
+            cause = "first weights"
             why = "the program drew or loaded others: seed it, or have {run} in the path of outputs"
         yield self._told(step, key, (), size, cause, why)
 
@@ -384,9 +428,10 @@ class _Walk:
         if self._is_noise(one, other, self._typical[1]):
             return size, ORDER, "both are as small as rounding errors of the others"
         errors = max((fit.error for fit in fits), default=0.0)
+        eps = max(eps, self._coarsest)
         if size <= max(_ROUNDINGS * eps, _GROWTH * self._of_weights, 4 * errors):
             return size, ORDER, "a sum over ranks"
-        if not self._alike:
+        if len(fits) < 2:
             return size, "reduction", "more than sums in another order give"
         return size, ORDER, "the ranks' gradients differ as much"
 
@@ -439,6 +484,16 @@ class _Walk:
                 text = f"{len(one)} backwards in {self._names[0]}, {len(other)} in {self._names[1]}"
                 yield self._told(step, key, (rank,), inf, "backwards", text)
                 return
+
+    def _loss_values(self, step: int) -> Iterator[Difference]:
+        of_ranks = zip(self._a.ranks, self._b.ranks, strict=False) if self._alike else ()
+        for rank, (x, y) in enumerate(of_ranks):
+            for call, (one, other) in enumerate(zip(x[step].losses, y[step].losses, strict=False)):
+                if one != other and (one == one or other == other):
+                    size = abs(one - other) / max(abs(one), abs(other))
+                    cause, why = self._by_what_precedes(size if isfinite(size) else inf)
+                    key = Key("loss", "", 0, call)
+                    yield self._told(step, key, (rank,), size, cause, why)
 
     def _absent(self, step: int, key: Key, is_in_a: bool, rank: int | None = None) -> Difference:
         has = self._names[0 if is_in_a else 1]
@@ -500,6 +555,8 @@ _KINDS = {
     "local gradient": "rank's own gradient of",
     "gradient": "gradient of",
     "weight": "weight",
+    "evaluated weight": "evaluated weight",
+    "buffer": "buffer",
     "initial weight": "first weight",
 }
 
