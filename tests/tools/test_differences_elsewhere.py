@@ -24,6 +24,7 @@ class _Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weights = nn.ParameterList([torch.randn(WIDTH, WIDTH) for _ in range(2)])
+        self.bias = nn.Parameter(torch.zeros(WIDTH))  # of which the next one takes the gradient
         self.norm = nn.BatchNorm1d(WIDTH)
         self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
         self.loss = torch.zeros(())
@@ -31,7 +32,7 @@ class _Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for weight in self.weights:
             x = x @ weight
-        return self.frozen(self.norm(x))
+        return self.frozen(self.norm(x + self.bias))
 
 
 @dataclass
@@ -44,7 +45,7 @@ class _Training:
         torch.manual_seed(0)
         averaged, criterion = deepcopy(self.model).requires_grad_(False), nn.MSELoss()
         trained = [each for each in self.model.parameters() if each.requires_grad]
-        optimizer = torch.optim.SGD(trained, 0.1)
+        optimizer = torch.optim.AdamW(trained, 0.01)
         for _ in range(self.steps):
             loss = criterion(self.model(torch.randn(4, WIDTH)), torch.ones(4, WIDTH))
             (loss + 0.5 * (self.fault == "loss")).backward()
@@ -52,6 +53,7 @@ class _Training:
             optimizer.step()
             optimizer.zero_grad()
             with torch.no_grad():
+                averaged.bias.lerp_(self.model.bias, 0.1)
                 for old, new in zip(averaged.weights, self.model.weights, strict=True):
                     old.lerp_(new, 0.1).mul_(1.5 if self.fault == "average" else 1)
                 averaged(torch.randn(4, WIDTH))

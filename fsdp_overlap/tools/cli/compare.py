@@ -57,6 +57,8 @@ def compare_program(
 ) -> int:
     """Run ``program`` in two ways, or three, and report. Return the exit code."""
     check_writable(out)
+    if ranks is not None and ranks < 1:
+        raise BadInput(f"--ranks {ranks}: must be at least 1")
     if options is not None:
         try:
             OursOptions.read(options)
@@ -105,9 +107,9 @@ def compare_program(
             break
     if not started.is_first:
         return ALIKE
-    _read(report, out)
+    is_whole = _read(report, out)
     _show(report, out)
-    if any(_has_failed(way, ranks) for way in ways for ranks in way.rounds) or not report.against:
+    if any(_has_failed(way, ranks) for way in ways for ranks in way.rounds) or not is_whole:
         return FAILED
     return _judge(report, limits)
 
@@ -175,8 +177,8 @@ def _hint(error: str) -> str:
     return ""
 
 
-def _read(report: CompareReport, out: Path) -> None:
-    """Read recordings and traces, and compare them."""
+def _read(report: CompareReport, out: Path) -> bool:
+    """Read recordings and traces, and compare them. Return whether all have recordings."""
     found: dict[str, Recording] = {}
     reports: dict[str, Report] = {}
     for way in report.ways:
@@ -185,7 +187,9 @@ def _read(report: CompareReport, out: Path) -> None:
             continue
         try:
             found[way.way] = Recording.read(folder)
-        except ValueError:
+        except ValueError as error:
+            if not _has_failed(way, way.rounds[0]):
+                report.failures.append(f"{way.label}: {error}: let all ranks train")
             continue
         if (folder / "traces").is_dir():
             try:
@@ -201,6 +205,7 @@ def _read(report: CompareReport, out: Path) -> None:
     if reports:
         write_report(reports, out)
     report.write(out)
+    return len(found) == len(report.ways)
 
 
 def _show(report: CompareReport, out: Path) -> None:
@@ -222,7 +227,7 @@ def _show(report: CompareReport, out: Path) -> None:
 
 def _judge(report: CompareReport, limits: Limits) -> int:
     status = ALIKE
-    if report.against[0].unexplained is not None:
+    if report.against[0].unexplained is not None or report.against[0].more_steps is not None:
         status = DIFFERENT
     difference, ratio = report.loss_difference, report.time_ratio
     if limits.loss is not None:

@@ -169,6 +169,10 @@ class _Walk:
         """The same, before the last step."""
         self._of_weights = 0.0
         """The difference of all weights at rest, relative to all."""
+        self._far = 0.0
+        """The same, as its norm."""
+        self._is_weighed = True
+        """Whether both are of the weights that are known by now."""
         self._of_gradients: dict[str, float] = defaultdict(float)
         """The largest difference of the gradients of each parameter, in all steps."""
         self._typical = (0.0, 0.0)
@@ -177,7 +181,7 @@ class _Walk:
         self._coarsest = 0.0
         """The largest epsilon of what modules use and return, which what follows inherits."""
         self._largest = 0.0
-        """The largest difference in this step of what ranks have of their own, relative to it."""
+        """The largest difference of inputs and outputs in this step, relative to them."""
 
     def step(self, step: int) -> Iterator[Difference]:
         """Yield what differs in ``step``."""
@@ -241,7 +245,8 @@ class _Walk:
         }[key.kind]
         if isfinite(sizes[worst]):
             cause, why = judge(one, other, sizes[worst])
-            self._largest = max(self._largest, sizes[worst])
+            if key.kind in ("input", "output"):
+                self._largest = max(self._largest, sizes[worst])
         else:
             cause, why = self._not_finite(one, other)
         if key.kind == "local gradient":  # all that is known where a closure computes them
@@ -374,6 +379,7 @@ class _Walk:
             if key.name in self._rest:
                 self._before[key.name] = self._rest[key.name]
             self._rest[key.name] = one, other
+            self._is_weighed = False
         self.compared += 1
         if _is_equal(one, other):
             self.equal += 1
@@ -389,7 +395,12 @@ class _Walk:
             size, cause, why = self._judge_weight(one, other)
         elif key.kind == "evaluated weight":
             size = _relative(one, other)
-            cause, why = self._by_what_precedes(size)
+            if not self._is_weighed:
+                self._weigh()
+            if _distance(one, other) <= _GROWTH * self._far:
+                cause, why = ORDER, "the weights differ as much"
+            else:
+                cause, why = self._by_what_precedes(size)
         elif (size := _relative(one, other)) <= _GROWTH * self._of_weights:
             cause, why = ORDER, "the weights before it differ as much"  # of a copy of another model
         else:
@@ -542,9 +553,10 @@ class _Walk:
 
     def _weigh(self) -> None:
         """Find how much all weights at rest differ."""
+        self._is_weighed = True
         squares = sum(_distance(*both) ** 2 for both in self._rest.values() if not _is_equal(*both))
         total = sum(one.sketch.squares for one, _ in self._rest.values())
-        self._of_weights = sqrt(squares / total) if total else 0.0
+        self._far, self._of_weights = sqrt(squares), sqrt(squares / total) if total else 0.0
 
 
 _KINDS = {

@@ -91,7 +91,8 @@ class Run:
     def read(cls, path: Path) -> Run:
         fields = json.loads(path.read_text(encoding="utf-8"))
         for name in ("folder", "first", "options"):
-            fields[name] = None if fields[name] is None else Path(fields[name])
+            # The program may change to another directory.
+            fields[name] = None if fields[name] is None else Path(fields[name]).resolve()
         return cls(**fields | {"program": Program(**fields["program"])})
 
 

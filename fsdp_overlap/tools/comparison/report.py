@@ -127,11 +127,26 @@ class CompareReport:
         for comparison in self.against:
             first, second = comparison.names
             said.append(f"{second} beside {first}: {comparison.text}")
+        said += self._later_losses()
         if (ratio := self.time_ratio) is not None:
             said.append(f"A step takes {ratio:.2f} of FSDP2's time.")
         for way in self.ways:
             said += [f"{way.label}: {note}." for note in way.notes]
         return said
+
+    def _later_losses(self) -> list[str]:
+        """Return what is to be said of the losses of steps that were not recorded."""
+        if not self.against or not self.against[0].is_equal:
+            return []
+        losses = {way.way: way.losses for way in self.ways if way.rounds}
+        both = zip(losses.get("fsdp2", ()), losses.get("ours", ()), strict=False)
+        unlike = [step for step, (one, other) in enumerate(both) if repr(one) != repr(other)]
+        if not unlike:
+            return []
+        return [
+            f"But from step {unlike[0]} on, which was not recorded, losses differ: "
+            f"record it by --steps {unlike[0] + 1}."
+        ]
 
     def table(self) -> ReportTable:
         """Return time, memory and communication of a step, a column for each way."""

@@ -11,10 +11,14 @@ from typing import Any
 
 import pytest
 
-from fsdp_overlap.tools.cli.compare import diff_recordings
+from fsdp_overlap.tools.cli.compare import _read, diff_recordings
 from fsdp_overlap.tools.cli.main import app
 from fsdp_overlap.tools.cli.output import BadInput
+from fsdp_overlap.tools.comparison.differences import Comparison
 from fsdp_overlap.tools.comparison.options import OursOptions
+from fsdp_overlap.tools.comparison.program import RankResult, Run
+from fsdp_overlap.tools.comparison.report import CompareReport, Way
+from fsdp_overlap.tools.races.runner import Program
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = ROOT / "tests" / "support" / "compared" / "program.py"
@@ -147,12 +151,46 @@ def test_a_prediction_of_both(tmp_path: Path) -> None:
         (["nothing.py"], "nothing.py: there is no such file"),
         (["--steps", "0", str(PROGRAM)], "--steps 0"),
         (["--timeout", "0", str(PROGRAM)], "--timeout 0"),
+        (["--ranks", "0", str(PROGRAM)], "--ranks 0"),
     ],
 )
 def test_bad_input(arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["fsdp-overlap", "compare", *arguments])
     with pytest.raises(BadInput, match=said):
         app(standalone_mode=False)
+
+
+def _report(*losses: list[list[float]]) -> CompareReport:
+    """Return the report of a program with these losses of FSDP2's steps, and of ours."""
+    ways = [
+        Way(way, [[RankResult(0, units={way: 1}, steps=3, losses=each)]])
+        for way, each in zip(("fsdp2", "ours"), losses, strict=True)
+    ]
+    return CompareReport("train.py", ways)
+
+
+def test_losses_that_differ_after_what_was_recorded() -> None:
+    report = _report([[1.0], [2.0]], [[1.0], [2.5]])
+    report.against = [Comparison(("A", "B"), 1, 9, 9, [], None, None, 0)]
+    said = "But from step 1 on, which was not recorded, losses differ: record it by --steps 2."
+    assert said in report.sentences
+    report.ways[1].rounds[0][0].losses = [[1.0], [2.0]]
+    assert said not in report.sentences
+
+
+def test_a_rank_that_did_not_train_is_named(tmp_path: Path) -> None:
+    report = _report([[1.0]], [[1.0]])
+    assert not _read(report, tmp_path)
+    assert "FSDP2: " in report.failures[0]
+    assert "has no recording" in report.failures[0]
+
+
+def test_folders_stay_where_the_program_changes_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Run(Program("train.py"), "ours", Path("runs"), 1, 1, 0, 0).write(Path("run.json"))
+    assert Run.read(Path("run.json")).folder == tmp_path / "runs"
 
 
 def test_a_folder_without_a_recording(tmp_path: Path) -> None:
