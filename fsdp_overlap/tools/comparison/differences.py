@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fsdp_overlap.recording.recording import SHARDED_KINDS, Event, Key, Recording
+from fsdp_overlap.recording.recording import SHARDED_KINDS, Event, Key, RankStep, Recording
 from fsdp_overlap.recording.sketch import PROJECTIONS, Sketch
 
 _ROUNDINGS = 16.0
@@ -191,6 +191,8 @@ class _Walk:
         )
         self._inputs_differ, self._largest = False, 0.0
         self._typical = _rms(of_a, "local gradient"), _rms(of_a, "gradient")
+        if not self._alike:  # these are not compared
+            self._coarsest = _coarsest([*of_a, *of_b])
         keys = list(dict.fromkeys(key for rank in of_a for key in rank.events))
         absent = set(keys) ^ {key for rank in of_b for key in rank.events}
         told_absent = losses_done = False
@@ -703,6 +705,13 @@ def _rms(ranks: Iterable[Any], kind: str) -> float:
                 sizes = [prod(size) for _, size in event.chunks]
                 numel += sum(sizes)
     return sqrt(squares / numel) if numel else 0.0
+
+
+def _coarsest(ranks: Iterable[RankStep]) -> float:
+    """Return the largest epsilon of parameters as modules used them, and of outputs."""
+    events = (event for rank in ranks for event in rank.events.values())
+    kinds = "parameter", "output"
+    return max((_eps(each.dtype) for each in events if each.key.kind in kinds), default=0.0)
 
 
 def _count(number: int, noun: str) -> str:
