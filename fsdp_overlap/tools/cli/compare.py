@@ -19,7 +19,7 @@ from fsdp_overlap.tools.cli.report import find_traces, show_table, write_report
 from fsdp_overlap.tools.comparison.differences import Comparison, compare
 from fsdp_overlap.tools.comparison.options import OursOptions
 from fsdp_overlap.tools.comparison.program import RankResult, Run
-from fsdp_overlap.tools.comparison.report import LABELS, CompareReport, Way
+from fsdp_overlap.tools.comparison.report import LABELS, CompareReport, Way, as_json
 from fsdp_overlap.tools.comparison.runs import Ranks, last_words
 from fsdp_overlap.tools.profiling import Report, read_report
 from fsdp_overlap.tools.profiling.tables import ReportTable
@@ -304,8 +304,7 @@ def diff_recordings(folders: tuple[Path, Path], json_path: Path | None) -> int:
     _show_losses(comparison)
     print(comparison.text)
     if json_path is not None:
-        text = json.dumps(comparison.to_json(), indent=1).replace("Infinity", "null")
-        json_path.write_text(text + "\n", encoding="utf-8")
+        json_path.write_text(as_json(comparison.to_json()), encoding="utf-8")
     return ALIKE if comparison.unexplained is None else DIFFERENT
 
 

@@ -208,8 +208,7 @@ class CompareReport:
             "findings": self.findings(),
             "failures": self.failures,
         }
-        text = json.dumps(told, indent=1).replace("Infinity", "null")
-        (folder / "compare.json").write_text(text + "\n", encoding="utf-8")
+        (folder / "compare.json").write_text(as_json(told), encoding="utf-8")
         (folder / "compare.html").write_text(self._page(), encoding="utf-8")
 
     def _page(self) -> str:
@@ -235,6 +234,12 @@ class CompareReport:
                 for comparison in self.against
             ],
         )
+
+
+def as_json(told: Any) -> str:
+    """Return the text of a JSON file, in which infinity and nan are ``null``."""
+    finite = json.loads(json.dumps(told), parse_constant=lambda _: None)
+    return json.dumps(finite, indent=1) + "\n"
 
 
 def _spread(seconds: Sequence[float]) -> str:

@@ -178,6 +178,13 @@ def test_losses_that_differ_after_what_was_recorded() -> None:
     assert said not in report.sentences
 
 
+def test_losses_that_are_not_finite_are_null_in_json(tmp_path: Path) -> None:
+    infinite = [[float("-inf")], [float("nan")]]
+    _report(infinite, infinite).write(tmp_path)
+    text = (tmp_path / "compare.json").read_text()
+    assert json.loads(text, parse_constant=pytest.fail)["ways"]["ours"]["losses"] == [None, None]
+
+
 def test_a_rank_that_did_not_train_is_named(tmp_path: Path) -> None:
     report = _report([[1.0]], [[1.0]])
     assert not _read(report, tmp_path)
