@@ -29,7 +29,7 @@ from fsdp_overlap.tensor.pytree import tensors_in
 from fsdp_overlap.weights.chunks import local_chunks
 from fsdp_overlap.weights.model_weights import name_of, named_weights
 
-FORMAT = 1
+FORMAT = 2
 
 
 def recording_path(folder: Path, rank: int) -> Path:

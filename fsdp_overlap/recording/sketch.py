@@ -170,7 +170,7 @@ def _sums_of_columns(
         for part, at in zip(flat.split(1 << 20), positions.split(1 << 20), strict=True):
             odd, signs = _row_factors(at // _COLUMNS)
             bits, numbers = _bits(part), _numbers(part)
-            digests.index_add_(0, at % _COLUMNS, (bits * odd.to(bits.dtype)).long())
+            digests.index_add_(0, at % _COLUMNS, _products(bits, odd).long())
             sums.index_add_(0, at % _COLUMNS, (numbers * signs).double())
             squares += numbers.square().sum(dtype=torch.float64)
     else:
@@ -179,8 +179,7 @@ def _sums_of_columns(
             odd, signs = factors.of_rows(row, rows)
             bits, numbers = _bits(part), _numbers(part)
             among = slice(column, column + width)
-            products = bits * odd.to(bits.dtype)[:, None]
-            digests[among] += products.sum(0, dtype=torch.int64)
+            digests[among] += _products(bits, odd[:, None]).sum(0, dtype=torch.int64)
             sums[among] += signs.to(numbers.dtype) @ numbers
             squares += numbers.reshape(-1).dot(numbers.reshape(-1))
     return digests, sums, squares
@@ -206,6 +205,14 @@ def _rows(flat: torch.Tensor, first: int) -> Iterator[tuple[torch.Tensor, int, i
 def _bits(values: torch.Tensor) -> torch.Tensor:
     bits = values.view(_BITS[values.element_size()])
     return bits if bits.element_size() >= 4 else bits.int()
+
+
+def _products(bits: torch.Tensor, odd: torch.Tensor) -> torch.Tensor:
+    # Signs are in the upper half alone, where two that change would cancel out.
+    products = bits >> 4 * bits.element_size()
+    products += bits
+    products *= odd.to(bits.dtype)
+    return products
 
 
 def _numbers(values: torch.Tensor) -> torch.Tensor:

@@ -64,6 +64,16 @@ def test_the_digest_tells_any_bit(dtype: torch.dtype, at: int, bit: int) -> None
     assert sketch_of(values.clone()).digest == sketch_of(values).digest
 
 
+@pytest.mark.parametrize("dtype", [each for each in DTYPES if each.is_signed])
+def test_the_digest_tells_signs(dtype: torch.dtype) -> None:
+    values = _values((8, 1024), dtype)
+    assert sketch_of(values).digest != sketch_of(-values).digest
+    for row in range(1, 8):
+        changed = values.clone()
+        changed[0, 5], changed[row, 5] = -changed[0, 5], -changed[row, 5]
+        assert sketch_of(values).digest != sketch_of(changed).digest
+
+
 def test_the_digest_tells_swapped_elements_and_rows() -> None:
     values = _values((4, 1024), torch.float32)
     swapped = values.flatten()[[1, 0, *range(2, 4096)]]
