@@ -685,8 +685,7 @@ def _summary(values: torch.Tensor) -> str:
 
 CANNOT_MOVE = (
     "a sharded parameter cannot be replaced, its unit gathers the shard that it knows: move or "
-    "cast a module (to(), cuda(), half(), ...) before fully_shard(), cast a unit before it runs, "
-    "or give memory to a whole unit, by its to_empty()"
+    "cast a module before fully_shard(), or cast a unit, or to_empty() it, before it runs"
 )
 """Why nn.Module.to() and the like cannot work on a part of a unit, and what to do."""
 

@@ -228,7 +228,7 @@ def gives_a_part_memory(layout: LayoutRule) -> None:
     with torch.device("meta"):
         model = Model()
     shard_layers(model, FsdpContext(layout=layout))
-    with pytest.raises(RuntimeError, match="memory to a whole unit, by its to_empty"):
+    with pytest.raises(RuntimeError, match=r"or cast a unit, or to_empty\(\) it, before it runs"):
         model.layers[0].down.to_empty(device="cpu")
     model.to_empty(device="cpu")
     initialize(model)
