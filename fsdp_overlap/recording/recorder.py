@@ -37,7 +37,7 @@ def recording_path(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.jsonl"
 
 
-class _Event(NamedTuple):
+class _PendingTensor(NamedTuple):
     """What is written of a tensor. ``sketches``: the indices of those of its chunks."""
 
     order: int
@@ -75,7 +75,7 @@ class Recorder(StepObserver):
         self._lines: TextIO | None = None
         self._step = 0
         self._sketches = SketchBuffer()
-        self._events: list[_Event] = []
+        self._pending: list[_PendingTensor] = []
         self._losses: list[tuple[int, torch.Tensor]] = []
         self._order = 0
         self._calls = Counter[tuple[str, str, int]]()
@@ -245,8 +245,8 @@ class Recorder(StepObserver):
         indices = [self._sketches.add(values, shape, chunk) for chunk, values in chunks]
         places = [(chunk.offsets, chunk.sizes) for chunk, _ in chunks]
         dtype = str(tensor.dtype).removeprefix("torch.")
-        self._events.append(
-            _Event(order, kind, name, part, of_class, shape, dtype, places, indices)
+        self._pending.append(
+            _PendingTensor(order, kind, name, part, of_class, shape, dtype, places, indices)
         )
         if self._keep is not None and f"{name}.".startswith(f"{self._keep}."):
             self._save(kind, name, part, order, chunks)
@@ -264,19 +264,19 @@ class Recorder(StepObserver):
         sketches = self._sketches.finish()
         losses = [(order, float(loss)) for order, loss in self._losses]
         self._write_line("losses", values=[value for _, value in losses])
-        for event in sorted(self._events):
-            key = event.kind, event.name, event.part
+        for each in sorted(self._pending):
+            key = each.kind, each.name, each.part
             self._calls[key] += 1
-            own = [sketches[index] for index in event.sketches]
+            own = [sketches[index] for index in each.sketches]
             self._write_line(
-                event.kind,
-                name=event.name,
-                of_class=event.of_class,
-                part=event.part,
+                each.kind,
+                name=each.name,
+                of_class=each.of_class,
+                part=each.part,
                 call=self._calls[key] - 1,
-                shape=event.shape,
-                dtype=event.dtype,
-                chunks=event.chunks,
+                shape=each.shape,
+                dtype=each.dtype,
+                chunks=each.chunks,
                 digests=[sketch.digest for sketch in own],
                 squares=[sketch.squares for sketch in own],
                 projections=[sketch.projections for sketch in own],
@@ -284,7 +284,7 @@ class Recorder(StepObserver):
         self._write_line("end", left_out=list(self._left_out))
         self._left_out.clear()
         self._flush()
-        self._events.clear()
+        self._pending.clear()
         self._losses.clear()
         self._calls.clear()
         self._used.clear()

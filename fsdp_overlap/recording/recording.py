@@ -18,7 +18,7 @@ SHARDED_KINDS = ("initial weight", "gradient", "weight", "evaluated weight")
 
 
 class Key(NamedTuple):
-    """Which tensor of a step an event is of. ``call`` counts those of the same name."""
+    """Which tensor of a step a record is of. ``call`` counts those of the same name."""
 
     kind: str
     name: str
@@ -27,7 +27,7 @@ class Key(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Event:
+class TensorRecord:
     """What was recorded of a tensor: on one rank, or of all its shards together."""
 
     key: Key
@@ -44,7 +44,7 @@ class RankStep:
 
     random: int
     losses: list[float] = field(default_factory=list)
-    events: dict[Key, Event] = field(default_factory=dict)
+    tensors: dict[Key, TensorRecord] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     """Tensors that could not be recorded, such as sparse ones."""
 
@@ -71,26 +71,26 @@ class Recording:
         of_ranks = [rank[step].losses for rank in self.ranks]
         return [sum(each) / len(of_ranks) for each in zip(*of_ranks, strict=False)]
 
-    def full(self, step: int, key: Key) -> Event | None:
-        """Return the event of all shards of a tensor together, ``None`` if no rank has it."""
-        found: dict[Any, tuple[Event, Sketch]] = {}
+    def full(self, step: int, key: Key) -> TensorRecord | None:
+        """Return the record of all shards of a tensor together, ``None`` if no rank has it."""
+        found: dict[Any, tuple[TensorRecord, Sketch]] = {}
         for rank in self.ranks:
-            if (event := rank[step].events.get(key)) is not None and event.chunks:
-                found.setdefault(event.chunks, (event, event.sketch))
+            if (record := rank[step].tensors.get(key)) is not None and record.chunks:
+                found.setdefault(record.chunks, (record, record.sketch))
         if not found:
             return None
-        event = next(iter(found.values()))[0]
+        record = next(iter(found.values()))[0]
         sketch = reduce(add, [sketch for _, sketch in found.values()])
-        return Event(key, event.of_class, event.shape, event.dtype, sketch)
+        return TensorRecord(key, record.of_class, record.shape, record.dtype, sketch)
 
     def unlike_replicas(self, step: int, key: Key) -> list[int]:
         """Return the ranks that have the same shard as an earlier rank, with other bits."""
         first: dict[Any, int] = {}
         unlike = []
         for index, rank in enumerate(self.ranks):
-            if (event := rank[step].events.get(key)) is not None and event.chunks:
-                digest = event.sketch.digest
-                if first.setdefault(event.chunks, digest) != digest:
+            if (record := rank[step].tensors.get(key)) is not None and record.chunks:
+                digest = record.sketch.digest
+                if first.setdefault(record.chunks, digest) != digest:
                     unlike.append(index)
         return unlike
 
@@ -144,12 +144,12 @@ def _read_steps(lines: Iterator[dict[str, Any]]) -> list[RankStep]:
             is_complete = True
             steps[-1].left_out = line["left_out"]
         else:
-            event = _event(line)
-            steps[-1].events[event.key] = event
+            record = _record_of(line)
+            steps[-1].tensors[record.key] = record
     return steps if is_complete else steps[:-1]
 
 
-def _event(line: dict[str, Any]) -> Event:
+def _record_of(line: dict[str, Any]) -> TensorRecord:
     sketches = [
         Sketch(digest, squares, tuple(projections))
         for digest, squares, projections in zip(
@@ -157,7 +157,7 @@ def _event(line: dict[str, Any]) -> Event:
         )
     ]
     empty = Sketch(0, 0.0, (0.0,) * PROJECTIONS)
-    return Event(
+    return TensorRecord(
         Key(line["kind"], line["name"], line["part"], line["call"]),
         line["of_class"],
         tuple(line["shape"]),

@@ -61,7 +61,7 @@ def _steps(folder: Path) -> list[RankStep]:
 
 
 def _names(step: RankStep, kind: str) -> list[str]:
-    return [key.name for key in step.events if key.kind == kind]
+    return [key.name for key in step.tensors if key.kind == kind]
 
 
 @pytest.mark.parametrize("repeats", [None, True, False])
@@ -106,7 +106,7 @@ def test_events_come_in_the_order_of_execution(tmp_path: Path) -> None:
     with record(tmp_path):
         _train(_Net(), 1)
     [step] = _steps(tmp_path)
-    kinds = list(dict.fromkeys(key.kind for key in step.events))
+    kinds = list(dict.fromkeys(key.kind for key in step.tensors))
     assert kinds == [
         *("initial weight", "input", "parameter", "output"),
         *("local gradient", "gradient", "weight"),
@@ -160,7 +160,7 @@ def test_backwards_and_optimizers_of_one_step(tmp_path: Path) -> None:
                 optimizer.zero_grad()
     for step in _steps(tmp_path):
         assert len(step.losses) == 3
-        assert Key("local gradient", "last.bias", 0, 2) in step.events
+        assert Key("local gradient", "last.bias", 0, 2) in step.tensors
         assert len(_names(step, "weight")) == 4
 
 

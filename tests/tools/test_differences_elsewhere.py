@@ -139,7 +139,7 @@ def test_a_gradient_that_one_run_lacks(ranks: int, tmp_path: Path) -> None:
     one, other = _on_ranks(recording, 2), _on_ranks(recording, ranks)
     lacking = other.ranks[1:] if ranks == 2 else other.ranks
     for rank in lacking:
-        del rank[1].events[Key("gradient", "weights.1", 0, 0)]
+        del rank[1].tensors[Key("gradient", "weights.1", 0, 0)]
     found = compare(one, other).unexplained
     assert found is not None
     assert (found.step, found.cause, found.name) == (1, "absent", "weights.1")
@@ -150,6 +150,6 @@ def test_replicas_of_some_ranks_that_differ_in_both(tmp_path: Path) -> None:
     recording = _on_ranks(_recording(tmp_path / "a"), 3)
     spoiled = _recording(tmp_path / "b", "gradient")
     key = Key("gradient", "weights.1", 0, 0)
-    recording.ranks[1][0].events[key] = spoiled.ranks[0][0].events[key]
-    del recording.ranks[2][0].events[key]
+    recording.ranks[1][0].tensors[key] = spoiled.ranks[0][0].tensors[key]
+    del recording.ranks[2][0].tensors[key]
     assert compare(recording, recording).is_equal

@@ -18,7 +18,7 @@ from fsdp_overlap.tools.cli.output import BadInput, check_writable
 from fsdp_overlap.tools.cli.report import find_traces, show_table, write_report
 from fsdp_overlap.tools.comparison.differences import Comparison, compare
 from fsdp_overlap.tools.comparison.options import OursOptions
-from fsdp_overlap.tools.comparison.program import RankResult, Run
+from fsdp_overlap.tools.comparison.program import ProgramRun, RankResult
 from fsdp_overlap.tools.comparison.report import LABELS, CompareReport, Way, as_json
 from fsdp_overlap.tools.comparison.runs import Ranks, last_words
 from fsdp_overlap.tools.profiling import Report, read_report
@@ -80,7 +80,7 @@ def compare_program(
         for way in ways if number % 2 == 0 else ways[::-1]:
             folder = out / way.way / f"round-{number}"
             args = [arg.replace("{run}", f"{way.way}-{number}") for arg in program.args]
-            run = Run(
+            run = ProgramRun(
                 replace(program, args=args),
                 way.way,
                 folder,
@@ -120,7 +120,7 @@ def _has_failed(way: Way, results: Sequence[RankResult]) -> bool:
     return any(rank.error for rank in results) or not results[0].steps or not is_sharded
 
 
-def _failures(way: Way, results: Sequence[RankResult], run: Run) -> list[str]:
+def _failures(way: Way, results: Sequence[RankResult], run: ProgramRun) -> list[str]:
     """Return what went wrong in a run, each with what to do."""
     said = []
     units = results[0].units

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fsdp_overlap.recording.recording import SHARDED_KINDS, Event, Key, RankStep, Recording
+from fsdp_overlap.recording.recording import SHARDED_KINDS, Key, RankStep, Recording, TensorRecord
 from fsdp_overlap.recording.sketch import PROJECTIONS, Sketch
 
 _ROUNDINGS = 16.0
@@ -163,9 +163,9 @@ class _Walk:
         self._a, self._b, self._names = a, b, names
         self._alike = len(a.ranks) == len(b.ranks)
         self.compared = self.equal = 0
-        self._rest: dict[str, tuple[Event, Event]] = {}
+        self._rest: dict[str, tuple[TensorRecord, TensorRecord]] = {}
         """The weights of both runs, as they are at rest."""
-        self._before: dict[str, tuple[Event, Event]] = {}
+        self._before: dict[str, tuple[TensorRecord, TensorRecord]] = {}
         """The same, before the last step."""
         self._of_weights = 0.0
         """The difference of all weights at rest, relative to all."""
@@ -193,8 +193,8 @@ class _Walk:
         self._typical = _rms(of_a, "local gradient"), _rms(of_a, "gradient")
         if not self._alike:  # these are not compared
             self._coarsest = _coarsest([*of_a, *of_b])
-        keys = list(dict.fromkeys(key for rank in of_a for key in rank.events))
-        absent = set(keys) ^ {key for rank in of_b for key in rank.events}
+        keys = list(dict.fromkeys(key for rank in of_a for key in rank.tensors))
+        absent = set(keys) ^ {key for rank in of_b for key in rank.tensors}
         told_absent = losses_done = False
         for key in [*keys, *(key for key in absent if key not in keys)]:
             if key.kind not in SHARDED_KINDS and not self._alike:
@@ -217,9 +217,9 @@ class _Walk:
     # ---- What ranks have of their own ----
 
     def _on_ranks(self, step: int, key: Key) -> Iterator[Difference]:
-        unlike: list[tuple[int, Event, Event]] = []
+        unlike: list[tuple[int, TensorRecord, TensorRecord]] = []
         for rank, (x, y) in enumerate(zip(self._a.ranks, self._b.ranks, strict=True)):
-            one, other = x[step].events.get(key), y[step].events.get(key)
+            one, other = x[step].tensors.get(key), y[step].tensors.get(key)
             if one is None and other is None:
                 continue
             if one is None or other is None:
@@ -255,7 +255,7 @@ class _Walk:
             self._of_gradients[key.name] = max(self._of_gradients[key.name], sizes[worst])
         yield self._told(step, key, ranks, sizes[worst], cause, why)
 
-    def _not_finite(self, one: Event, other: Event) -> tuple[str, str]:
+    def _not_finite(self, one: TensorRecord, other: TensorRecord) -> tuple[str, str]:
         """Judge two tensors whose difference is not finite."""
         if one.shape != other.shape:
             (a, b), (of_a, of_b) = self._names, (one.shape, other.shape)
@@ -264,7 +264,7 @@ class _Walk:
             return ORDER, "infinity or nan in both"
         return "not finite", "infinity or nan in one of the two"
 
-    def _judge_input(self, one: Event, other: Event, size: float) -> tuple[str, str]:
+    def _judge_input(self, one: TensorRecord, other: TensorRecord, size: float) -> tuple[str, str]:
         if size <= _GROWTH * self._largest:  # of a loss, or of another model
             return ORDER, "outputs before it differ as much"
         self._inputs_differ = True
@@ -273,7 +273,9 @@ class _Walk:
             "shuffles by, or have {run} in the path of its outputs"
         )
 
-    def _judge_parameter(self, one: Event, other: Event, size: float) -> tuple[str, str]:
+    def _judge_parameter(
+        self, one: TensorRecord, other: TensorRecord, size: float
+    ) -> tuple[str, str]:
         if (why := self._other_dtype(one, other)) is not None:
             return "dtype", why
         at_rest = self._rest.get(one.key.name)
@@ -302,7 +304,7 @@ class _Walk:
                 return "stale weight", f"{text}, but that before the last step"
         return "wrong weight", text
 
-    def _judge_output(self, one: Event, other: Event, size: float) -> tuple[str, str]:
+    def _judge_output(self, one: TensorRecord, other: TensorRecord, size: float) -> tuple[str, str]:
         if (why := self._other_dtype(one, other)) is not None:
             return "dtype", why
         if self._inputs_differ:
@@ -319,7 +321,9 @@ class _Walk:
             return ORDER, "its weights differ as much"
         return self._by_weights(size)
 
-    def _judge_local_gradient(self, one: Event, other: Event, size: float) -> tuple[str, str]:
+    def _judge_local_gradient(
+        self, one: TensorRecord, other: TensorRecord, size: float
+    ) -> tuple[str, str]:
         if (why := self._other_dtype(one, other)) is not None:
             return "dtype", why
         if self._is_noise(one, other, self._typical[0]):
@@ -328,7 +332,7 @@ class _Walk:
             return "scaled", scale
         return self._by_weights(size)
 
-    def _judge_buffer(self, one: Event, other: Event, size: float) -> tuple[str, str]:
+    def _judge_buffer(self, one: TensorRecord, other: TensorRecord, size: float) -> tuple[str, str]:
         if (why := self._other_dtype(one, other)) is not None:
             return "dtype", why
         return self._by_what_precedes(size)
@@ -362,8 +366,8 @@ class _Walk:
             return
         if self._alike:
             for rank, (x, y) in enumerate(zip(self._a.ranks, self._b.ranks, strict=True)):
-                if (key in x[step].events) != (key in y[step].events):
-                    yield self._absent(step, key, key in x[step].events, rank)
+                if (key in x[step].tensors) != (key in y[step].tensors):
+                    yield self._absent(step, key, key in x[step].tensors, rank)
                     return
         unlike = [run.unlike_replicas(step, key) for run in (self._a, self._b)]
         if unlike[0] != unlike[1]:
@@ -372,7 +376,7 @@ class _Walk:
             yield self._told(step, key, tuple(unlike[index]), inf, "replicas differ", text)
         elif unlike[0] and self._alike:  # in both: the program keeps them apart
             own = [
-                [rank[step].events[key] for rank in run.ranks if key in rank[step].events]
+                [rank[step].tensors[key] for rank in run.ranks if key in rank[step].tensors]
                 for run in (self._a, self._b)
             ]
             both = list(zip(*own, strict=True))
@@ -410,12 +414,14 @@ class _Walk:
             why = "the program drew or loaded others: seed it, or have {run} in the path of outputs"
         yield self._told(step, key, (), size, cause, why)
 
-    def _judge_gradient(self, step: int, one: Event, other: Event) -> tuple[float, str, str]:
+    def _judge_gradient(
+        self, step: int, one: TensorRecord, other: TensorRecord
+    ) -> tuple[float, str, str]:
         own = [_Reduction(run, step, one.key.name) for run in (self._a, self._b)]
         fits = [
             fit
-            for each, event in zip(own, (one, other), strict=True)
-            if self._alike and (fit := each.fit(event.sketch)) is not None
+            for each, record in zip(own, (one, other), strict=True)
+            if self._alike and (fit := each.fit(record.sketch)) is not None
         ]
         # In units of the gradient, which may have been clipped, or scaled back.
         scale = max(*(fit.scale for fit in fits), *(each.sketch.norm for each in (one, other)))
@@ -427,10 +433,10 @@ class _Walk:
         eps = _eps(one.dtype)
         rounding = max(_ROUNDINGS * eps, *(2 * each.eps for each in own))
         if len(fits) == 2:
-            for index, event in ((1, other), (0, one)):
+            for index, record in ((1, other), (0, one)):
                 if fits[index].error > max(rounding, 8 * fits[1 - index].error):
                     usual = fits[1 - index].factor
-                    cause, why = own[index].explain(event.sketch, self._names[index], usual)
+                    cause, why = own[index].explain(record.sketch, self._names[index], usual)
                     return size, cause, why
             ratio = fits[1].factor / fits[0].factor if fits[0].factor else 1.0
             error = fits[0].error + fits[1].error
@@ -448,7 +454,7 @@ class _Walk:
             return size, "reduction", "more than sums in another order give"
         return size, ORDER, "the ranks' gradients differ as much"
 
-    def _judge_weight(self, one: Event, other: Event) -> tuple[float, str, str]:
+    def _judge_weight(self, one: TensorRecord, other: TensorRecord) -> tuple[float, str, str]:
         size = _relative(one, other)
         if (why := self._other_dtype(one, other)) is not None:
             return size, "dtype", why
@@ -461,8 +467,8 @@ class _Walk:
         if before is None:
             return size, "weights", "which were not recorded before"
         steps = [
-            _difference(event.sketch, old.sketch)
-            for event, old in zip((one, other), before, strict=True)
+            _difference(record.sketch, old.sketch)
+            for record, old in zip((one, other), before, strict=True)
         ]
         norm = max(each.norm for each in map(_estimated, steps))
         of_step = steps[0].distance(steps[1]) / max(norm, _NOISE)
@@ -513,12 +519,12 @@ class _Walk:
         ranks = () if rank is None else (rank,)
         return self._told(step, key, ranks, inf, "absent", f"only {has} has it")
 
-    def _other_dtype(self, one: Event, other: Event) -> str | None:
+    def _other_dtype(self, one: TensorRecord, other: TensorRecord) -> str | None:
         if one.dtype == other.dtype:
             return None
         return f"{one.dtype} in {self._names[0]}, {other.dtype} in {self._names[1]}"
 
-    def _multiple(self, one: Event, other: Event) -> str | None:
+    def _multiple(self, one: TensorRecord, other: TensorRecord) -> str | None:
         """Return what to say if one is a multiple of the other."""
         if prod(one.shape) < 4:
             return None  # as any two of one element are
@@ -534,7 +540,7 @@ class _Walk:
     def _times(self, factor: float) -> str:
         return f"it is {factor:.4g} times as large in {self._names[1]}"
 
-    def _is_noise(self, one: Event, other: Event, typical: float) -> bool:
+    def _is_noise(self, one: TensorRecord, other: TensorRecord, typical: float) -> bool:
         """Return whether a gradient differs by no more than rounding errors of typical ones."""
         eps = max(_eps(one.dtype), _eps(other.dtype), self._coarsest)
         scale = typical * sqrt(max(1, prod(one.shape)))
@@ -591,10 +597,10 @@ class _Reduction:
         self._parts: dict[tuple[int, int], Sketch] = {}
         self.eps = 0.0
         for rank, steps in enumerate(run.ranks):
-            for key, event in steps[step].events.items():
+            for key, record in steps[step].tensors.items():
                 if key.kind == "local gradient" and key.name == name:
-                    self._parts[rank, key.call] = event.sketch
-                    self.eps = max(self.eps, _eps(event.dtype))
+                    self._parts[rank, key.call] = record.sketch
+                    self.eps = max(self.eps, _eps(record.dtype))
         self._scale = sum(part.norm for part in self._parts.values()) / len(run.ranks)
         self._ranks = len(run.ranks)
 
@@ -655,7 +661,7 @@ def _solved(basis: Sequence[Sketch], target: Sketch) -> tuple[list[float], float
     return factors.tolist(), sqrt(float(left) / max(1, PROJECTIONS - len(basis)))
 
 
-def _is_equal(one: Event, other: Event) -> bool:
+def _is_equal(one: TensorRecord, other: TensorRecord) -> bool:
     return (one.sketch.digest, one.dtype, one.shape) == (
         other.sketch.digest,
         other.dtype,
@@ -663,11 +669,11 @@ def _is_equal(one: Event, other: Event) -> bool:
     )
 
 
-def _distance(one: Event, other: Event) -> float:
+def _distance(one: TensorRecord, other: TensorRecord) -> float:
     return one.sketch.distance(other.sketch)
 
 
-def _relative(one: Event, other: Event) -> float:
+def _relative(one: TensorRecord, other: TensorRecord) -> float:
     if one.shape != other.shape:
         return inf
     size = _distance(one, other) / max(one.sketch.norm, other.sketch.norm, _NOISE)
@@ -699,19 +705,19 @@ def _rms(ranks: Iterable[Any], kind: str) -> float:
     """Return the root mean square of all gradients of ``kind``."""
     squares = numel = 0.0
     for rank in ranks:
-        for key, event in rank.events.items():
-            if key.kind == kind and isfinite(event.sketch.squares):
-                squares += event.sketch.squares
-                sizes = [prod(size) for _, size in event.chunks]
+        for key, record in rank.tensors.items():
+            if key.kind == kind and isfinite(record.sketch.squares):
+                squares += record.sketch.squares
+                sizes = [prod(size) for _, size in record.chunks]
                 numel += sum(sizes)
     return sqrt(squares / numel) if numel else 0.0
 
 
 def _coarsest(ranks: Iterable[RankStep]) -> float:
     """Return the largest epsilon of parameters as modules used them, and of outputs."""
-    events = (event for rank in ranks for event in rank.events.values())
+    records = (record for rank in ranks for record in rank.tensors.values())
     kinds = "parameter", "output"
-    return max((_eps(each.dtype) for each in events if each.key.kind in kinds), default=0.0)
+    return max((_eps(each.dtype) for each in records if each.key.kind in kinds), default=0.0)
 
 
 def _count(number: int, noun: str) -> str:

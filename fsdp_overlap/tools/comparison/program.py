@@ -54,7 +54,7 @@ WAYS = ("fsdp2", "ours", "replicated")
 
 
 @dataclass(frozen=True)
-class Run:
+class ProgramRun:
     """What a rank's process is to do.
 
     Attributes:
@@ -88,7 +88,7 @@ class Run:
         path.write_text(json.dumps(fields, default=str), encoding="utf-8")
 
     @classmethod
-    def read(cls, path: Path) -> Run:
+    def read(cls, path: Path) -> ProgramRun:
         fields = json.loads(path.read_text(encoding="utf-8"))
         for name in ("folder", "first", "options"):
             # The program may change to another directory.
@@ -144,7 +144,7 @@ def result_path(folder: Path, rank: int) -> Path:
 class _Measurement(StepObserver):
     """Records the first steps, times later ones, profiles the last, and ends the program."""
 
-    def __init__(self, run: Run, result: RankResult) -> None:
+    def __init__(self, run: ProgramRun, result: RankResult) -> None:
         self._run, self._result = run, result
         self._recorder = Recorder(run.folder, run.recorded, run.keep)
         self._losses: list[list[torch.Tensor]] = []
@@ -325,7 +325,7 @@ def _peak() -> tuple[int, int | None]:
 
 
 @contextmanager
-def _as(run: Run, notes: list[str]) -> Iterator[None]:
+def _as(run: ProgramRun, notes: list[str]) -> Iterator[None]:
     """Let what is imported within the ``with`` block shard in the way of ``run``. Note what does
     not run as on a GPU."""
     with ExitStack() as stack:
@@ -388,7 +388,7 @@ def _seed(seed: int) -> None:
 
 def main() -> int:
     """Run what the file in the command line says. Return the exit status."""
-    run = Run.read(Path(sys.argv[1]))
+    run = ProgramRun.read(Path(sys.argv[1]))
     result = RankResult(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     measurement = _Measurement(run, result)
     _seed(run.seed)

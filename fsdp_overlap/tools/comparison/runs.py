@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from fsdp_overlap.tools.comparison.program import RankResult, Run, result_path
+from fsdp_overlap.tools.comparison.program import ProgramRun, RankResult, result_path
 from fsdp_overlap.tools.races.testing import environment
 
 _GRACE = 15.0
@@ -48,7 +48,7 @@ class Ranks:
         """Whether this process reports."""
         return self.joined is None or os.environ["RANK"] == "0"
 
-    def run(self, run: Run) -> list[RankResult]:
+    def run(self, run: ProgramRun) -> list[RankResult]:
         """Run a program on all ranks. Return what each has seen, on every rank that torchrun
         started, where they share the folder."""
         run.folder.mkdir(parents=True, exist_ok=True)

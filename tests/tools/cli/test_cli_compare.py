@@ -16,7 +16,7 @@ from fsdp_overlap.tools.cli.main import app
 from fsdp_overlap.tools.cli.output import BadInput
 from fsdp_overlap.tools.comparison.differences import Comparison
 from fsdp_overlap.tools.comparison.options import OursOptions
-from fsdp_overlap.tools.comparison.program import RankResult, Run
+from fsdp_overlap.tools.comparison.program import ProgramRun, RankResult
 from fsdp_overlap.tools.comparison.report import CompareReport, Way
 from fsdp_overlap.tools.races.runner import Program
 
@@ -196,8 +196,8 @@ def test_folders_stay_where_the_program_changes_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Run(Program("train.py"), "ours", Path("runs"), 1, 1, 0, 0).write(Path("run.json"))
-    assert Run.read(Path("run.json")).folder == tmp_path / "runs"
+    ProgramRun(Program("train.py"), "ours", Path("runs"), 1, 1, 0, 0).write(Path("run.json"))
+    assert ProgramRun.read(Path("run.json")).folder == tmp_path / "runs"
 
 
 def test_a_folder_without_a_recording(tmp_path: Path) -> None:
