@@ -81,7 +81,7 @@ def test_options_and_assertions(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("missing", "step 0, gradient of 1.weight"),
+        pytest.param("missing", "step 0, gradient of 1.weight", marks=pytest.mark.slow),
         ("seed", "step 0, input of the model on rank 1"),
     ],
 )
@@ -97,7 +97,7 @@ def test_a_fault_is_found_and_named(fault: str, said: str, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("gpu", "it needs GPUs"),
+        pytest.param("gpu", "it needs GPUs", marks=pytest.mark.slow),
         pytest.param("ranks", "needs another number of --ranks", marks=pytest.mark.slow),
         pytest.param("unsharded", "calls no fully_shard()", marks=pytest.mark.slow),
         pytest.param("no backward", "ended before a backward", marks=pytest.mark.slow),
@@ -111,6 +111,7 @@ def test_a_program_that_cannot_be_compared(fault: str, said: str, tmp_path: Path
     assert any(said in each for each in told["failures"])
 
 
+@pytest.mark.slow
 def test_a_program_without_an_optimizer(tmp_path: Path) -> None:
     status, output, told = compared(tmp_path, str(PROGRAM), "no step", "1")
     assert status == 0, output
