@@ -6,9 +6,10 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
@@ -24,6 +25,9 @@ from fsdp_overlap.tools.comparison.runs import Ranks, last_words
 from fsdp_overlap.tools.profiling import Report, read_report
 from fsdp_overlap.tools.profiling.tables import ReportTable
 from fsdp_overlap.tools.races.runner import Program
+
+if TYPE_CHECKING:
+    from fsdp_overlap.tools.simulator.program import ProgramPrediction
 
 ALIKE, DIFFERENT, FAILED = 0, 1, 2
 """Exit codes."""
@@ -57,18 +61,12 @@ def compare_program(
 ) -> int:
     """Run ``program`` in two ways, or three, and report. Return the exit code."""
     check_writable(out)
-    if ranks is not None and ranks < 1:
-        raise BadInput(f"--ranks {ranks}: must be at least 1")
     if options is not None:
         try:
             OursOptions.read(options)
         except ValueError as error:
             raise BadInput(f"--options {error}") from None
-    started = (
-        Ranks.of_torchrun(timeout) if "RANK" in os.environ else Ranks(ranks or 2, None, timeout)
-    )
-    if ranks not in (None, started.count):
-        raise BadInput(f"--ranks {ranks}: torchrun has started {started.count}; leave it out")
+    started = _ranks(ranks, timeout)
     ways = [Way("fsdp2"), Way("ours"), *([Way("replicated")] if truth else [])]
     report = CompareReport(" ".join([program.target, *program.args]), ways)
     console = Console(stderr=True, quiet=not started.is_first, highlight=False)
@@ -112,6 +110,17 @@ def compare_program(
     if any(_has_failed(way, ranks) for way in ways for ranks in way.rounds) or not is_whole:
         return FAILED
     return _judge(report, limits)
+
+
+def _ranks(count: int | None, timeout: float) -> Ranks:
+    if count is not None and count < 1:
+        raise BadInput(f"--ranks {count}: must be at least 1")
+    if "RANK" not in os.environ:
+        return Ranks(count or 2, None, timeout)
+    started = Ranks.of_torchrun(timeout)
+    if count not in (None, started.count):
+        raise BadInput(f"--ranks {count}: torchrun has started {started.count}; leave it out")
+    return started
 
 
 def _has_failed(way: Way, results: Sequence[RankResult]) -> bool:
@@ -258,11 +267,30 @@ def predict_both(program: Program, device: str, fabric: str, gpus: int, out: Pat
         }
     except (ProgramError, ValueError, FileNotFoundError) as error:
         raise BadInput(f"{program.target}: {error}") from None
-    kinds = dict.fromkeys(kind for each in found.values() for kind in each.collectives)
+    console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
+    console.print(f"Predicted: a step on {gpus} {device}, as rank 0", markup=False)
+    show_table(console, _predicted_table(found))
+    for name, each in found.items():
+        for what, where in each.not_seen.items():
+            console.print(f"{name}: {what}, called at {where}, was not seen", markup=False)
+    theirs, ours = (each.seconds for each in found.values())
+    console.print(f"A step takes {ours / theirs:.2f} of FSDP2's time.", markup=False)
+    out.mkdir(parents=True, exist_ok=True)
+    write_report({name: read_report(each.trace) for name, each in found.items()}, out)
+    told = {name: _prediction_json(each) for name, each in found.items()}
+    (out / "compare.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    console.print(f"\n{out / 'compare.json'} and overlap.html", markup=False)
+
+
+def _predicted_table(found: Mapping[str, ProgramPrediction]) -> ReportTable:
     columns = list(found.values())
+    kinds = dict.fromkeys(kind for each in found.values() for kind in each.collectives)
     rows = [
         ("step, ms", *(f"{each.seconds * 1e3:,.1f}" for each in columns)),
-        ("  by published ones", *(f"{e.low * 1e3:,.1f} to {e.high * 1e3:,.1f}" for e in columns)),
+        (
+            "  as published steps were off",
+            *(f"{e.low * 1e3:,.1f} to {e.high * 1e3:,.1f}" for e in columns),
+        ),
         ("exposed communication, ms", *(f"{each.exposed * 1e3:,.1f}" for each in columns)),
         ("waiting for the host, ms", *(f"{each.host_bound * 1e3:,.1f}" for each in columns)),
         ("peak memory, GiB", *(f"{each.allocated / _GIB:,.2f}" for each in columns)),
@@ -272,25 +300,14 @@ def predict_both(program: Program, device: str, fabric: str, gpus: int, out: Pat
         totals = [each.collectives.get(kind) for each in columns]
         cells = ("none" if t is None else f"{t.nbytes / 1e6:,.1f} in {t.count}" for t in totals)
         rows.append((f"{kind.replace('_', '-')}s, MB", *cells))
-    console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
-    console.print(f"Predicted: a step on {gpus} {device}, as rank 0", markup=False)
-    show_table(console, ReportTable(("", *found), tuple(rows)))
-    for name, each in found.items():
-        for what, where in each.not_seen.items():
-            console.print(f"{name}: {what}, called at {where}, was not seen", markup=False)
-    theirs, ours = (each.seconds for each in columns)
-    console.print(f"A step takes {ours / theirs:.2f} of FSDP2's time.", markup=False)
-    out.mkdir(parents=True, exist_ok=True)
-    write_report({name: read_report(each.trace) for name, each in found.items()}, out)
-    told = {
-        name: {
-            field.name: getattr(each, field.name) for field in fields(each) if field.name != "trace"
-        }
-        | {"collectives": {kind: asdict(total) for kind, total in each.collectives.items()}}
-        for name, each in found.items()
-    }
-    (out / "compare.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
-    console.print(f"\n{out / 'compare.json'} and overlap.html", markup=False)
+    return ReportTable(("", *found), tuple(rows))
+
+
+def _prediction_json(prediction: ProgramPrediction) -> dict[str, Any]:
+    told = {each.name: getattr(prediction, each.name) for each in fields(prediction)}
+    del told["trace"]
+    told["collectives"] = {kind: asdict(each) for kind, each in told["collectives"].items()}
+    return told
 
 
 def diff_recordings(folders: tuple[Path, Path], json_path: Path | None) -> int:
