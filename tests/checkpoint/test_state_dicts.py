@@ -185,7 +185,7 @@ def replaced() -> None:
     model.layers[0].norm.weight = model.layers[1].norm.weight
     with pytest.raises(RuntimeError, match=r"'weight' of unit 'layers.0' was replaced"):
         model(torch.zeros(1, 2, dtype=torch.int64))
-    with pytest.raises(RuntimeError, match=r"move or cast a module .* before fully_shard"):
+    with pytest.raises(RuntimeError, match=r"move or cast a module before fully_shard"):
         model.layers[0].up.to(torch.float64)
 
 

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import curves
 import losses
 from support.pages import ROOT
@@ -41,6 +43,7 @@ def run(folder: Path, *options: str) -> tuple[str, dict[str, Any]]:
     return done.stderr, json.loads((folder / "all.json").read_text())
 
 
+@pytest.mark.slow
 def test_runs_are_kept_and_not_repeated(tmp_path: Path) -> None:
     log, first = run(tmp_path, "--variants", "unsharded", "unsharded, clipped")
     assert "unsharded, seed 0: step 3" in log

@@ -78,10 +78,11 @@ def test_options_and_assertions(tmp_path: Path) -> None:
     assert "--assert-loss" not in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        pytest.param("missing", "step 0, gradient of 1.weight", marks=pytest.mark.slow),
+        ("missing", "step 0, gradient of 1.weight"),
         ("seed", "step 0, input of the model on rank 1"),
     ],
 )
@@ -94,13 +95,14 @@ def test_a_fault_is_found_and_named(fault: str, said: str, tmp_path: Path) -> No
     assert found["cause"] == causes[fault]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        pytest.param("gpu", "it needs GPUs", marks=pytest.mark.slow),
-        pytest.param("ranks", "needs another number of --ranks", marks=pytest.mark.slow),
-        pytest.param("unsharded", "calls no fully_shard()", marks=pytest.mark.slow),
-        pytest.param("no backward", "ended before a backward", marks=pytest.mark.slow),
+        ("gpu", "it needs GPUs"),
+        ("ranks", "needs another number of --ranks"),
+        ("unsharded", "calls no fully_shard()"),
+        ("no backward", "ended before a backward"),
         ("raises", "fsdp_overlap failed on rank 0: RuntimeError: a fault in the program"),
     ],
 )
@@ -127,6 +129,7 @@ def test_a_program_that_ends_early(tmp_path: Path) -> None:
     assert told["time_ratio"] is None
 
 
+@pytest.mark.slow
 def test_a_program_for_gpus_on_emulated_ones(tmp_path: Path) -> None:
     program = PROGRAM.parent.with_name("gpu_programs") / "fsdp2.py"
     status, output, told = compared(tmp_path, "--emulate-gpus", str(program))
