@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from functools import reduce
 from math import inf, isfinite, prod, sqrt
-from operator import add
 from typing import Any
 
-import torch
-
-from fsdp_overlap.recording.recording import SHARDED_KINDS, Key, RankStep, Recording, TensorRecord
-from fsdp_overlap.recording.sketch import PROJECTIONS, Sketch
+from fsdp_overlap.recording.recording import SHARDED_KINDS, Key, Recording, TensorRecord
+from fsdp_overlap.tools.comparison.reductions import Reduction, solved
+from fsdp_overlap.tools.comparison.sizes import (
+    NOISE,
+    coarsest_eps,
+    difference_of,
+    distance_of,
+    eps_of,
+    is_equal,
+    is_rounding,
+    relative_distance,
+    rms_of,
+    with_estimated_norm,
+)
 
 _ROUNDINGS = 16.0
 """How many units of the last place sums in another order may differ by, relative to the norm."""
 _GROWTH = 100.0
 """How much larger a difference in outputs may be than that in the weights that they are of."""
-_BFLOAT16 = torch.finfo(torch.bfloat16).eps
-_NOISE = 1e-12
 
 
 @dataclass(frozen=True)
@@ -190,9 +196,9 @@ class _Walk:
             x.random != y.random for x, y in zip(of_a, of_b, strict=True)
         )
         self._inputs_differ, self._largest = False, 0.0
-        self._typical = _rms(of_a, "local gradient"), _rms(of_a, "gradient")
+        self._typical = rms_of(of_a, "local gradient"), rms_of(of_a, "gradient")
         if not self._alike:  # these are not compared
-            self._coarsest = _coarsest([*of_a, *of_b])
+            self._coarsest = coarsest_eps([*of_a, *of_b])
         keys = list(dict.fromkeys(key for rank in of_a for key in rank.tensors))
         absent = set(keys) ^ {key for rank in of_b for key in rank.tensors}
         told_absent = losses_done = False
@@ -227,14 +233,14 @@ class _Walk:
                 return
             self.compared += 1
             if key.kind != "input" and one.dtype == other.dtype:
-                self._coarsest = max(self._coarsest, _eps(one.dtype))
-            if _is_equal(one, other):
+                self._coarsest = max(self._coarsest, eps_of(one.dtype))
+            if is_equal(one, other):
                 self.equal += 1
             else:
                 unlike.append((rank, one, other))
         if not unlike:
             return
-        sizes = [_relative(one, other) for _, one, other in unlike]
+        sizes = [relative_distance(one, other) for _, one, other in unlike]
         worst = max(range(len(unlike)), key=lambda index: sizes[index])
         _, one, other = unlike[worst]
         ranks = tuple(rank for rank, *_ in unlike)
@@ -281,26 +287,26 @@ class _Walk:
         at_rest = self._rest.get(one.key.name)
         if at_rest is None:
             return self._by_weights(size)
-        if size <= 4 * _relative(*at_rest) + 4 * _eps(one.dtype):
+        if size <= 4 * relative_distance(*at_rest) + 4 * eps_of(one.dtype):
             return ORDER, "the weights differ as much"
         faults: list[tuple[int, float]] = []
         for index, used in enumerate((one, other)):
             rest = at_rest[index]
-            allowed = _eps(used.dtype) * 2 + _ROUNDINGS * _eps(rest.dtype)
-            if (off := _distance(used, rest)) > allowed * max(rest.sketch.norm, _NOISE):
+            allowed = eps_of(used.dtype) * 2 + _ROUNDINGS * eps_of(rest.dtype)
+            if (off := distance_of(used, rest)) > allowed * max(rest.sketch.norm, NOISE):
                 faults.append((index, off))
         if not faults:
             return "stale weight", "and the weights that it was gathered from do not"
         index, off = max(faults, key=lambda fault: fault[1])
-        if len(faults) == 2 and size * max(one.sketch.norm, _NOISE) < off / 4:
-            if size <= _GROWTH * _relative(*at_rest) + 4 * _eps(one.dtype):
+        if len(faults) == 2 and size * max(one.sketch.norm, NOISE) < off / 4:
+            if size <= _GROWTH * relative_distance(*at_rest) + 4 * eps_of(one.dtype):
                 return ORDER, "the program edits it in both"
             return self._by_weights(size)
         used = (one, other)[index]
         text = f"in {self._names[index]} it is not the weight that the optimizer left"
         if (before := self._before.get(one.key.name)) is not None:
             old = before[index]
-            if _distance(used, old) < off / 4:
+            if distance_of(used, old) < off / 4:
                 return "stale weight", f"{text}, but that before the last step"
         return "wrong weight", text
 
@@ -313,7 +319,7 @@ class _Walk:
         if (self._random_differs or "Dropout" in one.of_class) and size > allowed:
             return "random numbers", "the states of random number generators differ"
         own = [
-            _relative(*both)
+            relative_distance(*both)
             for name, both in self._rest.items()
             if name.rpartition(".")[0] == one.key.name
         ]
@@ -352,7 +358,7 @@ class _Walk:
                 f"the weights differ by {self._of_weights:.1e}" if self._of_weights else "rounding"
             )
             return ORDER, how
-        if _is_rounding(size):
+        if is_rounding(size):
             return "dtype", "as large as rounding to bfloat16"
         if not self._of_weights:
             return "compute", "with equal inputs and weights"
@@ -380,14 +386,14 @@ class _Walk:
                 for run in (self._a, self._b)
             ]
             both = list(zip(*own, strict=True))
-            one, other = max(both, key=lambda each: (not _is_equal(*each), _distance(*each)))
+            one, other = max(both, key=lambda each: (not is_equal(*each), distance_of(*each)))
         if key.kind in ("initial weight", "weight"):
             if key.name in self._rest:
                 self._before[key.name] = self._rest[key.name]
             self._rest[key.name] = one, other
             self._is_weighed = False
         self.compared += 1
-        if _is_equal(one, other):
+        if is_equal(one, other):
             self.equal += 1
             return
         if one.shape != other.shape:
@@ -400,14 +406,14 @@ class _Walk:
         elif key.kind == "weight":
             size, cause, why = self._judge_weight(one, other)
         elif key.kind == "evaluated weight":
-            size = _relative(one, other)
+            size = relative_distance(one, other)
             if not self._is_weighed:
                 self._weigh()
-            if _distance(one, other) <= _GROWTH * self._far:
+            if distance_of(one, other) <= _GROWTH * self._far:
                 cause, why = ORDER, "the weights differ as much"
             else:
                 cause, why = self._by_what_precedes(size)
-        elif (size := _relative(one, other)) <= _GROWTH * self._of_weights:
+        elif (size := relative_distance(one, other)) <= _GROWTH * self._of_weights:
             cause, why = ORDER, "the weights before it differ as much"  # of a copy of another model
         else:
             cause = "first weights"
@@ -417,7 +423,7 @@ class _Walk:
     def _judge_gradient(
         self, step: int, one: TensorRecord, other: TensorRecord
     ) -> tuple[float, str, str]:
-        own = [_Reduction(run, step, one.key.name) for run in (self._a, self._b)]
+        own = [Reduction(run, step, one.key.name) for run in (self._a, self._b)]
         fits = [
             fit
             for each, record in zip(own, (one, other), strict=True)
@@ -425,12 +431,12 @@ class _Walk:
         ]
         # In units of the gradient, which may have been clipped, or scaled back.
         scale = max(*(fit.scale for fit in fits), *(each.sketch.norm for each in (one, other)))
-        size = _distance(one, other) / max(scale, _NOISE)
+        size = distance_of(one, other) / max(scale, NOISE)
         if (why := self._other_dtype(one, other)) is not None:
             return size, "dtype", why
         if not isfinite(size):
             return inf, *self._not_finite(one, other)
-        eps = _eps(one.dtype)
+        eps = eps_of(one.dtype)
         rounding = max(_ROUNDINGS * eps, *(2 * each.eps for each in own))
         if len(fits) == 2:
             for index, record in ((1, other), (0, one)):
@@ -455,35 +461,35 @@ class _Walk:
         return size, ORDER, "the ranks' gradients differ as much"
 
     def _judge_weight(self, one: TensorRecord, other: TensorRecord) -> tuple[float, str, str]:
-        size = _relative(one, other)
+        size = relative_distance(one, other)
         if (why := self._other_dtype(one, other)) is not None:
             return size, "dtype", why
         if not isfinite(size):
             return inf, *self._not_finite(one, other)
-        name, eps = one.key.name, _eps(one.dtype)
+        name, eps = one.key.name, eps_of(one.dtype)
         if size <= _ROUNDINGS * eps:
             return size, ORDER, "rounding"
         before = self._before.get(name)
         if before is None:
             return size, "weights", "which were not recorded before"
         steps = [
-            _difference(record.sketch, old.sketch)
+            difference_of(record.sketch, old.sketch)
             for record, old in zip((one, other), before, strict=True)
         ]
-        norm = max(each.norm for each in map(_estimated, steps))
-        of_step = steps[0].distance(steps[1]) / max(norm, _NOISE)
+        norm = max(each.norm for each in map(with_estimated_norm, steps))
+        of_step = steps[0].distance(steps[1]) / max(norm, NOISE)
         of_gradient = self._of_gradients[name]
-        rounding = _ROUNDINGS * eps * one.sketch.norm / max(norm, _NOISE)
+        rounding = _ROUNDINGS * eps * one.sketch.norm / max(norm, NOISE)
         # Where gradients are as small as their differences, Adam's steps have the other sign.
         if of_step <= max(_GROWTH * of_gradient, 30 * sqrt(of_gradient), rounding):
             return size, ORDER, "its gradients differ"
         far = steps[0].distance(steps[1])
-        [times, decay], rest = _solved([steps[0], before[0].sketch], steps[1])
+        [times, decay], rest = solved([steps[0], before[0].sketch], steps[1])
         if rest < 0.05 * far and abs(times - 1) * norm > 0.05 * far:
             return size, "optimizer step", self._times(times)
         if rest < 0.05 * far:
             return size, "optimizer step", f"the weight decay differs by {abs(decay):.1e} a step"
-        if _is_rounding(size):
+        if is_rounding(size):
             return size, "dtype", "as large as rounding to bfloat16"
         return (
             size,
@@ -530,11 +536,11 @@ class _Walk:
             return None  # as any two of one element are
         if not other.sketch.squares:
             return f"it is zero in {self._names[1]}"
-        [factor], error = _solved([one.sketch], other.sketch)
-        eps = max(_eps(one.dtype), _eps(other.dtype))
+        [factor], error = solved([one.sketch], other.sketch)
+        eps = max(eps_of(one.dtype), eps_of(other.dtype))
         off = abs(factor - 1)
         least = max(1e-3, 4 * _ROUNDINGS * eps, _GROWTH * self._of_weights)
-        is_fit = off > least and error <= 0.05 * off * max(other.sketch.norm, _NOISE)
+        is_fit = off > least and error <= 0.05 * off * max(other.sketch.norm, NOISE)
         return self._times(factor) if is_fit else None
 
     def _times(self, factor: float) -> str:
@@ -542,9 +548,9 @@ class _Walk:
 
     def _is_noise(self, one: TensorRecord, other: TensorRecord, typical: float) -> bool:
         """Return whether a gradient differs by no more than rounding errors of typical ones."""
-        eps = max(_eps(one.dtype), _eps(other.dtype), self._coarsest)
+        eps = max(eps_of(one.dtype), eps_of(other.dtype), self._coarsest)
         scale = typical * sqrt(max(1, prod(one.shape)))
-        return _distance(one, other) <= _ROUNDINGS * eps * scale
+        return distance_of(one, other) <= _ROUNDINGS * eps * scale
 
     def _told(
         self, step: int, key: Key, ranks: tuple[int, ...], size: float, cause: str, why: str
@@ -562,7 +568,9 @@ class _Walk:
     def _weigh(self) -> None:
         """Find how much all weights at rest differ."""
         self._is_weighed = True
-        squares = sum(_distance(*both) ** 2 for both in self._rest.values() if not _is_equal(*both))
+        squares = sum(
+            distance_of(*both) ** 2 for both in self._rest.values() if not is_equal(*both)
+        )
         total = sum(one.sketch.squares for one, _ in self._rest.values())
         self._far, self._of_weights = sqrt(squares), sqrt(squares / total) if total else 0.0
 
@@ -579,145 +587,6 @@ _KINDS = {
     "buffer": "buffer",
     "initial weight": "first weight",
 }
-
-
-@dataclass(frozen=True)
-class _Fit:
-    """A sum of sketches times ``factor``, and the norm of what is left, relative to ``scale``."""
-
-    factor: float
-    error: float
-    scale: float
-
-
-class _Reduction:
-    """What a gradient should be: the sum of what all ranks and backwards contributed."""
-
-    def __init__(self, run: Recording, step: int, name: str) -> None:
-        self._parts: dict[tuple[int, int], Sketch] = {}
-        self.eps = 0.0
-        for rank, steps in enumerate(run.ranks):
-            for key, record in steps[step].tensors.items():
-                if key.kind == "local gradient" and key.name == name:
-                    self._parts[rank, key.call] = record.sketch
-                    self.eps = max(self.eps, _eps(record.dtype))
-        self._scale = sum(part.norm for part in self._parts.values()) / len(run.ranks)
-        self._ranks = len(run.ranks)
-
-    def fit(self, gradient: Sketch) -> _Fit | None:
-        """Return how well the sum of all contributions fits, ``None`` without any."""
-        if not self._parts:
-            return None
-        [factor], error = _solved([self._sum()], gradient)
-        scale = max(gradient.norm, abs(factor) * self._scale, _NOISE)
-        return _Fit(factor, error / scale, scale)
-
-    def explain(self, gradient: Sketch, name: str, usual: float) -> tuple[str, str]:
-        """Return why the sum of all contributions does not fit: the cause, and what is wrong. That
-        sum times ``usual`` is what it should be."""
-        total = self._sum()
-        groups = {
-            f"rank {rank}": [part for part in self._parts if part[0] == rank]
-            for rank in range(self._ranks)
-        } | {
-            f"backward {call + 1}": [part for part in self._parts if part[1] == call]
-            for call in sorted({call for _, call in self._parts})
-        }
-        norm = max(gradient.norm, _NOISE)
-        least, what, times = inf, "", 1.0
-        for group, parts in groups.items():
-            if parts and len(parts) < len(self._parts):
-                part = reduce(add, [self._parts[each] for each in parts])
-                [factor, extra], error = _solved([total, part], gradient)
-                # Of two groups either may be the wrong one: that which leaves the other as usual.
-                if error < 1e-3 * norm and abs(factor - usual) < least:
-                    with_it = factor + extra
-                    least, what = abs(factor - usual), group
-                    times = with_it / factor if abs(factor) > 0.02 * abs(with_it) else inf
-        if what and abs(times) < 0.02:
-            return "missing contribution", f"{name} lacks that of {what}"
-        if what and times == inf:
-            return "missing contribution", f"{name} has that of {what} alone"
-        if what and abs(times - 1) > 0.02:
-            return "doubled contribution", f"{name} has that of {what} {times:.3g} times"
-        _, error = _solved([total], gradient)
-        if _is_rounding(error / norm):
-            return "dtype", f"{name} sums as in bfloat16"
-        return "reduction", f"in {name} it is not the mean of the ranks' gradients"
-
-    def _sum(self) -> Sketch:
-        return reduce(add, self._parts.values())
-
-
-def _solved(basis: Sequence[Sketch], target: Sketch) -> tuple[list[float], float]:
-    """Return the factors with which sums of ``basis`` come closest to ``target``, and an estimate
-    of the norm of what is left."""
-    matrix = torch.tensor([each.projections for each in basis], dtype=torch.float64).T
-    goal = torch.tensor(target.projections, dtype=torch.float64)
-    if not bool(matrix.isfinite().all() and goal.isfinite().all()):
-        return [0.0] * len(basis), inf
-    factors = torch.linalg.lstsq(matrix, goal[:, None], driver="gelsd").solution[:, 0]
-    left = (matrix @ factors - goal).square().sum()
-    return factors.tolist(), sqrt(float(left) / max(1, PROJECTIONS - len(basis)))
-
-
-def _is_equal(one: TensorRecord, other: TensorRecord) -> bool:
-    return (one.sketch.digest, one.dtype, one.shape) == (
-        other.sketch.digest,
-        other.dtype,
-        other.shape,
-    )
-
-
-def _distance(one: TensorRecord, other: TensorRecord) -> float:
-    return one.sketch.distance(other.sketch)
-
-
-def _relative(one: TensorRecord, other: TensorRecord) -> float:
-    if one.shape != other.shape:
-        return inf
-    size = _distance(one, other) / max(one.sketch.norm, other.sketch.norm, _NOISE)
-    return size if isfinite(size) else inf
-
-
-def _difference(one: Sketch, other: Sketch) -> Sketch:
-    both = zip(one.projections, other.projections, strict=True)
-    return Sketch(0, 0.0, tuple(a - b for a, b in both))
-
-
-def _estimated(sketch: Sketch) -> Sketch:
-    """Return a sketch with the norm that its projections tell."""
-    squares = sum(value**2 for value in sketch.projections) / PROJECTIONS
-    return Sketch(sketch.digest, squares, sketch.projections)
-
-
-def _is_rounding(size: float) -> bool:
-    """Return whether a relative difference is that of values rounded to bfloat16."""
-    return _BFLOAT16 / 16 <= size <= _BFLOAT16
-
-
-def _eps(dtype: str) -> float:
-    known = getattr(torch, dtype)
-    return torch.finfo(known).eps if known.is_floating_point or known.is_complex else 0.0
-
-
-def _rms(ranks: Iterable[Any], kind: str) -> float:
-    """Return the root mean square of all gradients of ``kind``."""
-    squares = numel = 0.0
-    for rank in ranks:
-        for key, record in rank.tensors.items():
-            if key.kind == kind and isfinite(record.sketch.squares):
-                squares += record.sketch.squares
-                sizes = [prod(size) for _, size in record.chunks]
-                numel += sum(sizes)
-    return sqrt(squares / numel) if numel else 0.0
-
-
-def _coarsest(ranks: Iterable[RankStep]) -> float:
-    """Return the largest epsilon of parameters as modules used them, and of outputs."""
-    records = (record for rank in ranks for record in rank.tensors.values())
-    kinds = "parameter", "output"
-    return max((_eps(each.dtype) for each in records if each.key.kind in kinds), default=0.0)
 
 
 def _count(number: int, noun: str) -> str:
