@@ -144,6 +144,7 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
+@pytest.mark.sampled(3)
 @needs_triton
 @pytest.mark.parametrize("codes", CODES)
 @pytest.mark.parametrize("scales", [torch.float32, torch.bfloat16, E8M0])

@@ -69,6 +69,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @DEVICES
 @pytest.mark.parametrize("mode", MODES)
 def test_modes_train_as_unsharded(device: str, mode: str) -> None:
@@ -107,6 +108,7 @@ def test_gradients_are_clipped(device: str) -> None:
     run_two(clip, device)
 
 
+@pytest.mark.sampled(2)
 @DEVICES
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_replays_of_a_captured_step_equal_the_step(device: str, name: str) -> None:

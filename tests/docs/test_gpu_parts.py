@@ -324,6 +324,7 @@ def predicted(*arguments: str) -> dict[str, list[float]]:
     return {name.strip(): [float(cell) for cell in cells] for name, *cells in rows}
 
 
+@pytest.mark.slow
 def test_the_table_is_predicted_without_a_gpu() -> None:
     rates = ["--gigabytes-per-s", "0.001"]
     rows = predicted(*rates)

@@ -179,6 +179,7 @@ def test_threads_are_made_where_they_choose_their_device() -> None:
     assert files == {"comm/threads.py"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tool", ["emulator", "races"])
 def test_the_emulated_device_does_not_load_the_sharder(tool: str) -> None:
     """It runs programs of FSDP2 and of others, too."""

@@ -339,6 +339,7 @@ def hooks_that_are_not_linear(
         torch.testing.assert_close(mine.grad.full_tensor(), its.grad, msg=name)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("train", "count"),
     [

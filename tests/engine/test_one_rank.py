@@ -103,6 +103,7 @@ def communicate(device: str, layout: str) -> None:
                 assert split.comm_split_count() > 0
 
 
+@pytest.mark.sampled(2)
 @DEVICES
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_is_right_and_travels(device: str, layout: str) -> None:

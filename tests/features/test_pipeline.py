@@ -178,6 +178,7 @@ def test_a_pipeline_trains_as_the_whole_model_does(
     run_ranks(train, 4, kind, reshard, chunks)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
 def test_so_does_one_that_computes_gradients_of_weights_apart(kind: str) -> None:
     if kind != "InterleavedZeroBubble" and torch.__version__.startswith("2.11"):

@@ -408,6 +408,7 @@ def test_threads_choose_their_device(mode: str) -> None:
     assert device.contexts == {1}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "defect", DEFECTS, ids=lambda defect: f"{defect.owner.__name__}.{defect.method}: {defect.old}"
 )

@@ -138,6 +138,7 @@ def test_a_program_for_gpus_on_emulated_ones(tmp_path: Path) -> None:
     assert told["time_ratio"] is None
 
 
+@pytest.mark.slow
 def test_a_prediction_of_both(tmp_path: Path) -> None:
     program = PROGRAM.parent.with_name("gpu_programs") / "llama.py"
     arguments = ["--predict", "h100_sxm", "--gpus", "64", str(program), "meta"]

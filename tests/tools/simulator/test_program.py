@@ -88,6 +88,7 @@ def test_where_a_model_is_built_changes_nothing(where: str, ours: bool) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 * 1024  # of 3.6 GB
 
 
+@pytest.mark.slow
 def test_a_process_of_its_own_predicts_the_same() -> None:
     program = Program(str(PROGRAMS / "fsdp2.py"), ["hsdp", "mixed"])
     found = predict_program(program, COSTS, RANKS, ours=False)
