@@ -12,6 +12,7 @@ from torch import nn
 
 from fsdp_overlap.debug import record
 from fsdp_overlap.recording.recording import Key, Recording
+from fsdp_overlap.tools.comparison import differences
 from fsdp_overlap.tools.comparison.differences import Comparison, compare
 
 WIDTH = 8
@@ -113,6 +114,18 @@ def test_rounding_is_no_fault_elsewhere(tmp_path: Path) -> None:
     comparison = compare(a, b)
     assert not comparison.is_equal
     assert comparison.unexplained is None, comparison.text
+
+
+def test_integers_differ_by_no_rounding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(differences, "_GROWTH", 1e6)
+    a = _recording(tmp_path / "a", steps=6, in_bfloat16=True)
+    b = _recording(tmp_path / "b", "bfloat16", steps=6, in_bfloat16=True)
+    assert compare(a, b).unexplained is None
+    key = Key("buffer", "norm.num_batches_tracked", 0, 0)
+    b.ranks[0][5].tensors[key] = b.ranks[0][4].tensors[key]
+    found = compare(a, b).unexplained
+    assert found is not None
+    assert (found.step, found.name, found.cause) == (5, key.name, "compute")
 
 
 def test_steps_that_one_lacks_are_named(tmp_path: Path) -> None:

@@ -271,7 +271,7 @@ class _Walk:
         return "not finite", "infinity or nan in one of the two"
 
     def _judge_input(self, one: TensorRecord, other: TensorRecord, size: float) -> tuple[str, str]:
-        if size <= _GROWTH * self._largest:  # of a loss, or of another model
+        if eps_of(one.dtype) and size <= _GROWTH * self._largest:  # of a loss, or of another model
             return ORDER, "outputs before it differ as much"
         self._inputs_differ = True
         return "other data", (
@@ -341,6 +341,8 @@ class _Walk:
     def _judge_buffer(self, one: TensorRecord, other: TensorRecord, size: float) -> tuple[str, str]:
         if (why := self._other_dtype(one, other)) is not None:
             return "dtype", why
+        if not eps_of(one.dtype):
+            return "compute", "integers differ by no rounding"
         return self._by_what_precedes(size)
 
     def _by_what_precedes(self, size: float) -> tuple[str, str]:
