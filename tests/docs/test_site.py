@@ -83,6 +83,12 @@ def test_every_public_name_has_a_docstring(package: ModuleType) -> None:
             assert not doc.startswith(f"{name}("), f"{name}: what dataclass() says of it"
 
 
+def test_every_name_on_a_page_is_there() -> None:
+    for page in REFERENCE.glob("*.md"):
+        for path in re.findall(r"^::: (\S+)$", page.read_text(), re.M):
+            pkgutil.resolve_name(path)
+
+
 def test_members_that_pages_choose_are_there() -> None:
     chosen = [
         (path, member)
