@@ -126,6 +126,9 @@ def intercept_pushed_hooks(push: Callable[..., None] | None) -> None:
 are_functorch_transforms_active = torch._C._are_functorch_transforms_active
 """Whether a transform of ``torch.func`` is around a forward. All-gathers do not go through it."""
 
+active_fake_mode = torch._guards.active_fake_mode
+"""The mode around a forward whose tensors have no values, ``None`` outside of any."""
+
 profiler_enabled = torch._C._autograd._profiler_enabled
 """Whether a profiler runs. Spans are named only then."""
 

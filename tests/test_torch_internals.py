@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.distributed import _state_dict_utils as state_dict_utils
 from torch.distributed import fsdp
 from torch.distributed._composable import _get_registry, replicate
@@ -205,6 +206,14 @@ def transforms_are_known() -> None:
     look(torch.ones(1))
     torch.func.grad(look)(torch.ones(1))
     assert seen == [False, True]
+
+
+@canary("active_fake_mode")
+def modes_without_values_are_known() -> None:
+    """A recording reads values that are not there, which raises in the program."""
+    assert internals.active_fake_mode() is None
+    with FakeTensorMode() as mode:
+        assert internals.active_fake_mode() is mode
 
 
 @canary("profiler_enabled")

@@ -16,6 +16,7 @@ from torch.optim import Optimizer, optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_overlap.torch_internals import (
+    active_fake_mode,
     are_functorch_transforms_active,
     current_graph_task_id,
     dispatch_mode_count,
@@ -127,10 +128,11 @@ class _Hooks:
 
     def _is_ignored(self) -> bool:
         """Return whether what is called is no part of a step: backward repeats it, ``torch.func``
-        transforms it, or a worker that was forked calls it."""
+        transforms it, it has no values, or a worker that was forked calls it."""
         return (
             current_graph_task_id() != -1
             or are_functorch_transforms_active()
+            or active_fake_mode() is not None
             or os.getpid() != self._process
         )
 

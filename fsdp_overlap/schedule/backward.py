@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 from fsdp_overlap.schedule.interface import (
     AutogradEngine,
@@ -211,9 +211,8 @@ class GradReducer:
     def _has_room(self, unit: ScheduledUnit) -> bool:
         """Return whether a param group of ``unit`` may have a reduce input. Those of one unit count
         as one."""
-        busy = {unit, *self._filling.values()}
-        for other, _, _ in self._in_flight:  # a generator would be called for each, and often
-            busy.add(other)
+        # A generator would be called for each, and often.
+        busy = {unit, *self._filling.values(), *map(itemgetter(0), self._in_flight)}
         return len(busy) <= self.max_inputs
 
     def _wait_for_oldest(self) -> None:

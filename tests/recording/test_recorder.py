@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules import module as modules
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -252,6 +253,16 @@ def test_what_torch_func_transforms_is_no_step(tmp_path: Path) -> None:
     with record(tmp_path):
         torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, torch.randn(3, 4))
         _train(model.train(), 1)
+    [step] = _steps(tmp_path)
+    assert _names(step, "output") == ["first", "drop", "last"]
+
+
+def test_what_has_no_values_is_no_step(tmp_path: Path) -> None:
+    model = _Net()
+    with record(tmp_path):
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model(torch.randn(3, 4))
+        _train(model, 1)
     [step] = _steps(tmp_path)
     assert _names(step, "output") == ["first", "drop", "last"]
 
