@@ -70,6 +70,7 @@ policies = st.builds(
 )
 
 
+@pytest.mark.slow
 @needs_triton
 @settings(max_examples=40)
 @given(
@@ -102,6 +103,7 @@ def test_kernels_compute_what_torch_does(
     compare_reduction(plan, policy, dtype, seed, extremes)
 
 
+@pytest.mark.sampled(3)
 @needs_triton
 @pytest.mark.parametrize(
     ("shape", "block"),
@@ -350,6 +352,7 @@ DEFECTS = [
 ]
 
 
+@pytest.mark.sampled(3)
 @needs_triton
 @pytest.mark.parametrize("layout", [Flat(), TensorAtomic(), PerTensor()])
 def test_kernels_are_ordered(layout: LayoutRule) -> None:

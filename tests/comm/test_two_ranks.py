@@ -108,7 +108,7 @@ def test_gradients_are_clipped(device: str) -> None:
     run_two(clip, device)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @DEVICES
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_replays_of_a_captured_step_equal_the_step(device: str, name: str) -> None:
@@ -128,6 +128,7 @@ def gather_in_8_bits(device: str, dtype: torch.dtype, layout: LayoutRule) -> Non
     quantize_twin(make_twins(device, Model, shard, layout=layout), policy).train(3)
 
 
+@pytest.mark.sampled(4)
 @DEVICES
 @EITHER
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=str)

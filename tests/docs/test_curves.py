@@ -28,6 +28,7 @@ def train_each(folder: str) -> None:
             (Path(folder) / f"{name}.json").write_text(json.dumps(found))
 
 
+@pytest.mark.slow
 def test_twins_are_equal_to_the_bit(tmp_path: Path) -> None:
     run_ranks(train_each, 2, str(tmp_path))
     found = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in curves.VARIANTS}

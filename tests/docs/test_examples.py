@@ -17,13 +17,14 @@ from support.examples import EXAMPLES, TRAINING, load, run_training
 from support.ranks import run_ranks
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("half", [False, True])
 def test_the_training_example_learns(tmp_path: Path, half: bool) -> None:
     first, *_, last = run_ranks(run_training, 2, half, str(tmp_path), 4)[0]
     assert last < first / 2
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "microbatches"), [(3, 2), (2, 1), (1, 3)])
 def test_the_training_example_goes_on_where_it_stopped(
     tmp_path: Path, stage: int, microbatches: int
@@ -34,6 +35,7 @@ def test_the_training_example_goes_on_where_it_stopped(
     assert parts == whole
 
 
+@pytest.mark.slow
 def test_the_training_example_learns_alike_at_every_stage(tmp_path: Path) -> None:
     losses = [
         run_ranks(partial(run_training, zero_stage=stage), 2, False, str(tmp_path / str(stage)), 2)

@@ -304,6 +304,7 @@ def table_without_one() -> tuple[str, list[str], set[str]]:
     return found.about, said, {figure.system for figure in found.figures}
 
 
+@pytest.mark.slow
 def test_a_system_that_raises_is_left_out_of_the_table() -> None:
     [(about, said, systems)] = run_ranks(table_without_one, 1)
     assert "; refuses raised;" in about

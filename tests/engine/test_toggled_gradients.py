@@ -222,7 +222,7 @@ def train(layout: LayoutRule, wrap: str, prefetch: int, reshard: Any) -> None:
             raise AssertionError(f"{loss.__name__}: {error}") from error
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("layout", [Flat(), PerTensor()], ids=["ranges", "rows"])
 @pytest.mark.parametrize(
     ("wrap", "prefetch", "reshard"),

@@ -798,6 +798,7 @@ def test_steps_that_gather_ahead_without_a_graph_may_come_between(device: Emulat
     assert not device.findings
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:module forward hook")
 @pytest.mark.parametrize("name", [None, *MISSED])
 def test_every_line_that_makes_replays_right_is_needed(name: str | None) -> None:

@@ -167,6 +167,7 @@ def check_edits() -> None:
         assert same_bits(name), name
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_after_each_kind_of_edit_bits_are_those_of_a_cast_on_the_device(world_size: int) -> None:
     run_ranks(check_edits, world_size)
@@ -203,6 +204,7 @@ def check_optimizers() -> None:
         assert same_bits(None, **options), name
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_every_optimizer_refreshes_copies(world_size: int) -> None:
     run_ranks(check_optimizers, world_size)

@@ -96,7 +96,7 @@ needs_torchs = pytest.mark.skipif(
 )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @needs_torchs
 @pytest.mark.parametrize("case", MESHES)
 def test_parameters_lie_and_train_as_fsdp2s(case: str) -> None:

@@ -222,6 +222,7 @@ CASES: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
 CASES[0][3].update(build=Model, mp_policy=MIXED)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "ranks", "options", "right"), CASES, ids=WARNINGS)
 def test_each_warning_comes_once_and_not_for_the_right_twin(
     name: str, ranks: int, options: dict[str, Any], right: dict[str, Any]

@@ -205,6 +205,7 @@ def accumulate(twins: Twins) -> None:
             twins.check_loss(loss, twin_loss)
 
 
+@pytest.mark.slow
 def test_it_trains_in_every_mode() -> None:
     run_ranks(modes, 2, timeout=300)
 

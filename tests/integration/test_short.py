@@ -53,6 +53,7 @@ def test_pairs_are_all_there_in_fewer_cases(sizes: list[int]) -> None:
         assert len(chosen) < len(cases) / 2
 
 
+@pytest.mark.slow
 def test_the_short_run_leaves_out_what_marks_say(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:

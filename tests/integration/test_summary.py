@@ -21,6 +21,7 @@ def test_a_room_is_a_folder(file: str, room: str) -> None:
     assert room_of(f"{file}::test_it[a/b]") == room
 
 
+@pytest.mark.slow
 def test_rooms_have_their_time_and_failures_their_command(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ def test_random(tries):
 """
 
 
+@pytest.mark.slow
 def test_options_say_how_many_and_which_and_lift_the_limit(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:

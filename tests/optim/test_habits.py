@@ -14,7 +14,7 @@ from support.habits import COLUMNS, HABITS, outcomes
 from support.ranks import run_ranks
 
 
-@pytest.mark.sampled(40)
+@pytest.mark.slow
 @pytest.mark.parametrize("column", COLUMNS)
 def test_habits(column: str) -> None:
     for of_rank in run_ranks(outcomes, 2, column, timeout=200):

@@ -239,7 +239,7 @@ def accumulate(verb: str, twins: Twins, batches: Any) -> None:
         plain_backward(twins, batches)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.pairs
 @pytest.mark.parametrize("policy", ["in backward", "clipped"])
 @pytest.mark.parametrize("verb", ["set_is_last_backward", "set_requires_gradient_sync"])
 def test_accumulation(verb: str, policy: str) -> None:
@@ -355,6 +355,7 @@ def states_are_whole(policy: OverlapPolicy, options: dict[str, Any]) -> None:
             assert torch.equal(*(each.full_tensor() for each in whole))  # type: ignore[attr-defined]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("optimizer", KINDS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_state_dicts_and_reads_wait_for_all_steps(policy: str, optimizer: str) -> None:
@@ -378,6 +379,7 @@ def resumes(policy: OverlapPolicy, options: dict[str, Any]) -> None:
     same(*twins)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("optimizer", KINDS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_loaded_run_goes_on_as_the_other_would(policy: str, optimizer: str) -> None:
@@ -419,6 +421,7 @@ def fails_in_the_thread(policy: OverlapPolicy, options: dict[str, Any], fails: A
     return is_first
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("optimizer", KINDS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_after_an_error_in_the_thread_a_reset_and_a_checkpoint_help(

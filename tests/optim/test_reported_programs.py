@@ -1090,7 +1090,7 @@ def outcomes(column: str) -> dict[str, str]:
         return {name: outcome(column, name) for name in programs_of(column)}
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("column", COLUMNS)
 def test_reported_programs(column: str) -> None:
     for of_rank in run_ranks(outcomes, 2, column):

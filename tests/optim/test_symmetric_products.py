@@ -261,6 +261,7 @@ def test_where_the_kernel_does_not_work_torch_multiplies() -> None:
     assert works_on(cpu)
 
 
+@pytest.mark.slow
 @needs_triton
 def test_the_kernel_is_built_for_gpus() -> None:
     """Without a GPU: for tensor cores, in the shared memory that small GPUs have too."""

@@ -26,7 +26,7 @@ assert not any(map(is_loaded, ("ops", "creation", "dcp")))
 """
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "use",
     [

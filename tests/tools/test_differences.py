@@ -178,6 +178,7 @@ def _recording(folder: Path, fault: str) -> Recording:
     return Recording.read(folder)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found(clean: Recording, fault: str, tmp_path: Path) -> None:
     expected = FAULTS[fault]

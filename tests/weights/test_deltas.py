@@ -141,7 +141,7 @@ def _fifty_steps(trainers: int, layout: str, optimizer: Any, folder: str) -> Non
     assert not trains or few > 5  # of the low rates
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("trainers", "receivers", "layout", "optimizer"),
     [

@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import Phase, given, settings
@@ -315,6 +316,7 @@ def check_all(examples: list[Drawn], folder: Path) -> None:
 
 
 # Nothing is shrunk: ranks that wait for each other would take minutes, and one model says enough.
+@pytest.mark.slow
 @settings(max_examples=4, derandomize=True, phases=[Phase.generate])
 @given(st.data())
 def test_random_models_on_real_ranks(data: st.DataObject) -> None:

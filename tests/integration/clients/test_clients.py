@@ -97,6 +97,7 @@ def resumed(folder: str) -> None:
     assert losses[:2] == losses[2:]
 
 
+@pytest.mark.slow
 def test_the_accelerate_example_goes_on_where_it_stopped(tmp_path: Path) -> None:
     run_ranks(resumed, 2, str(tmp_path))
 
@@ -188,7 +189,7 @@ def from_rank_0(folder: str, is_tied: bool, checkpointing: bool) -> None:
         check_alike(ours.model, theirs.model)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("is_tied", "checkpointing"), [(False, True), (True, False)])
 def test_accelerate_loads_a_model_that_rank_0_has(
     tmp_path: Path, is_tied: bool, checkpointing: bool
@@ -312,6 +313,7 @@ def fabric(folder: str) -> None:
             dist.barrier()
 
 
+@pytest.mark.slow
 def test_lightnings_fabric_trains_as_on_fsdp2_and_loads_its_checkpoints(tmp_path: Path) -> None:
     run_ranks(fabric, 2, str(tmp_path))
 

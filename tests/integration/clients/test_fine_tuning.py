@@ -208,5 +208,6 @@ def preferred(folder: str) -> None:
             torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-4, msg=name)
 
 
+@pytest.mark.slow
 def test_trl_learns_preferences_as_on_fsdp2(tmp_path: Path) -> None:
     run_ranks(preferred, 2, str(tmp_path), timeout=150)

@@ -91,6 +91,7 @@ def trains(precomputes: bool, mesh: tuple[int, ...] | None = None, **options: An
     assert float8.gathered_nbytes == 2 * WIDTH * INNER  # a byte each
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precomputes", [False, True], ids=["", "precomputed scales"])
 def test_training_equals_fsdp2s(precomputes: bool) -> None:
     run_ranks(partial(trains, precomputes), 2, timeout=IMPORTING)
@@ -152,6 +153,7 @@ def test_adapters_train_on_weights_in_four_bits() -> None:
     run_ranks(trains_adapters, 2, timeout=IMPORTING)
 
 
+@pytest.mark.slow
 def test_with_copies() -> None:
     run_ranks(partial(trains, True, mesh=(2, 2)), 4, timeout=IMPORTING)
 

@@ -260,7 +260,7 @@ def raise_planned(_: torch.Tensor) -> None:
     raise PlannedError
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("is_manual", [False, True])
 def test_a_hook_that_raised_on_a_device_is_not_forgotten(is_manual: bool) -> None:
     run_ranks(raise_in_hooks, 2, is_manual, backend=BACKEND, timeout=120)

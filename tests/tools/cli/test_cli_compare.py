@@ -40,6 +40,7 @@ def compared(folder: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
     return status, said, told
 
 
+@pytest.mark.slow
 def test_a_program_that_computes_the_same(tmp_path: Path) -> None:
     status, said, told = compared(tmp_path, "--ddp", str(PROGRAM), "", "16", "{run}")
     assert status == 0, said

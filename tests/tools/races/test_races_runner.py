@@ -247,6 +247,7 @@ with as_cuda(EmulatedDevice(device_type="cuda")):
 """
 
 
+@pytest.mark.slow
 def test_ranks_that_share_a_state_of_the_generator_draw_the_same() -> None:
     programs = [
         subprocess.Popen(

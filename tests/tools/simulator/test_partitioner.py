@@ -108,7 +108,7 @@ def kept_by_torch(layer: Layer, layers: int) -> int:
     return kept[0]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_each_layer_keeps_what_torch_would(layer: Layer) -> None:
     few, more = (kept_by_torch(layer, layers) for layers in (6, 10))
@@ -215,6 +215,7 @@ def test_a_compiled_loss_keeps_no_logits_in_float32() -> None:
     assert simulate(program, 1, COMPILED).memory == pytest.approx(2 * nbytes, rel=0.05)
 
 
+@pytest.mark.slow
 def test_what_came_from_the_host_is_kept() -> None:
     def program() -> Callable[[], None]:
         with torch.device("emulated"):

@@ -47,6 +47,7 @@ class UnderOurNames(Fsdp2Training):
             return torch.distributed.fsdp.fully_shard(model, mesh=meshes.dense, mp_policy=policy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ours", [True, False])
 def test_a_program_takes_what_the_same_training_takes(ours: bool) -> None:
     training = (UnderOurNames if ours else Fsdp2Training).like(
@@ -77,6 +78,7 @@ def test_ours_keeps_the_last_block_and_checks_the_order() -> None:
     assert ours.seconds < theirs.seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("where", "ours"), [("cuda", False), ("cpu", True)])
 def test_where_a_model_is_built_changes_nothing(where: str, ours: bool) -> None:
     """Built on the host, it takes no memory there either."""

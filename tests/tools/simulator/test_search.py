@@ -134,7 +134,7 @@ def training(**options: Any) -> Training:
     return Training(**{"model": TINY, "gpus": 64, "sequence": 4096, **options})
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -174,7 +174,7 @@ def test_a_model_is_shortened_where_its_blocks_are_equal() -> None:
         shorten(model, 3)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("types", "run", "kept"),
     [

@@ -319,6 +319,7 @@ def traced(model: nn.Module, path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_profile_is_of_the_model_that_is_predicted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

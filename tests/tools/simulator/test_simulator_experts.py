@@ -91,6 +91,7 @@ def test_experts_are_gathered_by_the_ranks_that_have_the_same(config: str) -> No
     assert sizes[OF_EXPERTS // 4 * 4] == MIXTURES
 
 
+@pytest.mark.slow
 def test_copies_of_experts_are_reduced_too(config: str) -> None:
     prediction = predicted(config, expert_parallel=4, replicas=2)
     reduced = kernels(prediction, "ncclDevKernel_all_reduce")
@@ -172,6 +173,7 @@ def test_experts_alone_are_spread(kind: str, tmp_path: Path) -> None:
         assert (mine.shape[0] * ranks, mine.dtype) == (its.shape[0], its.dtype)
 
 
+@pytest.mark.slow
 def test_a_token_travels_once_to_a_rank(config: str) -> None:
     """With 2 experts of 4 ranks it goes to 1.75 ranks."""
     prediction = predicted(config, expert_parallel=4, expert_parallel_comm_backend="deepep")

@@ -161,6 +161,7 @@ def casts_of_torch() -> int:
     return casts
 
 
+@pytest.mark.slow
 def test_tensors_are_cast_as_often_as_torch_compile_has_it() -> None:
     found = kernels(predicted(model=OfGated))["cast_to_float8"]
     # Weights and the two inputs twice, and each output's gradient.
@@ -230,6 +231,7 @@ def gathered(prediction: Prediction) -> int:
     return sum(each.nbytes or 0 for each in found if each.kind == "all_gather")
 
 
+@pytest.mark.slow
 def test_weights_may_travel_as_they_are_multiplied() -> None:
     in_bfloat16 = predicted(layout=PerTensor())
     found = predicted(layout=PerTensor(), gather_dtype=E4M3)

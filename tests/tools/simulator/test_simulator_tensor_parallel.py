@@ -52,7 +52,7 @@ def sent(prediction: Prediction, kind: str, nbytes: int) -> int:
     return Counter(each["args"][f"{which} msg nelems"] for each in found)[nbytes]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Training, Fsdp2Training])
 def test_activations_travel_between_ranks_that_share_products(
     config: str, kind: type[Training]
@@ -175,6 +175,7 @@ def test_what_cannot_be_shared_is_refused(config: str, options: dict[str, Any], 
         predicted(config, **options)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("other", ["mistral", "qwen2"])
 def test_models_like_llama_are_cut_too(tmp_path: Path, other: str) -> None:
     prediction = predicted(
