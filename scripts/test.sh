@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up .venv if need be, then lint, types and tests. Without arguments the short run, which takes
-# some twelve minutes on two cores (tests/support/short.py says what it leaves out); with --all
+# nine and a half minutes on two cores (tests/support/short.py says what it leaves out); with --all
 # every test; else the arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -24,6 +24,7 @@ from fsdp_overlap.tools.simulator.costs import Costs, expected_maximum
 from fsdp_overlap.tools.simulator.hardware import Device, Fabric, Host
 from fsdp_overlap.tools.simulator.nccl_tuning import PROTOCOLS, Group, Kind, ring, tree
 from fsdp_overlap.tools.simulator.tables import SHIPPED, Curve, HardwareError, shipped
+from support.pages import ROOT
 
 H100 = Fabric.read("nvlink4_400g")
 LOOPBACK = Fabric.read("loopback_2g")
@@ -56,7 +57,7 @@ def test_the_names_that_were_promised_are_shipped() -> None:
 
 def test_a_wheel_has_the_files() -> None:
     package = SHIPPED.parents[2]
-    settings = tomllib.loads((package.parent / "pyproject.toml").read_text())
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     patterns = settings["tool"]["setuptools"]["package-data"]["fsdp_overlap"]
     packed = {path for pattern in patterns for path in package.glob(pattern)}
     assert {*SHIPPED.rglob("*.toml")} <= packed
