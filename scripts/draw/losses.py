@@ -67,8 +67,6 @@ def page_of(found: dict[str, Any]) -> str:
     shape = f"--steps {settings['steps']} --batch-size {settings['batch_size']}"
     shape += f" --seq-len {settings['seq_len']}"
     last = interval_of(settings["steps"])
-    left_out = "; ".join(name for name in VARIANTS if not runs_of(found, name))
-    without = f", and without {left_out}" if left_out else ""
     return f"""# Losses
 
 Written by `scripts/draw/losses.py` from [curves.json](curves.json), which `scripts/bench/curves.py`
@@ -96,14 +94,14 @@ unsharded training is of runs with the same seed, optimizer and clipping.
 - **Clipped** is by norm, as in the main job; all others train without. Ranks add up squares in
   another order than one process, so norms differ in their last bits, and weights from then on.
 
-The command, with fewer seeds of a variant where the table says so{without}:
+The command, which trains three seeds of each:
 
 ```bash
 .venv/bin/python scripts/bench/curves.py {shape} --json docs/curves.json
 ```
 
-Without options it trains 2,000 steps of the main job's batch with three seeds, for hours. It goes
-on where it was stopped.
+It takes two hours on two cores, and goes on where it was stopped. Without options batches
+are the main job's, four times as large.
 """
 
 
