@@ -239,7 +239,7 @@ def accumulate(verb: str, twins: Twins, batches: Any) -> None:
         plain_backward(twins, batches)
 
 
-@pytest.mark.pairs
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", ["in backward", "clipped"])
 @pytest.mark.parametrize("verb", ["set_is_last_backward", "set_requires_gradient_sync"])
 def test_accumulation(verb: str, policy: str) -> None:
